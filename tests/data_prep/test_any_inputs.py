@@ -1,4 +1,7 @@
-"""Property tests over all formats of text: any split gives the same bytes, and damaged files are refused or read."""
+"""Property tests over all input formats.
+
+Every split into tasks writes the same bytes, and a damaged file is rejected or read without a crash.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,11 @@ from tests.data_prep.test_unpacked_samples import write_images as write_samples
 MODEL = UserModel("own", Path("own.py"), frozenset(), ("images", "labels"), ("images",), ())
 
 
-def lines_of(documents: list[str]) -> bytes:
+def encode_jsonl(documents: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
 
 
-def tar_of(documents: list[str]) -> bytes:
+def encode_tar(documents: list[str]) -> bytes:
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         for number, text in enumerate(documents):
@@ -59,20 +62,21 @@ def tar_of(documents: list[str]) -> bytes:
     return content.getvalue()
 
 
-def parquet_of(documents: list[str]) -> bytes:
+def encode_parquet(documents: list[str]) -> bytes:
     content = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(documents, "string")}), content, row_group_size=3)
     return content.getvalue()
 
 
-def arrow_of(documents: list[str]) -> bytes:
-    content, table = io.BytesIO(), pyarrow.table({"text": pyarrow.array(documents, "string")})
+def encode_arrow(documents: list[str]) -> bytes:
+    content = io.BytesIO()
+    table = pyarrow.table({"text": pyarrow.array(documents, "string")})
     with pyarrow.ipc.new_stream(content, table.schema) as stream:
         stream.write_table(table, max_chunksize=3)
     return content.getvalue()
 
 
-def csv_of(documents: list[str], delimiter: str = ",") -> bytes:
+def encode_csv(documents: list[str], delimiter: str = ",") -> bytes:
     content = io.StringIO()
     rows = csv.writer(content, delimiter=delimiter)
     rows.writerows([("id", "text"), *((number, text) for number, text in enumerate(documents))])
@@ -80,18 +84,18 @@ def csv_of(documents: list[str], delimiter: str = ",") -> bytes:
 
 
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
-    ".jsonl": lines_of,
-    ".jsonl.gz": lambda documents: gzip.compress(lines_of(documents)),
-    ".jsonl.zst": lambda documents: zstandard.ZstdCompressor(write_checksum=True).compress(lines_of(documents)),
-    ".jsonl.bz2": lambda documents: bz2.compress(lines_of(documents)),
-    ".jsonl.xz": lambda documents: lzma.compress(lines_of(documents)),
+    ".jsonl": encode_jsonl,
+    ".jsonl.gz": lambda documents: gzip.compress(encode_jsonl(documents)),
+    ".jsonl.zst": lambda documents: zstandard.ZstdCompressor(write_checksum=True).compress(encode_jsonl(documents)),
+    ".jsonl.bz2": lambda documents: bz2.compress(encode_jsonl(documents)),
+    ".jsonl.xz": lambda documents: lzma.compress(encode_jsonl(documents)),
     ".json": lambda documents: json.dumps([{"text": text} for text in documents], indent=1).encode(),
-    ".json.gz": lambda documents: gzip.compress(lines_of(documents)),
-    ".csv": csv_of,
-    ".tsv.xz": lambda documents: lzma.compress(csv_of(documents, "\t")),
-    ".parquet": parquet_of,
-    ".arrow": arrow_of,
-    ".tar": tar_of,
+    ".json.gz": lambda documents: gzip.compress(encode_jsonl(documents)),
+    ".csv": encode_csv,
+    ".tsv.xz": lambda documents: lzma.compress(encode_csv(documents, "\t")),
+    ".parquet": encode_parquet,
+    ".arrow": encode_arrow,
+    ".tar": encode_tar,
     ".txt": lambda documents: "\n".join(documents).encode(),
 }
 
@@ -99,51 +103,57 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "a.jsonl").write_bytes(lines_of(make_documents(60)))
+    (folder / "a.jsonl").write_bytes(encode_jsonl(make_documents(60)))
     run_prepare(make_data_config(str(folder / "a.jsonl")), folder / "data", discard_log)
     return folder / "data/tokenizer.json"
 
 
-def same_in_any_split(make: Callable[[Path], DataFolder[Any, Any]], folder: Path, tasks: int, draw: Random) -> None:
-    """Tasks in any order, some twice, one before another has begun, write what one task writes."""
+def check_that_tasks_write_the_same_bytes(
+    open_data_folder: Callable[[Path], DataFolder[Any, Any]], folder: Path, tasks: int, rng: Random
+) -> None:
+    """Check that `tasks` tasks in random order, one of which runs twice, write the same files as a single task.
+
+    The single task writes to `folder/one`, the others to `folder/many`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 256)
         patch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)
-        patch.setattr(os, "fsync", lambda fd: None)  # slow, and no matter here
-        dealt = [*range(tasks), draw.randrange(tasks)]
-        draw.shuffle(dealt)
-        for name, order, count in (("one", [0], 1), ("many", dealt, tasks)):
-            make(folder / name).prepare(discard_log)
+        patch.setattr(os, "fsync", lambda fd: None)  # it is slow, and this test does not crash the machine
+        task_order = [*range(tasks), rng.randrange(tasks)]
+        rng.shuffle(task_order)
+        for name, order, count in (("one", [0], 1), ("many", task_order, tasks)):
+            open_data_folder(folder / name).prepare(discard_log)
             for task in order:
-                make(folder / name).shard(task, count, discard_log)
-            assert make(folder / name).finalize(discard_log)
+                open_data_folder(folder / name).shard(task, count, discard_log)
+            assert open_data_folder(folder / name).finalize(discard_log)
     assert read_all_files(folder / "one") == read_all_files(folder / "many")
 
 
-SPLIT = {"tasks": st.integers(2, 7), "draw": st.randoms(use_true_random=False)}
-few = settings(deadline=None, max_examples=6)
+SPLIT = {"tasks": st.integers(2, 7), "rng": st.randoms(use_true_random=False)}
+"""The number of tasks and the generator that shuffles them."""
+few_examples = settings(deadline=None, max_examples=6)
 
 
-@few
+@few_examples
 @given(
     counts=st.tuples(*(st.integers(0, 12) for _ in FORMATS)),
-    lines=st.booleans(),
-    once=st.booleans(),
+    documents_are_lines=st.booleans(),
+    deduplicate=st.booleans(),
     **SPLIT,
 )
 def test_any_split_of_any_inputs_gives_the_same_bytes(
     counts: tuple[int, ...],
     tasks: int,
-    lines: bool,
-    once: bool,
-    draw: Random,
+    documents_are_lines: bool,
+    deduplicate: bool,
+    rng: Random,
     tokenizer: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
     files = [(".jsonl", 25), *zip(FORMATS, counts, strict=True)]
-    draw.shuffle(files)
+    rng.shuffle(files)
     for number, (ending, count) in enumerate(files):
         (folder / f"in/{number}{ending}").write_bytes(FORMATS[ending](make_documents(count)))
     data = DataConfig(
@@ -151,65 +161,66 @@ def test_any_split_of_any_inputs_gives_the_same_bytes(
         tokenizer=TokenizerConfig(kind="file", path=tokenizer),
         shard_tokens=8192,
         held_out=0.2,
-        text_documents="line" if lines else "file",
-        deduplicate=once,
+        text_documents="line" if documents_are_lines else "file",
+        deduplicate=deduplicate,
     )
-    same_in_any_split(lambda path: TextFolder(data, path), folder, tasks, draw)
+    check_that_tasks_write_the_same_bytes(lambda path: TextFolder(data, path), folder, tasks, rng)
     assert load_manifest(folder / "many").documents >= 25
 
 
-def tokens_in(folder: Path, tokenizer: Path, count: int) -> list[int]:
-    """Files of each format that is used where it lies; all their tokens, by the files' names."""
+def write_token_files(folder: Path, tokenizer: Path, count: int) -> list[int]:
+    """Write `count` or fewer documents in each format that runs use in place.
+
+    Return the tokens of all files, ordered by file name.
+    """
     documents = encode_documents(tokenizer, count)
-    found = {write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPABLE)}
-    return [token for path in sorted(found) for token in flatten(found[path])]
+    documents_by_path = {write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPABLE)}
+    return [token for path in sorted(documents_by_path) for token in flatten(documents_by_path[path])]
 
 
-@few
+@few_examples
 @given(count=st.integers(120, 300), limit=st.integers(1024, 3000), **SPLIT)
-def test_any_split_of_files_of_tokens(
-    count: int, limit: int, tasks: int, draw: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+def test_any_split_of_token_files_gives_the_same_manifest_with_each_token_once(
+    count: int, limit: int, tasks: int, rng: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The manifest is the same, and names each token of the files once, in order."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
-    everything = tokens_in(folder / "in", tokenizer, count)
+    expected_tokens = write_token_files(folder / "in", tokenizer, count)
     data = make_tokens_config(str(folder / "in"), tokenizer, shard_tokens=limit)
-    same_in_any_split(lambda path: TokensFolder(data, path), folder, tasks, draw)
+    check_that_tasks_write_the_same_bytes(lambda path: TokensFolder(data, path), folder, tasks, rng)
     manifest = load_manifest(folder / "many")
     assert len(manifest.train) >= 2 * len(MAPPABLE)
     entries = sorted((*manifest.train, *manifest.held_out), key=lambda entry: (entry.file, entry.offset))
-    assert read_entries(folder / "many", (*entries,)) == everything
+    assert read_entries(folder / "many", (*entries,)) == expected_tokens
 
 
-@few
-@given(ways=st.lists(st.sampled_from([{}, *LAYOUTS.values()]), min_size=1, max_size=5), **SPLIT)
-def test_any_split_of_files_of_samples(
-    ways: list[dict[str, Any]], tasks: int, draw: Random, tmp_path_factory: pytest.TempPathFactory
+@few_examples
+@given(layouts=st.lists(st.sampled_from([{}, *LAYOUTS.values()]), min_size=1, max_size=5), **SPLIT)
+def test_any_split_of_sample_files_gives_the_samples_that_were_written(
+    layouts: list[dict[str, Any]], tasks: int, rng: Random, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In one piece, in chunks, compressed: the rows that were written."""
+    """The arrays of the files are contiguous (`{}`), chunked or compressed."""
     folder = tmp_path_factory.mktemp("inputs")
-    for number, options in enumerate(ways):
+    for number, options in enumerate(layouts):
         write_samples(folder / f"{number}.h5", **options)
     data = DataConfig(source=f"{folder}/*.h5", held_out=0)
-    same_in_any_split(lambda path: SamplesFolder(data, path, PACKAGE, MODEL), folder, tasks, draw)
-    read = SampleDataset(read_manifest_file(folder / "many/manifest.json", SampleManifest), folder / "many").read(
-        np.arange(50 * len(ways))
-    )
-    for name, found in read.items():
-        rows = [h5py.File(folder / f"{number}.h5")[name][...] for number in range(len(ways))]
-        assert sorted(map(bytes, found)) == sorted(map(bytes, np.concatenate(rows)))
+    check_that_tasks_write_the_same_bytes(lambda path: SamplesFolder(data, path, PACKAGE, MODEL), folder, tasks, rng)
+    dataset = SampleDataset(read_manifest_file(folder / "many/manifest.json", SampleManifest), folder / "many")
+    samples = dataset.read(np.arange(50 * len(layouts)))  # each file has 50
+    for name, array in samples.items():
+        written_arrays = [h5py.File(folder / f"{number}.h5")[name][...] for number in range(len(layouts))]
+        assert sorted(map(bytes, array)) == sorted(map(bytes, np.concatenate(written_arrays)))
 
 
-@few
+@few_examples
 @given(count=st.integers(60, 150), **SPLIT)
-def test_any_split_of_a_mixture(
-    count: int, tasks: int, draw: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+def test_any_split_of_a_mixture_of_text_and_tokens_gives_the_same_bytes(
+    count: int, tasks: int, rng: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
-    tokens_in(folder / "in", tokenizer, count)
-    (folder / "a.jsonl").write_bytes(lines_of(make_documents(count)))
+    write_token_files(folder / "in", tokenizer, count)
+    (folder / "a.jsonl").write_bytes(encode_jsonl(make_documents(count)))
     sources = {
         "web": {"source": str(folder / "a.jsonl"), "held_out": 0.2},
         "code": {"source": str(folder / "in"), "records": "tokens", "held_out": 0.2},
@@ -218,42 +229,52 @@ def test_any_split_of_a_mixture(
     data = DataConfig.model_validate(
         {"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}, "shard_tokens": 2048}
     )
-    same_in_any_split(lambda path: MixtureFolder(data, path), folder, tasks, draw)
+    check_that_tasks_write_the_same_bytes(lambda path: MixtureFolder(data, path), folder, tasks, rng)
     assert [part.name for part in load_manifest(folder / "many").parts] == ["web", "code"]
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_damaged_texts_are_refused_or_read(ending: str, tmp_path: Path) -> None:
-    """A thousand in all. What has a checksum is read right, or refused; the rest never crashes, or reads far more."""
-    source, documents = Random(ending), make_documents(30)
-    whole, refused, checked = FORMATS[ending](documents), 0, ending.endswith((".gz", ".zst", ".bz2", ".xz"))
+def test_a_damaged_text_file_is_rejected_or_read(ending: str, tmp_path: Path) -> None:
+    """Damage a file of each format in 150 ways.
+
+    A format with checksums must be rejected or read correctly. Other formats may yield other text, but never a crash
+    or more than four times the original text.
+    """
+    rng = Random(ending)
+    documents = make_documents(30)
+    original_content = FORMATS[ending](documents)
+    has_checksum = ending.endswith((".gz", ".zst", ".bz2", ".xz"))
+    rejections = 0
     path = tmp_path / f"a{ending}"
     for _ in range(150):
-        path.write_bytes(content := mutate(whole, source))
+        path.write_bytes(content := mutate(original_content, rng))
         try:
-            (found,) = find_inputs(DataConfig(source=str(path)))
+            (text_input,) = find_inputs(DataConfig(source=str(path)))
             end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else len(content)
-            read = list(read_documents(found, 0, end, "text"))
+            read = list(read_documents(text_input, 0, end, "text"))
         except UserError as error:
             assert str(path) in str(error)
-            refused += 1
+            rejections += 1
             continue
-        good = [one.text for one in read if one.reason is None]
-        assert sum(map(len, good)) <= 4 * sum(map(len, documents))
-        assert all(one.reason is None or not one.text for one in read)
-        if checked and content:
-            assert good == documents
-    assert refused > 30 or ending in (".jsonl", ".txt", ".csv")
+        accepted_texts = [document.text for document in read if document.reason is None]
+        assert sum(map(len, accepted_texts)) <= 4 * sum(map(len, documents))
+        assert all(document.reason is None or not document.text for document in read)
+        if has_checksum and content:
+            assert accepted_texts == documents
+    # In these three formats, only the damaged lines are rejected, not the file.
+    assert rejections > 30 or ending in (".jsonl", ".txt", ".csv")
 
 
-@pytest.mark.parametrize("way", ["plain", *LAYOUTS])
-def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
-    """600 in all. What no checksum protects may read as other values, in the same shapes."""
-    write_samples(path := tmp_path / "a.h5", **LAYOUTS.get(way, {}))
-    source, whole, refused = Random(way), path.read_bytes(), 0
+@pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
+def test_a_damaged_sample_file_is_rejected_or_read(layout: str, tmp_path: Path) -> None:
+    """Damage a file of each layout in 150 ways. Values without a checksum may change, but their shapes may not."""
+    write_samples(path := tmp_path / "a.h5", **LAYOUTS.get(layout, {}))
+    rng = Random(layout)
+    original_content = path.read_bytes()
+    rejections = 0
     data = DataConfig(source=str(path), held_out=0)
     for number in range(150):
-        path.write_bytes(mutate(whole, source))
+        path.write_bytes(mutate(original_content, rng))
         folder = SamplesFolder(data, tmp_path / str(number), PACKAGE, MODEL)
         try:
             folder.prepare(discard_log)
@@ -264,5 +285,5 @@ def test_damaged_samples_are_refused_or_read(way: str, tmp_path: Path) -> None:
             samples.read(np.arange(len(samples)))
         except (UserError, InputError) as error:
             assert str(path) in str(error)
-            refused += 1
-    assert refused > 30
+            rejections += 1
+    assert rejections > 30

@@ -1,4 +1,4 @@
-"""Damaged and hostile inputs: files that claim more than they have, that would fill the memory or crash a library."""
+"""Damaged and hostile inputs: files with wrong sizes, and files that would fill the memory or crash a library."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def change_row_count(path: Path, old: int, new: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "compact"])
-def test_tokens_of_another_size_than_stored_are_damaged(tmp_path: Path, layout: str) -> None:
+def test_a_token_dataset_whose_size_differs_from_its_shape_is_rejected(tmp_path: Path, layout: str) -> None:
     path = tmp_path / "t.h5"
     tokens = np.arange(1065, dtype="<u2")
     with h5py.File(path, "w") as file:
@@ -66,12 +66,13 @@ def test_tokens_of_another_size_than_stored_are_damaged(tmp_path: Path, layout: 
         dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, tokens)
     assert scan_tokens(inspect_token_file(str(path)), 0, 2000).tokens == 1065
     change_row_count(path, 1065, 41)
-    facts = ("tokens", "(41,)", "82 bytes", "2,130 bytes") if layout == "contiguous" else ()
-    with raises_error("data.damaged_file", path, *facts):
+    # libhdf5 itself rejects the compact dataset. Its message does not contain the sizes.
+    expected_texts = ("tokens", "(41,)", "82 bytes", "2,130 bytes") if layout == "contiguous" else ()
+    with raises_error("data.damaged_file", path, *expected_texts):
         inspect_token_file(str(path))
 
 
-def test_more_chunks_than_the_shape_needs_are_damage(tmp_path: Path) -> None:
+def test_a_dataset_with_more_chunks_than_its_shape_needs_is_rejected(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file.create_dataset("tokens", data=np.arange(1065, dtype="<u2"), chunks=(100,), compression="gzip")
     assert scan_tokens(inspect_token_file(str(path)), 0, 2000).tokens == 1065
@@ -80,7 +81,7 @@ def test_more_chunks_than_the_shape_needs_are_damage(tmp_path: Path) -> None:
         inspect_token_file(str(path))
 
 
-def test_arrays_of_another_size_than_stored_are_damaged(tmp_path: Path) -> None:
+def test_a_sample_array_whose_size_differs_from_its_shape_is_rejected(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "a.h5", "w") as file:
         file["images"] = np.zeros((50, 1, 16, 16), np.uint8)
         file["labels"] = np.zeros(50, np.int32)
@@ -90,7 +91,7 @@ def test_arrays_of_another_size_than_stored_are_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "fact"),
+    ("failure", "code", "expected_text"),
     [
         ("crash", "data.damaged_file", "SIGSEGV"),
         ("loop", "data.damaged_file", "1 s of processor time"),
@@ -99,35 +100,37 @@ def test_arrays_of_another_size_than_stored_are_damaged(tmp_path: Path) -> None:
         ("import", "data.missing_package", "h5py"),
     ],
 )
-def test_failures_of_the_hdf5_reader_are_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, code: str, fact: str
+def test_each_failure_of_the_hdf5_reader_raises_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, code: str, expected_text: str
 ) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file.create_dataset("tokens", data=np.arange(40, dtype="<u2"), chunks=(10,), compression="gzip")
     monkeypatch.setattr(hdf5_reader, "_READER", reader := WorkerPool("tests.support.failing_hdf5", 1))
     monkeypatch.setenv("FAIL_BY", failure)
-    with raises_error(code, path, fact):
+    with raises_error(code, path, expected_text):
         list(hdf5_reader.read_rows(str(path), "tokens", 10))
     monkeypatch.delenv("FAIL_BY")
     reader.close()
     tokens = scan_tokens(inspect_token_file(str(path)), 0, 2000).tokens
-    assert tokens == 40, "the next request is answered by a new process"
+    assert tokens == 40, "a new reader process did not answer the next request"
     reader.close()
 
 
-def test_a_crash_of_the_hdf5_reader_names_the_file_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_reading_samples_is_an_error_with_the_file_and_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file.create_dataset("images", data=np.zeros((40, 1, 16, 16), np.uint8), chunks=(10, 1, 16, 16))
         file["labels"] = np.zeros(40, np.int32)
     monkeypatch.setattr(hdf5_reader, "_READER", reader := WorkerPool("tests.support.failing_hdf5", 1))
-    monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 2560)
+    monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 2560)  # one chunk of images
     monkeypatch.setenv("FAIL_BY", "crash")
     with raises_error("data.damaged_file", path, "images"):
         create_prepared_run(tmp_path, "run", text=VIT_CONFIG)
     reader.close()
 
 
-def test_requests_do_not_mix_when_an_answer_is_not_read_to_its_end(tmp_path: Path) -> None:
+def test_two_hdf5_reads_at_once_do_not_mix_and_one_may_end_early(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file["tokens"] = np.arange(40)
         file["input_ids"] = np.arange(7)
@@ -145,6 +148,7 @@ def test_requests_do_not_mix_when_an_answer_is_not_read_to_its_end(tmp_path: Pat
 # -- lines -------------------------------------------------------------------------------------------------
 
 MAX_CHARACTERS = 12
+"""Characters of the longest document that the tests below accept."""
 
 
 def write_lines(path: Path, lines: list[bytes]) -> Path:
@@ -188,15 +192,17 @@ def test_a_line_or_row_that_is_too_long_is_rejected_and_the_next_is_read(
     texts = ["one", "x" * MAX_CHARACTERS, "y" * (MAX_CHARACTERS + 1), "z" * MAX_CHARACTERS, "long" * 1000, "last"]
     path = write_lines(tmp_path / name, [wrap(text) for text in texts])
     documents_found = read_all_documents(path, file_format, 1 if file_format == "parquet" else None)
-    assert [(one.line, one.text) for one in documents_found if one.reason is None] == [
+    assert [(document.line, document.text) for document in documents_found if document.reason is None] == [
         (number, text) for number, text in enumerate(texts, 1) if len(text) <= MAX_CHARACTERS
     ]
-    assert {one.line: "longer than" in str(one.reason) for one in documents_found if one.reason} == {3: True, 5: True}
+    assert {
+        document.line: "longer than" in str(document.reason) for document in documents_found if document.reason
+    } == {3: True, 5: True}
 
 
 @settings(deadline=None, max_examples=100)
 @given(content=st.binary(max_size=60).map(lambda data: bytes(b"ab\n"[byte % 3] for byte in data)), data=st.data())
-def test_input_ranges_yield_lines_that_are_too_long_once(
+def test_a_line_that_is_too_long_is_rejected_once_however_the_file_is_split(
     content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "long.txt"
@@ -209,13 +215,14 @@ def test_input_ranges_yield_lines_that_are_too_long_once(
         patch.setattr(documents, "_BLOCK_BYTES", 2)
         for start, end in pairwise(boundaries):
             documents_found += [
-                one.text if one.reason is None else None for one in read_documents(source, start, end, "text")
+                document.text if document.reason is None else None
+                for document in read_documents(source, start, end, "text")
             ]
     lines = content.decode().split("\n")
     assert documents_found == [line if len(line) <= 3 else None for line in lines[: len(lines) - (not lines[-1])]]
 
 
-BOMBS = {  # a line of 200 MB; two lines that are short enough but become 4 GB of objects
+BOMBS = {  # a line of 200 MB, and two lines that are short enough but would become 4 GB of Python objects
     "line": b'{"text": "' + b"x" * 200_000_000 + b'"}\n',
     "objects": b'{"text": "x", "more": [' + b"{}," * 22_000_000 + b"0]}\n",
     "strings": b'{"text": "x", "more": [' + b'"\\\\\\"a",' * 7_000_000 + b"0]}\n",
@@ -223,17 +230,17 @@ BOMBS = {  # a line of 200 MB; two lines that are short enough but become 4 GB o
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, kind: str) -> None:
+def test_a_small_compressed_file_that_expands_is_rejected_within_1_gb(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(BOMBS[kind] + b'{"text": "next"}\n'))
     assert path.stat().st_size < 300_000
     program = (
         "import sys, json\n"
         "from data_prep.documents import Input, read_documents\n"
-        "found = read_documents(Input(sys.argv[1], 1, 0, 'gzip'), 0, 1, 'text')\n"
-        "print(json.dumps([(one.line, one.text, one.reason) for one in found]))\n"
+        "documents = read_documents(Input(sys.argv[1], 1, 0, 'gzip'), 0, 1, 'text')\n"
+        "print(json.dumps([(document.line, document.text, document.reason) for document in documents]))\n"
     )
-    max_bytes = 1_000_000_000  # address space; Python and its modules take a tenth of it
+    max_bytes = 1_000_000_000  # of address space; Python and its modules need a tenth of it
     process = subprocess.run(
         [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=TIMEOUT_S,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes)),
@@ -245,43 +252,47 @@ def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, kind: str) -> Non
 
 
 def test_the_json_depth_limit_does_not_depend_on_the_call_stack(tmp_path: Path) -> None:
-    def nested(depth: int) -> bytes:
+    def make_nested_json(depth: int) -> bytes:
         return b'{"text": "x", "more": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
     path = write_lines(
-        tmp_path / "a.jsonl", [nested(MAX_JSON_DEPTH), nested(MAX_JSON_DEPTH + 1), nested(500), nested(100_000)]
+        tmp_path / "a.jsonl", [make_nested_json(n) for n in (MAX_JSON_DEPTH, MAX_JSON_DEPTH + 1, 500, 100_000)]
     )
 
-    def call(depth: int) -> list[Document]:
-        return call(depth - 1) if depth else read_all_documents(path, "jsonl")
+    def read_in_nested_calls(depth: int) -> list[Document]:
+        return read_in_nested_calls(depth - 1) if depth else read_all_documents(path, "jsonl")
 
     for depth in (0, 500):
-        documents_found = call(depth)
-        assert [one.text for one in documents_found] == ["x", "", "", ""]
-        assert {one.reason for one in documents_found[1:]} == {f"JSON that nests more than {MAX_JSON_DEPTH} deep"}
+        documents_found = read_in_nested_calls(depth)
+        assert [document.text for document in documents_found] == ["x", "", "", ""]
+        assert {document.reason for document in documents_found[1:]} == {
+            f"JSON that nests more than {MAX_JSON_DEPTH} deep"
+        }
 
 
 def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> None:
-    text = "[{,:" * 5_000_000
+    text = "[{,:" * 5_000_000  # these characters begin and separate values only outside of strings
     documents_found = read_all_documents(
         write_lines(tmp_path / "a.jsonl", [json.dumps({"text": text, "id": 1}).encode()]), "jsonl"
     )
-    assert [one.text == text for one in documents_found] == [True]
+    assert [document.text == text for document in documents_found] == [True]
 
 
 @pytest.fixture
-def csv_limit() -> Iterator[None]:
-    """Restore the limit of Python's csv module, which reading a file sets for the whole process."""
+def restored_csv_limit() -> Iterator[None]:
+    """Restore the field size limit of Python's csv module. Reading a file changes it for the whole process."""
     limit = csv.field_size_limit()
     yield
     csv.field_size_limit(limit)
 
 
-@pytest.mark.usefixtures("csv_limit")
-def test_the_size_of_a_row_of_many_lines_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("restored_csv_limit")
+def test_a_csv_row_of_many_lines_is_rejected_if_it_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 40)
     (path := tmp_path / "a.csv").write_text("id,text\n1," + '"' + "line\n" * 7 + '"\n2,next\n')
-    assert [one.text for one in read_all_documents(path, "csv")] == ["line\n" * 7, "next"]
+    assert [document.text for document in read_all_documents(path, "csv")] == ["line\n" * 7, "next"]
     (path := tmp_path / "b.csv").write_text("id,text\n" + '1,"\n",' * 100 + "\n2,next\n")
     with raises_error("data.too_large", path, "line", "40 bytes"):
         read_all_documents(path, "csv")
@@ -290,76 +301,112 @@ def test_the_size_of_a_row_of_many_lines_is_limited(tmp_path: Path, monkeypatch:
 # -- tar ---------------------------------------------------------------------------------------------------
 
 
-def header(kind: bytes, size: int, name: str = "x") -> bytes:
+def make_header(member_type: bytes, size: int, name: str = "x") -> bytes:
+    """Return the 512 bytes of a tar header."""
     member = tarfile.TarInfo(name)
-    member.type, member.size = kind, size
+    member.type = member_type
+    member.size = size
     return member.tobuf(tarfile.GNU_FORMAT)
 
 
-def extended(kind: bytes, content: bytes) -> bytes:
-    return header(kind, len(content)) + content + b"\0" * (-len(content) % 512)
+def make_extended_header(member_type: bytes, content: bytes) -> bytes:
+    """Return an extended header, which describes the next member, with padding to a multiple of 512 bytes."""
+    return make_header(member_type, len(content)) + content + b"\0" * (-len(content) % 512)
 
 
-def record(key: str, value: str) -> bytes:
+def make_pax_record(key: str, value: str) -> bytes:
+    """Return a record `LENGTH KEY=VALUE` of a pax header. LENGTH includes its own digits."""
     length = len(key) + len(value) + 3
     length += len(str(length + len(str(length))))
     return f"{length} {key}={value}\n".encode()
 
 
-MEMBER = header(tarfile.REGTYPE, 5, "a.txt") + b"hello".ljust(512, b"\0")
+MEMBER = make_header(tarfile.REGTYPE, 5, "a.txt") + b"hello".ljust(512, b"\0")
 END = b"\0" * 1024
-SPARSE = record("GNU.sparse.major", "1") + record("GNU.sparse.minor", "0") + record("GNU.sparse.name", "a.txt")
+SPARSE = (
+    make_pax_record("GNU.sparse.major", "1")
+    + make_pax_record("GNU.sparse.minor", "0")
+    + make_pax_record("GNU.sparse.name", "a.txt")
+)
 
 
 @pytest.mark.parametrize(
-    ("content", "fact"),
+    ("content", "expected_text"),
     [
-        (extended(tarfile.XHDTYPE, record("comment", "x" * 100_000_000)) + MEMBER + END, "extended header"),
-        (extended(tarfile.XGLTYPE, record("comment", "x" * 100_000) * 1000) + MEMBER + END, "extended header"),
-        (extended(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + MEMBER + END, "extended header"),
-        (extended(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + MEMBER + END, "extended header"),
-        (header(tarfile.XHDTYPE, -512) + MEMBER + END, "extended header"),
-        (extended(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + MEMBER + END, "extended headers"),
-        (extended(tarfile.XHDTYPE, record("comment", "x")) * 2000 + MEMBER + END, "extended headers"),
         (
-            b"".join(extended(tarfile.XGLTYPE, record(f"k{i}", "x" * 60_000)) + MEMBER for i in range(9)) + END,
+            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x" * 100_000_000)) + MEMBER + END,
+            "extended header",
+        ),
+        (
+            make_extended_header(tarfile.XGLTYPE, make_pax_record("comment", "x" * 100_000) * 1000) + MEMBER + END,
+            "extended header",
+        ),
+        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + MEMBER + END, "extended header"),
+        (make_extended_header(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + MEMBER + END, "extended header"),
+        (make_header(tarfile.XHDTYPE, -512) + MEMBER + END, "extended header"),
+        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + MEMBER + END, "extended headers"),
+        (
+            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x")) * 2000 + MEMBER + END,
+            "extended headers",
+        ),
+        (
+            b"".join(
+                make_extended_header(tarfile.XGLTYPE, make_pax_record(f"k{i}", "x" * 60_000)) + MEMBER for i in range(9)
+            )
+            + END,
             "global headers",
         ),
-        (extended(tarfile.XHDTYPE, SPARSE) + MEMBER + END, "sparse"),
-        (header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + END, "sparse"),
+        (make_extended_header(tarfile.XHDTYPE, SPARSE) + MEMBER + END, "sparse"),
+        (make_header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + END, "sparse"),
     ],
-    ids=["pax", "global", "name", "link", "negative", "many names", "many pax", "many global", "sparse", "old sparse"],
+    ids=[
+        "long pax value",
+        "long global pax value",
+        "long name",
+        "long link",
+        "negative size",
+        "many names",
+        "many pax",
+        "many global",
+        "sparse",
+        "old sparse",
+    ],
 )
-@pytest.mark.parametrize("is_compressed", [False, True])
-def test_the_size_of_tar_headers_is_limited(tmp_path: Path, content: bytes, fact: str, is_compressed: bool) -> None:
+@pytest.mark.parametrize("is_compressed", [False, True], ids=["tar", "gzip"])
+def test_a_tar_with_large_or_unsupported_headers_is_rejected(
+    tmp_path: Path, content: bytes, expected_text: str, is_compressed: bool
+) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(gzip.compress(content, 1) if is_compressed else content)
-    with raises_error("data.damaged_file", path, fact):
+    with raises_error("data.damaged_file", path, expected_text):
         read_all_documents(path, "tar")
 
 
-def test_ordinary_extended_headers_are_read(tmp_path: Path) -> None:
-    for number, kind in enumerate((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
+def test_tar_members_with_long_names_and_comments_are_read(tmp_path: Path) -> None:
+    for number, tar_format in enumerate((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
         with tarfile.open(
-            path := tmp_path / f"{number}.tar", "w", format=kind, pax_headers={"comment": "x" * 99}
+            path := tmp_path / f"{number}.tar", "w", format=tar_format, pax_headers={"comment": "x" * 99}
         ) as tar:
             for name in ("a" * 300, "ü" * 90):
                 member = tarfile.TarInfo(f"{name}.txt")
-                member.size, member.linkname = 5, "l" * 200
+                member.size = len(b"hello")
+                member.linkname = "l" * 200
                 tar.addfile(member, io.BytesIO(b"hello"))
-        assert [one.text for one in read_all_documents(path, "tar")] == ["hello", "hello"]
+        assert [document.text for document in read_all_documents(path, "tar")] == ["hello", "hello"]
 
 
-def test_the_size_of_a_tar_sample_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tar_sample_whose_members_are_too_large_together_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "_MAX_SAMPLE_BYTES", 1000)
-    content = b"".join(header(tarfile.REGTYPE, 5, f"a.{i}.txt") + b"hello".ljust(512, b"\0") for i in range(201))
+    content = b"".join(make_header(tarfile.REGTYPE, 5, f"a.{i}.txt") + b"hello".ljust(512, b"\0") for i in range(201))
     (path := tmp_path / "a.tar").write_bytes(content + END)
     with raises_error("data.too_large", path, "'a'", "1,000 bytes"):
         read_all_documents(path, "tar")
 
 
 def test_headers_of_earlier_members_are_not_kept_in_memory(tmp_path: Path) -> None:
-    (path := tmp_path / "a.tar").write_bytes(header(tarfile.REGTYPE, 0, "a.bin") * 1000 + MEMBER + END)
+    (path := tmp_path / "a.tar").write_bytes(make_header(tarfile.REGTYPE, 0, "a.bin") * 1000 + MEMBER + END)
     members = read_tar_members(str(path), (".txt",))
     assert next(members) == ("a.txt", b"hello")
-    assert sum(isinstance(one, tarfile.TarInfo) for one in gc.get_objects()) < 50
+    assert sum(isinstance(value, tarfile.TarInfo) for value in gc.get_objects()) < 50

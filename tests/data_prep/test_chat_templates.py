@@ -1,4 +1,7 @@
-"""`data.chat_template`: the built-in templates, custom templates, and dialogues longer than a sample."""
+"""`data.chat_template`: the built-in templates, custom templates, and dialogues longer than a sample.
+
+The marked parts of a rendered template count in the loss, and MASK_LEARNED is set for their tokens.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,16 @@ from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, sa
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-HEADS = {role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")}
+ROLE_HEADERS = {role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")}
 DATE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 TURNS = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n«A1<|im_end|>»\n<|im_start|>user\nQ2<|im_end|>\n"
 TURNS += "<|im_start|>assistant\n«A2<|im_end|>»\n"
-LLAMA_TURNS = f"{HEADS['user']}Q1<|eot_id|>{HEADS['assistant']}«A1<|eot_id|>»{HEADS['user']}Q2<|eot_id|>"
-LLAMA_TURNS += f"{HEADS['assistant']}«A2<|eot_id|>»"
+LLAMA_TURNS = (
+    f"{ROLE_HEADERS['user']}Q1<|eot_id|>{ROLE_HEADERS['assistant']}«A1<|eot_id|>»{ROLE_HEADERS['user']}Q2<|eot_id|>"
+)
+LLAMA_TURNS += f"{ROLE_HEADERS['assistant']}«A2<|eot_id|>»"
 SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
-EMPTY = "<think>\n\n</think>\n\n"
+EMPTY_THINKING = "<think>\n\n</think>\n\n"
 EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
     "chatml": (TURNS, SYSTEM.format("S") + TURNS),
     "qwen2": (SYSTEM.format("You are a helpful assistant.") + TURNS, SYSTEM.format("S") + TURNS),
@@ -56,11 +61,11 @@ EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
         SYSTEM.format("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + TURNS,
         SYSTEM.format("S") + TURNS,
     ),
-    "qwen3": (TURNS.replace("«", f"«{EMPTY}"), SYSTEM.format("S") + TURNS.replace("«", f"«{EMPTY}")),
-    "llama3": (f"<s>{LLAMA_TURNS}", f"<s>{HEADS['system']}S<|eot_id|>{LLAMA_TURNS}"),
+    "qwen3": (TURNS.replace("«", f"«{EMPTY_THINKING}"), SYSTEM.format("S") + TURNS.replace("«", f"«{EMPTY_THINKING}")),
+    "llama3": (f"<s>{LLAMA_TURNS}", f"<s>{ROLE_HEADERS['system']}S<|eot_id|>{LLAMA_TURNS}"),
     "llama3.1": (
-        f"<s>{HEADS['system']}{DATE}<|eot_id|>{LLAMA_TURNS}",
-        f"<s>{HEADS['system']}{DATE}S<|eot_id|>{LLAMA_TURNS}",
+        f"<s>{ROLE_HEADERS['system']}{DATE}<|eot_id|>{LLAMA_TURNS}",
+        f"<s>{ROLE_HEADERS['system']}{DATE}S<|eot_id|>{LLAMA_TURNS}",
     ),
     "llama2": (
         "<s>[INST] Q1 [/INST]« A1 </s>»<s>[INST] Q2 [/INST]« A2 </s>»",
@@ -75,7 +80,7 @@ EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
         "<s>[INST] S\n\nQ1[/INST]« A1</s>»[INST] Q2[/INST]« A2</s>»",
     ),
 }
-"""The text of two questions by template, without and with a system message. The learned parts are in « »."""
+"""The text of two questions by template, without and with a system message. « » enclose the parts in the loss."""
 QWEN3_ORIGINAL = (
     "{%- set ns = namespace(last_query=0) %}{%- for message in messages %}"
     "{%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -87,7 +92,7 @@ QWEN3_ORIGINAL = (
 """Qwen3's original template for answers without thinking. Only the last answer gets an empty thinking block."""
 
 
-def two_questions(system: bool) -> list[dict[str, str]]:
+def make_two_questions(system: bool) -> list[dict[str, str]]:
     """Return a dialogue of two questions and answers, with or without a system message."""
     pairs = [("user", "Q1"), ("assistant", "A1"), ("user", "Q2"), ("assistant", "A2")]
     return [{"role": role, "content": text} for role, text in ([("system", "S")] if system else []) + pairs]
@@ -108,76 +113,78 @@ def test_every_named_template_is_included() -> None:
 def test_a_builtin_template_writes_and_marks_the_expected_text(name: str) -> None:
     template = load_builtin(name)
     for system, expected in zip((False, True), EXPECTED_TEXTS[name], strict=True):
-        messages = two_questions(system)
-        text, learned = split_marks(template.render(messages))
-        marked = "".join(f"«{part}»" for start, end in learned for part in [text[start:end]])
+        messages = make_two_questions(system)
+        text, spans = split_marks(template.render(messages))
+        marked = "".join(f"«{text[start:end]}»" for start, end in spans)
         assert text == expected.replace("«", "").replace("»", "")
         assert marked == "".join(f"«{part.split('»')[0]}»" for part in expected.split("«")[1:])
-        numbers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-        for (start, _), number in zip(learned, numbers, strict=True):  # a learned part begins where generation begins
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for (start, _), number in zip(spans, numbers, strict=True):  # a marked part begins where generation begins
             assert split_marks(template.render(messages[:number], True))[0] == text[:start]
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_tokens_and_masks_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **TOKENS)
-    theirs.add_special_tokens({"additional_special_tokens": SPECIAL})
-    theirs.save_pretrained(tokenizer.parent)
-    theirs.chat_template = load_template(Path(name))
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **TOKENS)
+    hf_tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    hf_tokenizer.save_pretrained(tokenizer.parent)
+    hf_tokenizer.chat_template = load_template(Path(name))
     dialogues = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))
     encoder = load_encoder(tokenizer, "<|im_end|>")
-    draw = random.Random(7)
+    rng = random.Random(7)
     for _ in range(40):
-        messages = make_dialogue(draw)
-        text, learned = dialogues.read_dialogue({"messages": messages})
-        (record,) = encoder.encode_records([Document(1, text, None, learned)], chat=True)
+        messages = make_dialogue(rng)
+        text, spans = dialogues.read_dialogue({"messages": messages})
+        (record,) = encoder.encode_records([Document(1, text, None, spans)], chat=True)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = theirs.apply_chat_template(messages, **options)
+        encoded = hf_tokenizer.apply_chat_template(messages, **options)
         assert record.tokens.tolist() == encoded["input_ids"]
-        assert [bool(one & MASK_LEARNED) for one in record.mask] == [bool(one) for one in encoded["assistant_masks"]]
+        assert [bool(value & MASK_LEARNED) for value in record.mask] == list(map(bool, encoded["assistant_masks"]))
 
 
-def test_thinking_is_kept_in_each_answer_of_qwen3() -> None:
-    messages = two_questions(system=False)
+def test_qwen3_template_keeps_the_thinking_of_each_answer() -> None:
+    messages = make_two_questions(system=False)
     messages[1]["content"] = "<think>\nfirst\n\n</think>\n\nA1"
-    text, learned = split_marks(load_builtin("qwen3").render(messages))
-    assert [text[start:end] for start, end in learned] == [
+    text, spans = split_marks(load_builtin("qwen3").render(messages))
+    assert [text[start:end] for start, end in spans] == [
         "<think>\nfirst\n</think>\n\nA1<|im_end|>",
-        f"{EMPTY}A2<|im_end|>",
+        f"{EMPTY_THINKING}A2<|im_end|>",
     ]
     original = ChatTemplate(QWEN3_ORIGINAL, TOKENS)
     one_answer = messages[2:]
     assert original.render(one_answer) == split_marks(load_builtin("qwen3").render(one_answer))[0]
 
 
-def test_another_template_can_replace_an_unusable_one_of_the_tokenizer(tmp_path: Path) -> None:
-    draw = random.Random(3)
-    lines = [{"messages": [*make_dialogue(draw), *two_questions(False)]} for _ in range(40)]
+def test_data_chat_template_replaces_an_unusable_template_of_the_tokenizer(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    lines = [{"messages": [*make_dialogue(rng), *make_two_questions(False)]} for _ in range(40)]
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", QWEN3_ORIGINAL)
     with raises_error("data.no_documents", "a.jsonl line 1", "data.chat_template", "qwen3"):
-        build_shards(make_data_config(source, "messages", tokenizer), tmp_path / "own")
+        build_shards(make_data_config(source, "messages", tokenizer), tmp_path / "custom")
     with pytest.raises(RejectedError, match=r"data\.chat_template"):
         reader = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>")))
-        reader.read_dialogue({"messages": two_questions(False)})
+        reader.read_dialogue({"messages": make_two_questions(False)})
     manifests = {}
-    for name in ("qwen3", "chatml", str(tmp_path / "own.jinja")):
-        (tmp_path / "own.jinja").write_text(CHATML)
+    for name in ("qwen3", "chatml", str(tmp_path / "custom.jinja")):
+        (tmp_path / "custom.jinja").write_text(CHATML)
         data = make_data_config(source, "messages", tokenizer, chat_template=Path(name), held_out=0.0, max_rejected=0.0)
         manifests[name] = build_shards(data, tmp_path / Path(name).stem)
         assert manifests[name].documents == 40
         assert manifests[name].rejected_documents == 0
     assert len({manifest.key for manifest in manifests.values()}) == 3
-    data_dir = tmp_path / "own"
+    data_dir = tmp_path / "custom"
     (data_dir / "manifest.json").unlink()
-    (tmp_path / "own.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
+    (tmp_path / "custom.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
     changed = build_shards(data, data_dir)
-    assert changed.key != manifests[str(tmp_path / "own.jinja")].key, "the key covers the text of the template"
+    assert changed.key != manifests[str(tmp_path / "custom.jinja")].key, (
+        "the key does not depend on the text of the template"
+    )
 
 
-def test_chat_template_names_and_files_in_the_config(tmp_path: Path) -> None:
-    (tmp_path / "mine.jinja").write_text(CHATML)
+def test_data_chat_template_is_a_built_in_name_or_a_path_relative_to_the_config(tmp_path: Path) -> None:
+    (tmp_path / "custom.jinja").write_text(CHATML)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     values: dict[str, Any] = {"run": {"name": "x"}, "train": {"steps": 1}}
 
@@ -187,14 +194,14 @@ def test_chat_template_names_and_files_in_the_config(tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(values))
         return load_config(tmp_path / "x.yaml").data
 
-    assert load_with(chat_template="mine.jinja").chat_template == tmp_path / "mine.jinja"
+    assert load_with(chat_template="custom.jinja").chat_template == tmp_path / "custom.jinja"
     assert load_with(chat_template="qwen3").chat_template == Path("qwen3")
     assert load_with(chat_template="./qwen3").chat_template == tmp_path / "qwen3"
     with raises_error("data.no_chat_template", "data.chat_template", "/qwen9", "chatml, llama2"):
         build_chat_json(tokenizer, "<|im_end|>", str(load_with(chat_template="qwen9").chat_template))
-    (tmp_path / "mine.jinja").write_text("{% for %}")
-    with raises_error("data.invalid_chat_template", "data.chat_template", tmp_path / "mine.jinja"):
-        build_chat_json(tokenizer, "<|im_end|>", str(tmp_path / "mine.jinja"))
+    (tmp_path / "custom.jinja").write_text("{% for %}")
+    with raises_error("data.invalid_chat_template", "data.chat_template", tmp_path / "custom.jinja"):
+        build_chat_json(tokenizer, "<|im_end|>", str(tmp_path / "custom.jinja"))
     with pytest.raises(UserError, match="chat_template"):
         load_with(records="prompts", chat_template="qwen3")
     with pytest.raises(UserError, match="long_dialogues"):
@@ -202,22 +209,24 @@ def test_chat_template_names_and_files_in_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "mistral-v0.1", "mistral-v0.3"])
-def test_special_tokens_of_a_template_are_found_in_each_file_that_may_define_them(tmp_path: Path, name: str) -> None:
+def test_special_tokens_of_a_template_come_from_the_post_processor_or_from_special_tokens_map(
+    tmp_path: Path, name: str
+) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(), "llama 3"))
     plain = save_tokenizer(tmp_path / "plain", make_byte_tokenizer())
     expected = ChatTemplate(load_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
-        two_questions(False)
+        make_two_questions(False)
     )
 
     def render_questions(file: Path) -> str:
         reader = DialogueReader(json.loads(build_chat_json(file, "</s>", name)))
-        text, _ = reader.read_dialogue({"messages": two_questions(False)})
+        text, _ = reader.read_dialogue({"messages": make_two_questions(False)})
         return text
 
-    assert render_questions(tokenizer) == split_marks(expected)[0], "from the post-processor"
+    assert render_questions(tokenizer) == split_marks(expected)[0], "post-processor"
     mapping = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "<|pad|>"}
     write_json(plain.with_name("special_tokens_map.json"), mapping)
-    assert render_questions(plain) == split_marks(expected)[0], "from special_tokens_map.json"
+    assert render_questions(plain) == split_marks(expected)[0], "special_tokens_map.json"
     chat = json.loads(build_chat_json(plain, "</s>", name))
     assert "pad_token" not in chat["tokens"] and json.loads(build_chat_json(plain, "</s>", "chatml"))["tokens"] == {}
     plain.with_name("special_tokens_map.json").unlink()
@@ -229,8 +238,8 @@ def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path
     for number, template in enumerate(("{% if bos_token %}{{ bos_token }}{% endif %}x", "{# bos_token #}x")):
         tokenizer = save_tokenizer(tmp_path / str(number), make_byte_tokenizer(), template)
         assert json.loads(build_chat_json(tokenizer, "</s>"))["tokens"] == {}
-    none = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
-    assert json.loads(build_chat_json(none, "</s>"))["tokens"] == {}, "null means no token, as in transformers"
+    with_null = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
+    assert json.loads(build_chat_json(with_null, "</s>"))["tokens"] == {}  # in transformers, null also means no token
 
 
 # -- dialogues longer than a sample --------------------------------------------------------------------------
@@ -238,13 +247,13 @@ def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path
 
 @pytest.mark.parametrize("records", ["messages", "prompts"])
 def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Path, records: str) -> None:
-    draw = random.Random(4)
+    rng = random.Random(4)
     descriptions = []
     if records == "messages":
-        lines: list[Any] = [{"messages": make_dialogue(draw)} for _ in range(60)]
+        lines: list[Any] = [{"messages": make_dialogue(rng)} for _ in range(60)]
         lines.append({"messages": [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "never"}]})
     else:
-        lines = [{"prompt": sample_words(draw, 9) + "\n", "response": sample_words(draw, 60)} for _ in range(60)]
+        lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 60)} for _ in range(60)]
         lines.append({"prompt": "x" * 200, "response": "never"})
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
@@ -255,20 +264,19 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
         documents[mode] = read_shard_documents(tmp_path / mode, manifest)
         descriptions.append(str(manifest))
         assert len(documents[mode]) == manifest.documents
-    whole = documents["split"]
-    long = sum(len(ids) > LENGTH for ids, _ in whole)
-    assert 5 < long < 55 and len(whole) == 61
-    fitting = [(ids, learned) for ids, learned in whole if len(ids) <= LENGTH]
-    assert documents["drop"] == fitting
-    truncated = [(ids[:LENGTH], learned[:LENGTH]) for ids, learned in whole]
-    for ids, learned in truncated:
-        while len(ids) == LENGTH and ids[-1] == manifest.eos_id and not learned[-1]:
-            ids.pop()  # `read_shard_documents` takes it for padding
-            learned.pop()
-    assert documents["truncate"] == [(ids, learned) for ids, learned in truncated if any(learned)]
-    assert len(documents["truncate"]) < 61, "nothing learned is left of the last document"
+    all_documents = documents["split"]
+    long_count = sum(len(ids) > LENGTH for ids, _ in all_documents)
+    assert 5 < long_count < 55 and len(all_documents) == 61
+    assert documents["drop"] == [(ids, in_loss) for ids, in_loss in all_documents if len(ids) <= LENGTH]
+    truncated = [(ids[:LENGTH], in_loss[:LENGTH]) for ids, in_loss in all_documents]
+    for ids, in_loss in truncated:
+        while len(ids) == LENGTH and ids[-1] == manifest.eos_id and not in_loss[-1]:
+            ids.pop()  # `read_shard_documents` removes it like padding
+            in_loss.pop()
+    assert documents["truncate"] == [(ids, in_loss) for ids, in_loss in truncated if any(in_loss)]
+    assert len(documents["truncate"]) < 61, "the last document, of which only the prompt remains, was not removed"
     for mode, description in zip(documents, descriptions, strict=True):
-        assert f"{long} longer" in description
+        assert f"{long_count} longer" in description
         assert f"data.long_dialogues: {mode}" in description
     with raises_error("data.all_too_long", "data.long_dialogues: drop", "sequence_length (4)"):
         data = make_data_config(source, records, tokenizer, long_dialogues="drop", sequence_length=4)
@@ -276,23 +284,23 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", ["truncate", "drop"])
-def test_long_dialogues_that_are_left_out_count_as_readable(tmp_path: Path, mode: str) -> None:
-    long = {"prompt": "x" * 200, "response": "never"}
-    lines = [{"prompt": "is\n", "response": "four"}] * 4 + [long] * 40 + [{"prompt": "no response"}] * 5
+def test_long_dialogues_that_are_left_out_do_not_count_as_rejected(tmp_path: Path, mode: str) -> None:
+    long_line = {"prompt": "x" * 200, "response": "never"}
+    lines = [{"prompt": "is\n", "response": "four"}] * 4 + [long_line] * 40 + [{"prompt": "no response"}] * 5
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     data = make_data_config(source, "prompts", tokenizer, long_dialogues=mode, held_out=0.0)
-    assert build_shards(data, tmp_path / mode).documents == 4, "5 of 49 cannot be read, which is allowed"
+    assert build_shards(data, tmp_path / mode).documents == 4  # 5 rejected lines of 49 are allowed
 
 
-def test_the_bytes_of_truncated_dialogues_end_where_they_are_truncated(tmp_path: Path) -> None:
-    """Bits per byte count only the learned text that is left."""
+def test_train_bytes_exclude_the_text_that_truncation_removes(tmp_path: Path) -> None:
+    """Bits per byte need the number of bytes that count in the loss."""
     line = {"prompt": "is", "response": "é" * 200}
     source = write_lines(tmp_path / "a.jsonl", [line] * 3)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     data = make_data_config(source, "prompts", tokenizer, long_dialogues="truncate", held_out=0.0)
     manifest = build_shards(data, tmp_path / "data")
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
-    offsets = theirs("is" + "é" * 200, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    offsets = hf_tokenizer("is" + "é" * 200, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) > LENGTH and manifest.long_documents == 3
     assert manifest.train_bytes == 3 * 2 * (offsets[LENGTH - 1][1] - 2)

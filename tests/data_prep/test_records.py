@@ -1,4 +1,7 @@
-"""Prompts and dialogues: tokens and masks equal those of transformers, and malformed lines are rejected."""
+"""Prompts and dialogues: tokens and masks equal those of transformers, and malformed lines are rejected.
+
+A token with MASK_LEARNED counts in the loss.
+"""
 
 from __future__ import annotations
 
@@ -49,33 +52,33 @@ def save_tokenizer_with_template(path: Path, template: Any = CHATML, in_file: bo
     settings: dict[str, Any] = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None}
     if in_file:
         (path / "chat_template.jinja").write_text(template)
-        settings["chat_template"] = "not this one"
+        settings["chat_template"] = "a template that the file chat_template.jinja replaces"
     else:
         settings["chat_template"] = template
     write_json(path / "tokenizer_config.json", settings)
     return path / "tokenizer.json"
 
 
-def make_data_config(source: Path, records: Any, tokenizer: Path | None = None, **more: Any) -> DataConfig:
+def make_data_config(source: Path, records: Any, tokenizer: Path | None = None, **fields: Any) -> DataConfig:
     """Return a data config for records, with a small BPE or a given tokenizer."""
     tokenizer_config = TokenizerConfig(vocab_size=300)
     if tokenizer is not None:
         tokenizer_config = TokenizerConfig(kind="file", path=tokenizer, eos_token="<|im_end|>")
-    values = {"shard_tokens": 2048, "held_out": 0.2, "sequence_length": LENGTH, **more}
+    values = {"shard_tokens": 2048, "held_out": 0.2, "sequence_length": LENGTH, **fields}
     return DataConfig(source=str(source), records=records, tokenizer=tokenizer_config, **values)
 
 
-def sample_words(draw: random.Random, max_words: int) -> str:
+def sample_words(rng: random.Random, max_words: int) -> str:
     """Return 1 to `max_words` random words."""
-    return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, max_words)))
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, max_words)))
 
 
-def make_dialogue(draw: random.Random) -> list[dict[str, str]]:
+def make_dialogue(rng: random.Random) -> list[dict[str, str]]:
     """Return a random dialogue of one to three questions and answers, in some cases with a system message."""
-    messages = [{"role": "system", "content": sample_words(draw, 3)}] if draw.random() < 0.3 else []
-    for _ in range(draw.randint(1, 3)):
-        messages.append({"role": "user", "content": sample_words(draw, 6)})
-        messages.append({"role": "assistant", "content": sample_words(draw, 6)})
+    messages = [{"role": "system", "content": sample_words(rng, 3)}] if rng.random() < 0.3 else []
+    for _ in range(rng.randint(1, 3)):
+        messages.append({"role": "user", "content": sample_words(rng, 6)})
+        messages.append({"role": "assistant", "content": sample_words(rng, 6)})
     return messages
 
 
@@ -99,52 +102,55 @@ def read_shard_documents(data_dir: Path, manifest: Manifest) -> list[tuple[list[
         )
         starts = np.flatnonzero(mask & MASK_DOCUMENT_START).tolist()
         assert len(starts) == entry.documents and not mask[starts].__and__(MASK_LEARNED).any()
-        for start, after in zip(starts, [*starts[1:], entry.tokens], strict=True):
-            end = after
+        for start, next_start in zip(starts, [*starts[1:], entry.tokens], strict=True):
+            end = next_start
             while not mask[end - 1] & (MASK_LEARNED | MASK_DOCUMENT_START) and tokens[end - 1] == manifest.eos_id:
                 end -= 1  # padding
             documents.append((tokens[start:end].tolist(), (mask[start:end] & MASK_LEARNED).astype(bool).tolist()))
     return documents
 
 
-@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("in_file", [False, True], ids=["template in config", "template in file"])
 def test_tokens_and_masks_of_dialogues_equal_those_of_transformers(tmp_path: Path, in_file: bool) -> None:
-    draw = random.Random(1)
-    lines = [make_dialogue(draw) for _ in range(60)]
+    rng = random.Random(1)
+    lines = [make_dialogue(rng) for _ in range(60)]
     source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in lines])
     marked = save_tokenizer_with_template(tmp_path / "marked", CHATML, in_file)
     plain = save_tokenizer_with_template(tmp_path / "plain", PLAIN, in_file)
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(marked), chat_template=CHATML)
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(marked), chat_template=CHATML)
     expected = []
     for messages in lines:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = theirs.apply_chat_template(messages, **options)
-        expected.append((encoded["input_ids"], [bool(one) for one in encoded["assistant_masks"]]))
+        encoded = hf_tokenizer.apply_chat_template(messages, **options)
+        expected.append((encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]]))
     manifest = build_shards(make_data_config(source, "messages", marked), tmp_path / "with marks")
     assert sorted(read_shard_documents(tmp_path / "with marks", manifest)) == sorted(expected)
     manifest = build_shards(make_data_config(source, "messages", plain), tmp_path / "with prefixes")
-    # Without marks the line end after an answer is also learned.
-    with_line_ends = [
-        (ids, [now or before for now, before in zip(mask, [False, *mask], strict=False)]) for ids, mask in expected
+    # Without {% generation %} marks, the newline after an answer also counts in the loss.
+    with_newlines = [
+        (ids, [current or previous for current, previous in zip(mask, [False, *mask], strict=False)])
+        for ids, mask in expected
     ]
-    assert sorted(read_shard_documents(tmp_path / "with prefixes", manifest)) == sorted(with_line_ends)
+    assert sorted(read_shard_documents(tmp_path / "with prefixes", manifest)) == sorted(with_newlines)
 
 
-def test_any_number_of_tasks_writes_the_same_bytes(tmp_path: Path, small_units: None) -> None:
-    draw = random.Random(2)
-    lines = [{"prompt": sample_words(draw, 9) + "\n", "response": sample_words(draw, 30)} for _ in range(120)]
+def test_any_number_of_tasks_writes_the_prompts_and_responses_to_the_same_bytes(
+    tmp_path: Path, small_units: None
+) -> None:
+    rng = random.Random(2)
+    lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 30)} for _ in range(120)]
     data = make_data_config(write_lines(tmp_path / "a.jsonl", lines), "prompts")
     manifests = {tasks: build_shards(data, tmp_path / f"{tasks}", tasks) for tasks in (1, 3)}
     assert read_all_files(tmp_path / "1") == read_all_files(tmp_path / "3")
     manifest = manifests[1]
     assert len(list((tmp_path / "1" / "shards").glob("unit-*.json"))) > 2
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "1" / "tokenizer.json"))
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "1" / "tokenizer.json"))
     expected = []
     for line in lines:
-        encoded = theirs(line["prompt"] + line["response"], return_offsets_mapping=True, add_special_tokens=False)
+        encoded = hf_tokenizer(line["prompt"] + line["response"], return_offsets_mapping=True, add_special_tokens=False)
         prompt_end = len(line["prompt"])
-        learned = [index > 0 and end > prompt_end for index, (_, end) in enumerate(encoded["offset_mapping"])]
-        expected.append(([*encoded["input_ids"], manifest.eos_id], [*learned, True]))
+        in_loss = [index > 0 and end > prompt_end for index, (_, end) in enumerate(encoded["offset_mapping"])]
+        expected.append(([*encoded["input_ids"], manifest.eos_id], [*in_loss, True]))
     assert sorted(read_shard_documents(tmp_path / "1", manifest)) == sorted(expected)
     assert manifest.train_bytes + manifest.held_out_bytes == sum(len(line["response"].encode()) for line in lines)
 
@@ -153,23 +159,27 @@ def test_any_number_of_tasks_writes_the_same_bytes(tmp_path: Path, small_units: 
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=20),
     window=st.integers(1, 16),
-    more=st.integers(1, 60),
+    more_tokens=st.integers(1, 60),
 )
 def test_documents_that_fit_into_a_window_are_not_split(
-    sizes: list[int], window: int, more: int, tmp_path_factory: pytest.TempPathFactory
+    sizes: list[int], window: int, more_tokens: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Write documents of these sizes to shards of at most `window + more_tokens` tokens.
+
+    A window is the part of a shard that becomes one sample. Token 7 is padding, and token 100 + i is document i.
+    """
     folder = tmp_path_factory.mktemp("windows")
     (folder / "shards").mkdir()
-    writer = ShardWriter(folder, "unit", window + more, "uint16", {}, window, 7)
+    writer = ShardWriter(folder, "unit", window + more_tokens, "uint16", {}, window, 7)
     for number, size in enumerate(sizes):
         mask = np.full(size, MASK_LEARNED, np.uint8)
         mask[0] = MASK_DOCUMENT_START
         writer.add(np.full(size, 100 + number, np.uint16), size, mask)
-    seen: list[int] = []
+    written_tokens: list[int] = []
     for entry in writer.close():
         tokens = np.fromfile(folder / entry.file, "<u2", entry.tokens, offset=entry.offset)
         mask = np.fromfile(folder / entry.file, np.uint8, entry.tokens, offset=entry.mask_offset or 0)
-        assert entry.tokens <= window + more and entry.tokens % window == 1 % window
+        assert entry.tokens <= window + more_tokens and entry.tokens % window == 1 % window
         assert tokens[-1] == 7 and mask[-1] == 0
         assert not mask[tokens == 7].any() and (mask[tokens != 7] > 0).all()
         for number in set(tokens[tokens != 7].tolist()):
@@ -178,11 +188,11 @@ def test_documents_that_fit_into_a_window_are_not_split(
                 assert positions[0] // window == positions[-1] // window
             elif mask[positions[0]] & MASK_DOCUMENT_START:
                 assert positions[0] % window == 0
-        seen += tokens[tokens != 7].tolist()
-    assert seen == [100 + number for number, size in enumerate(sizes) for _ in range(size)]
+        written_tokens += tokens[tokens != 7].tolist()
+    assert written_tokens == [100 + number for number, size in enumerate(sizes) for _ in range(size)]
 
 
-def expected_text(line: bytes, records: str) -> str | None:
+def read_expected_text(line: bytes, records: str) -> str | None:
     """Return the text of a line by a simple implementation; None if the line must be rejected."""
     try:
         value = json.loads(line.strip(b" \t\r\n").decode())
@@ -194,7 +204,7 @@ def expected_text(line: bytes, records: str) -> str | None:
             assert isinstance(value["messages"], list) and not value.get("tools")
             text = ""
             for message in value["messages"]:
-                assert {key for key, one in message.items() if one is not None} == {"role", "content"}
+                assert {key for key, value in message.items() if value is not None} == {"role", "content"}
                 role = message["role"]
                 content = message["content"]
                 assert role in ("user", "system", "assistant") and isinstance(content, str)
@@ -207,38 +217,38 @@ def expected_text(line: bytes, records: str) -> str | None:
     return text
 
 
-def damage_line(draw: random.Random, line: bytes) -> bytes:
+def damage_line(rng: random.Random, line: bytes) -> bytes:
     """Return a line with random damage, but without line ends."""
-    kind = draw.randrange(7)
-    place = draw.randrange(len(line))
+    kind = rng.randrange(7)
+    position = rng.randrange(len(line))
     if kind == 0:
-        line = line[:place]
+        line = line[:position]
     elif kind == 1:
-        line = line[:place] + bytes([draw.randrange(256)]) + line[place + 1 :]
+        line = line[:position] + bytes([rng.randrange(256)]) + line[position + 1 :]
     elif kind == 2:
-        line = line[:place] + line[place + draw.randint(1, 9) :]
+        line = line[:position] + line[position + rng.randint(1, 9) :]
     elif kind == 3:
-        line = line[:place] + line[place : place + draw.randint(1, 30)] + line[place:]
+        line = line[:position] + line[position : position + rng.randint(1, 30)] + line[position:]
     elif kind == 4:
-        old = draw.choice([b"prompt", b"response", b"messages", b"role", b"content", b"assistant", b"user", b'"'])
-        line = line.replace(old, draw.choice([b"", b"x", b"tools", b"content", b"null"]), 1)
+        replaced = rng.choice([b"prompt", b"response", b"messages", b"role", b"content", b"assistant", b"user", b'"'])
+        line = line.replace(replaced, rng.choice([b"", b"x", b"tools", b"content", b"null"]), 1)
     elif kind == 5:
-        line = line.replace(b': "', draw.choice([b': 3, "x": "', b': ["', b': "\\ud800', b': null, "y": "']), 1)
+        line = line.replace(b': "', rng.choice([b': 3, "x": "', b': ["', b': "\\ud800', b': null, "y": "']), 1)
     else:
-        line = line.replace(b': "', draw.choice([b': "<|im_end|> ', b': "\xef\xb7\x90 ', b': "\\u0000']), 1)
+        line = line.replace(b': "', rng.choice([b': "<|im_end|> ', b': "\xef\xb7\x90 ', b': "\\u0000']), 1)
     return line.replace(b"\n", b" ")
 
 
 @pytest.mark.parametrize("records", ["prompts", "messages"])
 def test_damaged_lines_are_rejected_or_read_correctly(tmp_path: Path, records: str) -> None:
-    draw = random.Random(5)
+    rng = random.Random(5)
     lines = []
     for number in range(300):
-        value: Any = {"prompt": sample_words(draw, 5), "response": sample_words(draw, 5)}
+        value: Any = {"prompt": sample_words(rng, 5), "response": sample_words(rng, 5)}
         if records == "messages":
-            value = {"messages": make_dialogue(draw)}
+            value = {"messages": make_dialogue(rng)}
         line = json.dumps(value, ensure_ascii=number % 2 == 0).encode()
-        lines.append(damage_line(draw, line) if number % 5 else line)
+        lines.append(damage_line(rng, line) if number % 5 else line)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b"".join(line + b"\n" for line in lines))
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
@@ -246,10 +256,11 @@ def test_damaged_lines_are_rejected_or_read_correctly(tmp_path: Path, records: s
     manifest = build_shards(data, tmp_path / "data", 2)
     rows = map(json.loads, (tmp_path / "data/rejected.jsonl").read_text().splitlines())
     rejected = {row["line"]: row for row in rows}
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
     expected = []
     for number, line in enumerate(lines, 1):
-        text = expected_text(line, records)
+        text = read_expected_text(line, records)
+        # The noncharacter U+FDD0 marks the answers in a rendered template, so a dialogue must not contain it.
         is_forbidden = records == "messages" and text is not None and "\ufdd0" in text
         if text is None or is_forbidden:
             assert number in rejected or not line.strip(b" \t\r\n"), line
@@ -258,36 +269,37 @@ def test_damaged_lines_are_rejected_or_read_correctly(tmp_path: Path, records: s
             expected.append(text)
         else:
             assert "special token" in rejected[number]["reason"], (line, rejected[number])
-    found = [theirs.decode(ids) for ids, _ in read_shard_documents(tmp_path / "data", manifest)]
+    decoded = [hf_tokenizer.decode(ids) for ids, _ in read_shard_documents(tmp_path / "data", manifest)]
     end = "<|im_end|>" if records == "prompts" else ""
-    assert found == [text + end for text in expected]
+    assert decoded == [text + end for text in expected]
     assert 60 < len(expected) < 290
     assert len(rejected) > 60
 
 
-def test_dialogues_whose_answers_cannot_be_located_are_rejected() -> None:
-    two = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
-    forgetful = "{% for m in messages[-2:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    thinking = (
+def test_a_dialogue_is_rejected_if_the_template_changes_earlier_text_or_is_unsafe() -> None:
+    two_turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]
+    last_turn_template = "{% for m in messages[-2:] %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    thinking_template = (
         "{% for m in messages %}{{ m.role }}: {% if loop.last and m.role == 'assistant' %}<think>{% endif %}"
         "{{ m.content }}\n{% endfor %}"
     )
-    for template in (forgetful, thinking):
+    for template in (last_turn_template, thinking_template):
         dialogues = DialogueReader({"template": template, "tokens": {}, "special": []})
-        assert dialogues.read_dialogue({"messages": two[:2]})[1]
+        assert dialogues.read_dialogue({"messages": two_turns[:2]})[1]
         with pytest.raises(RejectedError, match=r"data\.chat_template"):
-            dialogues.read_dialogue({"messages": two})
-    silent = "{% generation %}{% endgeneration %}{{ messages[0].content }}"
-    for template, fact in (
-        (silent, "assistant"),
-        ("{{ messages.append(1) }}", ""),
+            dialogues.read_dialogue({"messages": two_turns})
+    template_without_answers = "{% generation %}{% endgeneration %}{{ messages[0].content }}"
+    for template, expected_text in (
+        (template_without_answers, "assistant"),
+        ("{{ messages.append(1) }}", "append"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ):
-        with pytest.raises(RejectedError, match=fact):
-            DialogueReader({"template": template, "tokens": {}, "special": []}).read_dialogue({"messages": two})
+        dialogues = DialogueReader({"template": template, "tokens": {}, "special": []})
+        with pytest.raises(RejectedError, match=expected_text):
+            dialogues.read_dialogue({"messages": two_turns})
 
 
-def test_a_missing_or_invalid_chat_template_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_chat_template_is_an_error(tmp_path: Path) -> None:
     invalid = save_tokenizer_with_template(tmp_path / "invalid", "{% for %}")
     with raises_error("data.invalid_chat_template", tmp_path / "invalid/tokenizer_config.json"):
         build_chat_json(invalid, "<|im_end|>")
@@ -297,14 +309,14 @@ def test_a_missing_or_invalid_chat_template_is_refused(tmp_path: Path) -> None:
             build_chat_json(tokenizer, "<|im_end|>")
 
 
-def test_the_default_of_several_chat_templates_is_used(tmp_path: Path) -> None:
+def test_the_chat_template_named_default_is_used_if_there_are_several(tmp_path: Path) -> None:
     templates = [{"name": "tools", "template": "{% x"}, {"name": "default", "template": "a"}]
     tokenizer = save_tokenizer_with_template(tmp_path / "named", templates)
     assert json.loads(build_chat_json(tokenizer, "<|im_end|>"))["template"] == "a"
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_chat_template_that_links_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_file_that_links_out_of_its_folder_is_an_error(tmp_path: Path, name: str) -> None:
     tokenizer = save_tokenizer_with_template(tmp_path / "open", in_file=True)
     (tmp_path / "open" / name).rename(tmp_path / "secret")
     (tmp_path / "open" / name).symlink_to(tmp_path / "secret")
@@ -313,7 +325,7 @@ def test_a_chat_template_that_links_out_of_its_folder_is_refused(tmp_path: Path,
     assert f"{tmp_path}/open" in str(caught.value)
 
 
-def test_files_and_tokenizers_without_records_are_refused(tmp_path: Path) -> None:
+def test_sources_and_configs_that_do_not_fit_data_records_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with raises_error("data.no_files", ".jsonl", "a.txt: text\n", "data.records: prompts"):
         build_shards(make_data_config(tmp_path / "a.txt", "prompts"), tmp_path / "data")

@@ -41,8 +41,8 @@ def save_tokenizer_of_kind(folder: Path, kind: str, **settings: Any) -> Path:
     return save_tokenizer(folder, add_post_processor(make_byte_tokenizer("the model of"), kind), **settings)
 
 
-def make_data_config(source: Path, tokenizer: Path, **more: Any) -> DataConfig:
-    values = {"shard_tokens": 2048, "held_out": 0.2, "sequence_length": 64, **more}
+def make_data_config(source: Path, tokenizer: Path, **fields: Any) -> DataConfig:
+    values = {"shard_tokens": 2048, "held_out": 0.2, "sequence_length": 64, **fields}
     return DataConfig(
         source=str(source), tokenizer=TokenizerConfig(kind="file", path=tokenizer, eos_token=END), **values
     )
@@ -61,7 +61,7 @@ def test_a_text_has_the_same_tokens_as_in_transformers(tmp_path: Path, kind: str
     assert plain.encode(TEXTS)[0].tolist() == [*reference(TEXTS[0], add_special_tokens=False).input_ids, plain.eos_id]
 
 
-def test_add_special_tokens_requires_a_tokenizer_that_adds_some(tmp_path: Path) -> None:
+def test_add_special_tokens_requires_a_tokenizer_that_adds_valid_tokens(tmp_path: Path) -> None:
     assert load_encoder(save_tokenizer_of_kind(tmp_path / "llama", "llama 3"), END, True).bos_ids == (BOS,)
     file = save_tokenizer_of_kind(tmp_path / "qwen", "qwen")
     with raises_error("data.no_special_tokens", "data.add_special_tokens", file):
@@ -77,7 +77,7 @@ def test_add_special_tokens_requires_a_tokenizer_that_adds_some(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "bert", "same token for begin and end"])
-def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str) -> None:
+def test_special_tokens_are_added_once_before_a_prompt_and_once_after_an_answer(tmp_path: Path, kind: str) -> None:
     rng = random.Random(1)
     lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 20)} for _ in range(40)]
     lines.append({"prompt": "", "response": "nothing was asked"})
@@ -92,13 +92,13 @@ def test_a_prompt_begins_once_and_an_answer_ends_once(tmp_path: Path, kind: str)
         prompt_length = len(line["prompt"])
         encoding = reference(line["prompt"] + line["response"], return_offsets_mapping=True)
         end = [] if encoding.input_ids[-1] == manifest.eos_id else [manifest.eos_id]
-        is_learned = [last > prompt_length for _, last in encoding.offset_mapping]
-        is_learned[len(is_learned) - len(tokens_after) :] = [True] * len(tokens_after)
-        expected.append(([*encoding.input_ids, *end], [*is_learned, *[True] * len(end)]))
+        in_loss = [last > prompt_length for _, last in encoding.offset_mapping]
+        in_loss[len(in_loss) - len(tokens_after) :] = [True] * len(tokens_after)
+        expected.append(([*encoding.input_ids, *end], [*in_loss, *[True] * len(end)]))
     assert sorted(read_shard_documents(tmp_path / "data", manifest)) == sorted(expected)
 
 
-def test_no_tokens_are_added_to_the_text_of_a_chat_template(tmp_path: Path) -> None:
+def test_a_dialogue_has_only_the_special_tokens_of_its_chat_template(tmp_path: Path) -> None:
     rng = random.Random(2)
     lines = [
         [{"role": "user", "content": sample_words(rng, 9)}, {"role": "assistant", "content": "four"}] for _ in range(40)

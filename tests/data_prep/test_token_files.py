@@ -1,4 +1,4 @@
-"""Existing token files: each format is written here as its programs do, read again, damaged, and used in place."""
+"""Existing token files: each supported format is inspected, used in place, imported, and rejected if it is damaged."""
 
 from __future__ import annotations
 
@@ -37,27 +37,28 @@ from tests.support.errors import raises_error
 from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
-ANOTHER_USER = 65534
+OTHER_UID = 65534
 EOS = 0
 VOCAB = 300
 Documents = list[list[int]]
+"""The token IDs of each document."""
 TEXTS = ["the model", "a step, then another one", "loss", "éü 漢字 😀", "shard after shard " * 9]
 
 
 def flatten(documents: Documents) -> list[int]:
-    return [token for one in documents for token in one]
+    return [token for document in documents for token in document]
 
 
 def write_megatron(folder: Path, documents: Documents, kind: str = "uint16") -> Path:
-    codes = {"int32": 4, "uint16": 8, "int64": 5}
+    type_codes = {"int32": 4, "uint16": 8, "int64": 5}
     path = folder / "m.bin"
-    lengths = [len(one) for one in documents]
+    lengths = [len(document) for document in documents]
     path.write_bytes(np.array(flatten(documents), kind).tobytes())
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1] * np.dtype(kind).itemsize
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, codes[kind], len(lengths), len(lengths) + 1)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, type_codes[kind], len(lengths), len(lengths) + 1)
     document_indices = np.arange(len(lengths) + 1, dtype="<i8")
     path.with_suffix(".idx").write_bytes(
-        head + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes() + document_indices.tobytes()
+        header + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes() + document_indices.tobytes()
     )
     return path
 
@@ -65,7 +66,7 @@ def write_megatron(folder: Path, documents: Documents, kind: str = "uint16") -> 
 def write_llm_c(folder: Path, documents: Documents) -> Path:
     tokens = np.array(flatten(documents), "<u2")
     header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
+    header[:3] = 20240520, 1, len(tokens)  # magic number, version, token count
     (path := folder / "l.bin").write_bytes(header.tobytes() + tokens.tobytes())
     return path
 
@@ -78,15 +79,15 @@ def write_nano_gpt(folder: Path, documents: Documents) -> Path:
 def write_datatrove(folder: Path, documents: Documents) -> Path:
     tokens = np.array(flatten(documents), "<u4")
     (path := folder / "d.ds").write_bytes(tokens.tobytes())
-    ends = np.cumsum([len(one) for one in documents])
+    ends = np.cumsum([len(document) for document in documents])
     (folder / "d.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends.tolist()))
     (folder / "d.ds.metadata").write_text(f"gpt2|4\n{len(tokens)}\n{len(tokens)} T")
     return path
 
 
-def write_hdf5(folder: Path, documents: Documents, **how: object) -> Path:
+def write_hdf5(folder: Path, documents: Documents, **options: object) -> Path:
     with h5py.File(path := folder / "h.h5", "w") as file:
-        file.create_dataset("tokens", data=np.array(flatten(documents), "<u2"), **how)
+        file.create_dataset("tokens", data=np.array(flatten(documents), "<u2"), **options)
     return path
 
 
@@ -101,11 +102,11 @@ def write_arrow(folder: Path, documents: Documents) -> Path:
     return path
 
 
-def write_web_tar(folder: Path, documents: Documents) -> Path:
+def write_webdataset_tar(folder: Path, documents: Documents) -> Path:
     with tarfile.open(path := folder / "w.tar", "w") as tar:
-        for number, one in enumerate(documents):
+        for number, document in enumerate(documents):
             content = io.BytesIO()
-            np.save(content, np.array(one, "<i8"))
+            np.save(content, np.array(document, "<i8"))
             for name, data in ((f"{number:04}.npy", content.getvalue()), (f"{number:04}.json", b"{}")):
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
@@ -115,7 +116,8 @@ def write_web_tar(folder: Path, documents: Documents) -> Path:
 
 Writer = Callable[[Path, Documents], Path]
 MAPPABLE: list[Writer] = [write_megatron, write_llm_c, write_nano_gpt, write_datatrove, write_hdf5]
-WRITERS: list[Writer] = [*MAPPABLE, write_compressed_hdf5, write_arrow, write_web_tar]
+"""Writers of the formats that a run uses in place, by mapping the file into memory."""
+WRITERS: list[Writer] = [*MAPPABLE, write_compressed_hdf5, write_arrow, write_webdataset_tar]
 
 
 @pytest.fixture
@@ -126,18 +128,18 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def encode_documents(tokenizer: Path, count: int = 60) -> Documents:
     encoder = load_encoder(tokenizer, "<|endoftext|>")
-    return [one.tolist() for one in encoder.encode([f"{TEXTS[i % 5]} {i}" for i in range(count)])]
+    return [document.tolist() for document in encoder.encode([f"{TEXTS[i % 5]} {i}" for i in range(count)])]
 
 
-def make_config(source: object, tokenizer: Path, **more: object) -> DataConfig:
+def make_config(source: object, tokenizer: Path, **fields: object) -> DataConfig:
     kind = TokenizerConfig(kind="file", path=tokenizer)
     return DataConfig.model_validate(
-        {"source": source, "records": "tokens", "tokenizer": kind, "held_out": 0.2, **more}
+        {"source": source, "records": "tokens", "tokenizer": kind, "held_out": 0.2, **fields}
     )
 
 
 @pytest.mark.parametrize(
-    ("adds", "files", "expected", "warned"),
+    ("add_special_tokens", "files_have_bos", "expects_bos", "expects_warning"),
     [
         ("auto", (True, True), True, False),
         ("auto", (False, False), False, False),
@@ -146,33 +148,39 @@ def make_config(source: object, tokenizer: Path, **more: object) -> DataConfig:
         (False, (True, True), False, False),
     ],
 )
-def test_the_tokens_tell_whether_documents_begin_with_a_special_token(
-    tmp_path: Path, adds: object, files: tuple[bool, bool], expected: bool, warned: bool
+def test_add_special_tokens_auto_detects_whether_the_documents_begin_with_bos(
+    tmp_path: Path,
+    add_special_tokens: object,
+    files_have_bos: tuple[bool, bool],
+    expects_bos: bool,
+    expects_warning: bool,
 ) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer("a text"), "mistral"))
-    for number, begin in enumerate(files):
-        encoder = load_encoder(tokenizer, "<|end|>", begin)
+    for number, has_bos in enumerate(files_have_bos):
+        encoder = load_encoder(tokenizer, "<|end|>", has_bos)
         (tmp_path / str(number)).mkdir()
         write_megatron(
-            tmp_path / str(number), [one.tolist() for one in encoder.encode([f"text {i}" for i in range(60)])]
+            tmp_path / str(number), [document.tolist() for document in encoder.encode([f"text {i}" for i in range(60)])]
         )
     log: list[str] = []
-    data = make_config(str(tmp_path / "[01]/*.bin"), tokenizer, add_special_tokens=adds)
+    data = make_config(str(tmp_path / "[01]/*.bin"), tokenizer, add_special_tokens=add_special_tokens)
     data = data.model_copy(update={"tokenizer": data.tokenizer.model_copy(update={"eos_token": "<|end|>"})})
     folder = TokensFolder(data, tmp_path / "data")
     folder.prepare(log.append)
-    assert bool(folder.prepared.bos_ids) is expected
-    assert any("data.add_special_tokens" in line for line in log) is warned
+    assert bool(folder.prepared.bos_ids) is expects_bos
+    assert any("data.add_special_tokens" in line for line in log) is expects_warning
 
 
-def run_stages(data: DataConfig, folder: Path, kind: type[TextFolder] = TokensFolder) -> None:
-    kind(data, folder).prepare(lambda _: None)
+def run_stages(data: DataConfig, folder: Path, folder_type: type[TextFolder] = TokensFolder) -> None:
+    """Run the stages prepare and shard, the latter in two tasks."""
+    folder_type(data, folder).prepare(lambda _: None)
     for task in (1, 0):
-        kind(data, folder).shard(task, 2, lambda _: None)
-    assert kind(data, folder).finalize(lambda _: None)
+        folder_type(data, folder).shard(task, 2, lambda _: None)
+    assert folder_type(data, folder).finalize(lambda _: None)
 
 
 def read_entries(folder: Path, entries: tuple[ShardEntry, ...]) -> list[int]:
+    """Return the tokens of these shards, concatenated."""
     return [token for entry in entries for token in map_arrays(entry, folder / entry.file)["tokens"].tolist()]
 
 
@@ -182,9 +190,9 @@ def read_entries(folder: Path, entries: tuple[ShardEntry, ...]) -> list[int]:
 def test_each_format_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, write: Writer, bodies: Documents
 ) -> None:
-    documents = [[*one, EOS] for one in bodies]
+    documents = [[*body, EOS] for body in bodies]
     file = inspect_token_file(str(write(tmp_path_factory.mktemp("one"), documents)))
-    assert [one.tolist() for one in file.iterate_documents(EOS)] == documents
+    assert [document.tolist() for document in file.iterate_documents(EOS)] == documents
     assert np.concatenate(list(file.iterate_blocks())).tolist() == flatten(documents)
     statistics = scan_tokens(file, EOS, VOCAB)
     tokens = flatten(documents)
@@ -197,22 +205,22 @@ def test_documents_do_not_depend_on_the_block_size(size: int, tmp_path: Path, mo
     monkeypatch.setattr("data_prep.token_files.BLOCK_TOKENS", size)
     documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
     file = inspect_token_file(str(write_megatron(tmp_path, documents)))
-    assert [one.tolist() for one in file.iterate_documents(EOS)] == documents
-    ends = np.cumsum([len(one) for one in documents]).tolist()
+    assert [document.tolist() for document in file.iterate_documents(EOS)] == documents
+    ends = np.cumsum([len(document) for document in documents]).tolist()
     assert file.document_ends is not None and list(file.document_ends.read_ends(0, len(documents))) == ends
     for start, stop in ((0, 5), (4, 6), (5, 5), (3, 18)):
         inside = file.select_range(start, stop).find_document_ends(0, stop - start)
         assert inside is not None and inside.tolist() == [end - start for end in ends if start < end <= stop]
-    assert scan_tokens(file, EOS, VOCAB).unended_documents == 2  # [9] and [4, 4]; an empty document ends nothing
-    bare = inspect_token_file(str(write_nano_gpt(tmp_path, documents)))
-    assert [len(one) for one in bare.iterate_documents(EOS)] == [4, 1, 12, 2]
+    assert scan_tokens(file, EOS, VOCAB).unended_documents == 2  # [9] and [4, 4]. The empty document is not counted.
+    without_index = inspect_token_file(str(write_nano_gpt(tmp_path, documents)))  # documents end only after EOS
+    assert [len(document) for document in without_index.iterate_documents(EOS)] == [4, 1, 12, 2]
 
 
 @pytest.mark.parametrize("write", MAPPABLE)
 def test_a_run_uses_mappable_files_in_place(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
     documents = encode_documents(tokenizer)
     path = write(tmp_path, documents)
-    before = path.read_bytes()
+    original_content = path.read_bytes()
     run_stages(make_config(str(path), tokenizer), folder := tmp_path / "data")
     manifest = load_manifest(folder)
     all_tokens = flatten(documents)
@@ -222,19 +230,20 @@ def test_a_run_uses_mappable_files_in_place(write: Writer, tokenizer: Path, tmp_
     assert (manifest.documents, manifest.held_out_documents) == (60, held_out.count(EOS))
     texts = [f"{TEXTS[i % 5]} {i}" for i in range(60)][-manifest.held_out_documents :]
     assert manifest.held_out_bytes == sum(len(text.encode()) for text in texts)
-    assert {entry.file for entry in manifest.train} == {str(path)} and path.read_bytes() == before
-    assert not list((folder / "shards").glob("*.h5")), "nothing should be copied"
-    path.write_bytes(before[:-2])
+    assert {entry.file for entry in manifest.train} == {str(path)} and path.read_bytes() == original_content
+    assert not list((folder / "shards").glob("*.h5")), "tokens were copied"
+    path.write_bytes(original_content[:-2])
     problem = TokensFolder(make_config(str(path), tokenizer), folder).find_shard_problem()
-    assert problem and str(path) in problem and "resume" not in problem, "the stage cannot repair a file of the user"
+    assert problem and str(path) in problem and "resume" not in problem, "resume cannot repair a user's file"
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_copy_has_the_same_documents_and_a_run_can_use_it(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
     documents = encode_documents(tokenizer)
+    # These formats store where documents end. Their files often lack end tokens, which `import` adds.
     written = (
-        [one[:-1] for one in documents]
-        if write in (write_megatron, write_datatrove, write_arrow, write_web_tar)
+        [document[:-1] for document in documents]
+        if write in (write_megatron, write_datatrove, write_arrow, write_webdataset_tar)
         else documents
     )
     (tmp_path / "in").mkdir()
@@ -242,7 +251,7 @@ def test_a_copy_has_the_same_documents_and_a_run_can_use_it(write: Writer, token
     run_data_command("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
     with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
         assert file["tokens"][:].tolist() == flatten(documents)
-        assert file["documents"][:].tolist() == [0, *np.cumsum([len(one) for one in documents]).tolist()]
+        assert file["documents"][:].tolist() == [0, *np.cumsum([len(document) for document in documents]).tolist()]
     run_stages(make_config(str(tmp_path / "copy"), tokenizer), folder := tmp_path / "data")
     manifest = load_manifest(folder)
     assert read_entries(folder, manifest.train) + read_entries(folder, manifest.held_out) == flatten(documents)
@@ -250,7 +259,7 @@ def test_a_copy_has_the_same_documents_and_a_run_can_use_it(write: Writer, token
         run_data_command("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
 
 
-def test_an_interrupted_import_continues(
+def test_a_failed_import_is_locked_while_it_runs_and_continues_with_unchanged_copies(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_prep.tokens_commands._SHARD_TOKENS", 100)
@@ -263,17 +272,18 @@ def test_an_interrupted_import_continues(
     def read_results() -> list[Any]:
         return re.findall(r"/(\w)\.bin: (copied[ a-z]*) \(", capsys.readouterr().out)
 
-    def import_files(to: str) -> list[Any]:
-        run_data_command("import", [*map(str, paths)], str(tmp_path / to), str(tokenizer), "<|endoftext|>", False)
+    def import_files(name: str) -> list[Any]:
+        run_data_command("import", [*map(str, paths)], str(tmp_path / name), str(tokenizer), "<|endoftext|>", False)
         return read_results()
 
-    def read_shards(to: str) -> dict[str, bytes]:
-        return {str(one.relative_to(tmp_path / to)): one.read_bytes() for one in (tmp_path / to).rglob("*.h5")}
+    def read_shards(name: str) -> dict[str, bytes]:
+        folder = tmp_path / name
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.h5")}
 
     assert (
         import_files("whole") == [("a", "copied"), ("b", "copied"), ("c", "copied")] and len(read_shards("whole")) > 6
     )
-    whole = paths[2].read_bytes()
+    intact_content = paths[2].read_bytes()
     paths[2].write_bytes(struct.pack("<2H", VOCAB, EOS))
     part = tmp_path / ".to.part"
     with raises_error("data.token_out_of_range", "token 0", VOCAB):
@@ -289,116 +299,120 @@ def test_an_interrupted_import_continues(
         import_files("to")
     assert read_results() == [("a", "copied"), ("b", "copied before")]
     (part / "shards/tokens-00001-00.h5").write_bytes(b"")
-    (part / "shards/tokens-00009-00.h5").write_bytes(b"of a file that is not imported any more")
-    paths[2].write_bytes(whole)
+    (part / "shards/tokens-00009-00.h5").write_bytes(b"a shard of a file that is no longer imported")
+    paths[2].write_bytes(intact_content)
     assert import_files("to") == [("a", "copied before"), ("b", "copied"), ("c", "copied")]
     assert read_shards("to") == read_shards("whole") and not part.exists()
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == ["shards"]
 
 
-def import_one(folder: Path, tokenizer: Path) -> None:
-    """Import a file of tokens into `folder/to`."""
+def import_one_file(folder: Path, tokenizer: Path) -> None:
+    """Import a token file into `folder/to`. Until it is complete, `folder/.to.part` is the working folder."""
     write_nano_gpt(folder, encode_documents(tokenizer))
     run_data_command("import", [str(folder / "n.bin")], str(folder / "to"), str(tokenizer), "<|endoftext|>", False)
 
 
-def give_away(path: Path) -> None:
+def give_to_other_user(path: Path) -> None:
     if os.geteuid() != 0:
-        skip_or_fail_in_ci("giving a file to another user needs root")
-    os.chown(path, ANOTHER_USER, ANOTHER_USER, follow_symlinks=False)
+        skip_or_fail_in_ci("changing the owner of a file needs root")
+    os.chown(path, OTHER_UID, OTHER_UID, follow_symlinks=False)
 
 
-def link_folder(part: Path, thesis: Path) -> None:
+# Each function below prepares the working folder `part` of an import, so that the import must reject it. `other` is a
+# folder with files of the user that the import must not change.
+
+
+def link_folder(part: Path, other: Path) -> None:
     part.rmdir()
-    part.symlink_to(thesis)
+    part.symlink_to(other)
 
 
-def link_shards(part: Path, thesis: Path) -> None:
+def link_shards(part: Path, other: Path) -> None:
     (part / ".lock").touch()
-    (part / "shards").symlink_to(thesis / "shards")
+    (part / "shards").symlink_to(other / "shards")
 
 
-def give_folder_away(part: Path, thesis: Path) -> None:
+def give_folder_away(part: Path, other: Path) -> None:
     (part / "shards").mkdir()
-    give_away(part)
+    give_to_other_user(part)
 
 
-def give_shards_away(part: Path, thesis: Path) -> None:
+def give_shards_away(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards").mkdir()
-    give_away(part / "shards")
+    give_to_other_user(part / "shards")
 
 
-def open_folder(part: Path, thesis: Path) -> None:
+def open_folder(part: Path, other: Path) -> None:
     part.chmod(0o770)
 
 
-def open_shards(part: Path, thesis: Path) -> None:
+def open_shards(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards").mkdir()
     (part / "shards").chmod(0o757)
 
 
-def open_notes(part: Path, thesis: Path) -> None:
+def open_copied_list(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "copied.jsonl").touch()
     (part / "copied.jsonl").chmod(0o666)
 
 
-def give_notes_away(part: Path, thesis: Path) -> None:
+def give_copied_list_away(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "copied.jsonl").touch()
-    give_away(part / "copied.jsonl")
+    give_to_other_user(part / "copied.jsonl")
 
 
-def link_notes(part: Path, thesis: Path) -> None:
+def link_copied_list(part: Path, other: Path) -> None:
     (part / ".lock").touch()
-    (part / "copied.jsonl").symlink_to(thesis / "notes.txt")
+    (part / "copied.jsonl").symlink_to(other / "notes.txt")
 
 
-def add_shard_without_lock(part: Path, thesis: Path) -> None:
+def add_shard_without_lock(part: Path, other: Path) -> None:
     (part / "shards").mkdir()
     (part / "shards/tokens-00000-00.h5").write_text("mine")
 
 
-def add_user_file(part: Path, thesis: Path) -> None:
+def add_user_file(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards").mkdir()
     (part / "shards/chapter1.h5").write_text("mine")
 
 
-def add_user_folder(part: Path, thesis: Path) -> None:
+def add_user_folder(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards/tokens-00000-00.h5").mkdir(parents=True)
     (part / "shards/tokens-00000-00.h5/chapter").write_text("mine")
 
 
 @pytest.mark.parametrize(
-    "arrange",
+    "prepare_working_folder",
     [
-        link_folder, link_shards, give_folder_away, give_shards_away, open_folder, open_shards, open_notes,
-        give_notes_away, link_notes, add_shard_without_lock, add_user_file, add_user_folder,
+        link_folder, link_shards, give_folder_away, give_shards_away, open_folder, open_shards, open_copied_list,
+        give_copied_list_away, link_copied_list, add_shard_without_lock, add_user_file, add_user_folder,
     ],
 )  # fmt: skip
-def test_an_import_rejects_a_working_folder_with_content_of_others_and_deletes_nothing(
-    arrange: Callable[[Path, Path], None], tokenizer: Path, tmp_path: Path
+def test_an_import_rejects_a_working_folder_that_is_not_its_own_and_changes_nothing(
+    prepare_working_folder: Callable[[Path, Path], None], tokenizer: Path, tmp_path: Path
 ) -> None:
     (thesis := tmp_path / "thesis/shards").mkdir(parents=True)
     for name in ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex", "../notes.txt"):
         (thesis / name).write_text("mine")
     (part := tmp_path / ".to.part").mkdir(mode=0o700)
-    arrange(part, thesis.parent)
-    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    prepare_working_folder(part, thesis.parent)
+    original_texts = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     for _ in range(2):
         with pytest.raises(UserError) as error:
-            import_one(tmp_path, tokenizer)
+            import_one_file(tmp_path, tokenizer)
         assert str(part) in str(error.value) and "/proc/" not in str(error.value)
-        assert {path: path.read_text() for path in before} == before
+        assert {path: path.read_text() for path in original_texts} == original_texts
     assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize("moment", ["before the first shard", "before leftovers are deleted"])
-def test_an_import_whose_folder_is_replaced_writes_and_deletes_nothing_elsewhere(
+def test_an_import_whose_working_folder_is_replaced_by_a_link_changes_nothing_in_its_target(
     moment: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (thesis := tmp_path / "thesis/shards").mkdir(parents=True)
@@ -415,7 +429,7 @@ def test_an_import_whose_folder_is_replaced_writes_and_deletes_nothing_elsewhere
     original = getattr(tokens_commands, name)
     monkeypatch.setattr(tokens_commands, name, replace_folder)
     with raises_error("data.import_replaced", tmp_path / "to"):
-        import_one(tmp_path, tokenizer)
+        import_one_file(tmp_path, tokenizer)
     assert {path.name: path.read_text() for path in thesis.iterdir()} == dict.fromkeys(
         ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex"), "mine"
     )
@@ -434,10 +448,10 @@ def test_a_file_is_copied_again_if_its_shards_are_damaged(
 
     with raises_error("data.token_out_of_range", "token 0", VOCAB):
         import_both()
-    notes = tmp_path / ".to.part/copied.jsonl"
+    copied_list = tmp_path / ".to.part/copied.jsonl"
     shard = tmp_path / ".to.part/shards/tokens-00000-00.h5"
     shard.write_bytes(shard.read_bytes()[::-1])  # same size
-    with open(notes, "a") as file:
+    with open(copied_list, "a") as file:  # add malformed lines
         file.write('{"key": 1}\n[]\n{"key": "other", "shards": [{"file": 1}]}\n{"key')
     np.array([5, EOS], "<u2").tofile(tmp_path / "b.bin")
     assert "n.bin: copied (1 of 2)" in import_both()
@@ -449,7 +463,7 @@ def test_a_file_is_copied_again_if_its_shards_are_damaged(
 def test_the_working_folder_is_private_and_the_result_follows_the_umask(
     umask: int, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a project folder of a group whose members have the umask 002, and after an interruption."""
+    """The working folder has mode 0700 before and after an interruption, also in a setgid folder of a group."""
     tmp_path.chmod(0o2775)
     original = tokens_commands.append_line
     interruptions = [KeyboardInterrupt]
@@ -462,34 +476,41 @@ def test_the_working_folder_is_private_and_the_result_follows_the_umask(
             raise interruptions.pop()
 
     monkeypatch.setattr(tokens_commands, "append_line", append_and_interrupt)
-    before = os.umask(umask)
+    original_umask = os.umask(umask)
     try:
         with pytest.raises(KeyboardInterrupt):
-            import_one(tmp_path, tokenizer)
+            import_one_file(tmp_path, tokenizer)
         os.utime(tmp_path / "n.bin", (0, 0))
-        import_one(tmp_path, tokenizer)
+        import_one_file(tmp_path, tokenizer)
     finally:
-        os.umask(before)
+        os.umask(original_umask)
     for path, mode in ((".", 0o777), ("shards", 0o777), ("shards/tokens-00000-00.h5", 0o666)):
         assert (tmp_path / "to" / path).stat().st_mode & 0o777 == mode & ~umask
-    assert (tmp_path / "to").stat().st_mode & 0o2000, "files of a project folder should belong to its group"
+    assert (tmp_path / "to").stat().st_mode & 0o2000, "the result does not inherit the group of its parent folder"
 
 
 def test_a_file_named_twice_is_copied_once(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder := tmp_path / "meg").mkdir()
     path = write_megatron(folder, documents := encode_documents(tokenizer))
     (tmp_path / "link.bin").symlink_to(path)
-    named = [str(path), str(path.with_suffix(".idx")), str(folder), str(tmp_path / "link.bin")]
+    arguments = [str(path), str(path.with_suffix(".idx")), str(folder), str(tmp_path / "link.bin")]
     for action in ("import", "inspect", "verify"):
-        run_data_command(action, named, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", False)
+        run_data_command(action, arguments, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", False)
         output = capsys.readouterr().out
-        assert [output.count(f"{one}: left out") for one in named] == [1, 1, 0, 1]
+        assert [output.count(f"{argument}: left out") for argument in arguments] == [1, 1, 0, 1]
         assert action == "import" or output.count("Megatron .bin") == 1
     with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
         assert file["tokens"][:].tolist() == flatten(documents)
-    (lone := folder / "lone.idx").touch()
+    (index_without_tokens := folder / "lone.idx").touch()
     with raises_error("data.unusable_files", "1 of 2"):
-        run_data_command("inspect", [str(path), str(lone), str(lone)], None, None, "<|endoftext|>", False)
+        run_data_command(
+            "inspect",
+            [str(path), str(index_without_tokens), str(index_without_tokens)],
+            None,
+            None,
+            "<|endoftext|>",
+            False,
+        )
 
 
 def test_inspect_and_verify_continue_after_unusable_paths(
@@ -497,21 +518,23 @@ def test_inspect_and_verify_continue_after_unusable_paths(
 ) -> None:
     (folder := tmp_path / "in").mkdir()
     write_nano_gpt(folder, encode_documents(tokenizer))
-    (empty := tmp_path / "no").mkdir()
-    np.arange(99, dtype="<u2").tofile(empty / "a.npy")
+    (unsupported := tmp_path / "no").mkdir()
+    np.arange(99, dtype="<u2").tofile(unsupported / "a.npy")
     write_arrow(tmp_path, [[5, EOS]])
-    (tmp_path / "cut.bin").write_bytes(b"\x05\x00\x05")
-    named = [tmp_path / "none.bin", empty, folder, tmp_path / "cut.bin", tmp_path / "a.arrow", empty / "a.npy"]
+    missing = tmp_path / "none.bin"
+    truncated = tmp_path / "cut.bin"
+    truncated.write_bytes(b"\x05\x00\x05")
+    paths = [missing, unsupported, folder, truncated, tmp_path / "a.arrow", unsupported / "a.npy"]
     for action in ("inspect", "verify"):
         with raises_error("data.unusable_files", "4 of 6"):
-            run_data_command(action, [*map(str, named)], None, str(tokenizer), "<|endoftext|>", False)
+            run_data_command(action, [*map(str, paths)], None, str(tokenizer), "<|endoftext|>", False)
         *lines, summary = capsys.readouterr().out.splitlines()
         assert re.findall(r"\d+", summary) == ["6", "1", "1", "4"]
         output = "\n".join(lines)
-        assert f"error[data.missing_file]: {named[0]}: " in output and "nanoGPT .bin" in output and "Arrow" in output
-        assert f"error[data.no_files]: {empty}: " in output and "  a.npy: " in output
-        assert f"error[data.unknown_format]: {named[5]} " in output and "NAME.bin" in output
-        assert f"error[data.damaged_file]: {named[3]} " in output
+        assert f"error[data.missing_file]: {missing}: " in output and "nanoGPT .bin" in output and "Arrow" in output
+        assert f"error[data.no_files]: {unsupported}: " in output and "  a.npy: " in output
+        assert f"error[data.unknown_format]: {unsupported}/a.npy " in output and "NAME.bin" in output
+        assert f"error[data.damaged_file]: {truncated} " in output
     run_data_command("inspect", [str(folder)], None, None, "<|endoftext|>", False)
     assert re.findall(r"\d+", capsys.readouterr().out.splitlines()[-1]) == ["1", "1", "0", "0"]
 
@@ -545,16 +568,20 @@ def test_other_files_of_llm_c_are_rejected(header: tuple[int, ...], content: str
     ],
     ids=["zip", "gzip", "pickle", "text", "numpy"],
 )
-def test_a_file_of_another_format_is_not_read_as_bare_tokens(content: bytes, format_name: str, tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_not_read_as_tokens_without_a_header(
+    content: bytes, format_name: str, tmp_path: Path
+) -> None:
     (path := tmp_path / "pytorch_model.bin").write_bytes(content + bytes(len(content) % 2))
     with raises_error("data.not_tokens", path, format_name):
         inspect_token_file(str(path))
 
 
-@pytest.mark.parametrize("first", [(93, 0, 7, 9, 11, 0, 256), (640, 0x717D, 5), (1152, 0x295, 8), (20304, 98, 9)])
-def test_tokens_that_resemble_a_short_magic_number_are_read(first: tuple[int, ...], tmp_path: Path) -> None:
-    np.array([*first, *range(1000)], "<u2").tofile(path := tmp_path / "a.bin")
-    assert inspect_token_file(str(path)).tokens == len(first) + 1000
+@pytest.mark.parametrize(
+    "first_tokens", [(93, 0, 7, 9, 11, 0, 256), (640, 0x717D, 5), (1152, 0x295, 8), (20304, 98, 9)]
+)
+def test_tokens_that_resemble_a_short_magic_number_are_read(first_tokens: tuple[int, ...], tmp_path: Path) -> None:
+    np.array([*first_tokens, *range(1000)], "<u2").tofile(path := tmp_path / "a.bin")
+    assert inspect_token_file(str(path)).tokens == len(first_tokens) + 1000
 
 
 def test_hdf5_links_are_not_followed(tmp_path: Path) -> None:
@@ -566,7 +593,7 @@ def test_hdf5_links_are_not_followed(tmp_path: Path) -> None:
     assert file.tokens == 8 and np.concatenate(list(file.iterate_blocks())).tolist() == [*range(8)]
 
 
-def test_incomplete_hdf5_is_rejected(tmp_path: Path) -> None:
+def test_an_hdf5_dataset_with_missing_chunks_is_rejected(tmp_path: Path) -> None:
     with h5py.File(path := tmp_path / "h.h5", "w") as file:
         file.create_dataset("tokens", (95,), "<u2", chunks=(10,))[:90] = 7
     with raises_error("data.damaged_file", path, "tokens", 95, 180):
@@ -583,23 +610,23 @@ def test_arrow_with_an_invalid_column_name_is_rejected(tmp_path: Path) -> None:
         inspect_token_file(str(path))
 
 
-def check_rejected(path: Path, tokenizer: Path, code: str, *facts: object) -> None:
-    """Check that the stages reject a file with this error."""
-    with raises_error(code, path.parent, *facts):
+def check_rejected(path: Path, tokenizer: Path, code: str, *expected_texts: object) -> None:
+    """Check that the stages reject a file with this error, whose message contains the expected texts."""
+    with raises_error(code, path.parent, *expected_texts):
         run_stages(make_config(str(path), tokenizer), path.parent / "rejected")
 
 
-def test_arrow_lists_of_fixed_size_and_slices_are_read(tmp_path: Path) -> None:
+def test_arrow_lists_of_fixed_size_and_sliced_tables_are_read(tmp_path: Path) -> None:
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     for kind in (pyarrow.list_(pyarrow.int32(), 3), pyarrow.large_list(pyarrow.int64())):
         table = pyarrow.table({"input_ids": pyarrow.array([[0, 0, 0], *rows], kind)}).slice(1)
         with pyarrow.ipc.new_file(str(path := tmp_path / "a.arrow"), table.schema) as file:
             file.write_table(table, max_chunksize=2)
-        assert [one.tolist() for one in inspect_token_file(str(path)).iterate_documents(EOS)] == rows
+        assert [document.tolist() for document in inspect_token_file(str(path)).iterate_documents(EOS)] == rows
 
 
 @pytest.mark.parametrize("write", MAPPABLE)
-def test_a_large_file_is_split_into_ranges_with_hashes_of_their_own(
+def test_a_large_file_is_split_into_ranges_that_each_have_a_hash(
     write: Writer, tokenizer: Path, tmp_path: Path
 ) -> None:
     documents = encode_documents(tokenizer, 400)
@@ -617,9 +644,10 @@ def test_a_large_file_is_split_into_ranges_with_hashes_of_their_own(
         assert flatten(read) == flatten(documents)
         assert sum(entry.documents for entry in entries) == len(documents)
         bounds = [bound for entry in entries for bound in entry.part or ()]
-        assert bounds == [0, *(edge for edge in bounds[1:-1:2] for _ in "ab"), path.stat().st_size]
-    same = {"documents", "held_out_documents", "train_tokens", "held_out_tokens", "held_out_bytes"}
-    assert split.model_dump(include=same) == whole.model_dump(include=same)
+        # Each range begins where the previous one ends.
+        assert bounds == [0, *(bound for bound in bounds[1:-1:2] for _ in range(2)), path.stat().st_size]
+    compared_fields = {"documents", "held_out_documents", "train_tokens", "held_out_tokens", "held_out_bytes"}
+    assert split.model_dump(include=compared_fields) == whole.model_dump(include=compared_fields)
 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -644,7 +672,7 @@ def test_files_that_a_run_cannot_use_are_rejected(tokenizer: Path, tmp_path: Pat
     documents = encode_documents(tokenizer)
     check_rejected(write_arrow(tmp_path, documents), tokenizer, "data.not_mappable", "Arrow", "data import")
     check_rejected(write_megatron(tmp_path, documents, "int64"), tokenizer, "data.not_mappable", "int64")
-    without_eos = write_megatron(tmp_path, [one[:-1] for one in documents])
+    without_eos = write_megatron(tmp_path, [document[:-1] for document in documents])
     check_rejected(without_eos, tokenizer, "data.unended_documents", "60 documents", "data import")
     wrong_id = write_nano_gpt(tmp_path, [[5, 6, VOCAB, EOS]])
     check_rejected(wrong_id, tokenizer, "data.token_out_of_range", "token 2", VOCAB)
@@ -652,9 +680,9 @@ def test_files_that_a_run_cannot_use_are_rejected(tokenizer: Path, tmp_path: Pat
     check_rejected(empty, tokenizer, "data.missing_file", empty)
 
 
-def test_arrow_and_tar_of_text_are_tokenized(tmp_path: Path) -> None:
+def test_text_gives_the_same_tokens_from_arrow_tar_and_jsonl(tmp_path: Path) -> None:
     texts = [f"document number {i} " + "word " * (i % 17) for i in range(80)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     table = pyarrow.table({"text": texts})
     with pyarrow.ipc.new_stream(str(tmp_path / "t.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=7)
@@ -675,22 +703,26 @@ def test_arrow_and_tar_of_text_are_tokenized(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-@pytest.mark.parametrize("write", [one for one in WRITERS if one is not write_nano_gpt])
+@pytest.mark.parametrize("write", [writer for writer in WRITERS if writer is not write_nano_gpt])
 def test_a_truncated_file_is_rejected(write: Writer, tmp_path: Path) -> None:
-    """Bare tokens are rejected only if half a token remains. A tar ends with zeros that may be missing."""
+    """Remove a few bytes, a third, or all but 600 bytes from the end.
+
+    A nanoGPT file has no length and is rejected only if half a token remains. A tar file ends with zeros that may be
+    missing, so more must be removed from it.
+    """
     path = write(tmp_path, [[*range(1, 200), EOS]] * 5)
-    whole = path.read_bytes()
-    for missing in (3000 if write is write_web_tar else 4, len(whole) // 3, len(whole) - 600):
-        path.write_bytes(whole[:-missing])
+    content = path.read_bytes()
+    for removed_bytes in (3000 if write is write_webdataset_tar else 4, len(content) // 3, len(content) - 600):
+        path.write_bytes(content[:-removed_bytes])
         with raises_error("data.damaged_file", path.stem):
             list(inspect_token_file(str(path)).iterate_documents(EOS))
-    (tmp_path / "odd.bin").write_bytes(b"abc")
-    with raises_error("data.damaged_file", tmp_path / "odd.bin"):
-        inspect_token_file(str(tmp_path / "odd.bin"))
+    (three_bytes := tmp_path / "odd.bin").write_bytes(b"abc")
+    with raises_error("data.damaged_file", three_bytes):
+        inspect_token_file(str(three_bytes))
 
 
-def test_a_damaged_tar_header_is_not_taken_for_the_end(tmp_path: Path) -> None:
-    path = write_web_tar(tmp_path, [[1, EOS]] * 5)
+def test_a_damaged_tar_header_is_rejected_and_does_not_end_the_file(tmp_path: Path) -> None:
+    path = write_webdataset_tar(tmp_path, [[1, EOS]] * 5)
     content = bytearray(path.read_bytes())
     content[2048 + 150] ^= 255  # the checksum of the second array's header
     path.write_bytes(content)
@@ -699,7 +731,7 @@ def test_a_damaged_tar_header_is_not_taken_for_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["<u4", "<i4", "<i8"])
-def test_bare_ids_wider_than_uint16_are_rejected(kind: str, tmp_path: Path) -> None:
+def test_token_ids_wider_than_uint16_without_a_header_are_rejected(kind: str, tmp_path: Path) -> None:
     (np.arange(108_000) % 100_000).astype(kind).tofile(path := tmp_path / "w.bin")
     with raises_error("data.wrong_token_width", path):
         inspect_token_file(str(path))
@@ -731,7 +763,7 @@ def test_a_column_major_array_is_read_in_rows(tmp_path: Path) -> None:
         member = tarfile.TarInfo("0.npy")
         member.size = len(content.getvalue())
         tar.addfile(member, io.BytesIO(content.getvalue()))
-    assert [one.tolist() for one in inspect_token_file(str(path)).iterate_blocks()] == [list(range(6))]
+    assert [document.tolist() for document in inspect_token_file(str(path)).iterate_blocks()] == [list(range(6))]
 
 
 def test_the_start_of_held_out_tokens_is_searched_once_for_all_ranges(
@@ -775,9 +807,9 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
     index = next(path for path in tmp_path.iterdir() if path.suffix in (".idx", ".index"))
     units = folder.unit_count
     assert units > 40 and folder.build_unit(units // 2)
-    assert sum(bytes_read) < index.stat().st_size / 8, "little more than the unit's part of the index should be read"
+    assert sum(bytes_read) < index.stat().st_size / 8, "much more than the unit's part of the index was read"
     entry = json.loads(folder.unit_path(units // 2).read_bytes())["train"][0]
-    ends = np.cumsum([len(one) for one in documents])
+    ends = np.cumsum([len(document) for document in documents])
     start = entry["offset"] // (2 if write is write_megatron else 4)
     assert entry["documents"] == np.count_nonzero((ends > start) & (ends <= start + entry["tokens"]))
 
@@ -787,35 +819,35 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
         folder.build_unit(0)
     assert folder.load_unit(units // 2) is not None
     TokensFolder(data, tmp_path / "data").prepare(print)
-    again = TokensFolder(data, tmp_path / "data")
-    assert again.load_unit(units // 2) is None, "the changed index may have other documents"
-    again.shard(0, 1, lambda _: None)
-    assert again.finalize(print) and load_manifest(tmp_path / "data").documents == len(documents)
+    prepared_again = TokensFolder(data, tmp_path / "data")
+    assert prepared_again.load_unit(units // 2) is None, "the unit of the old index was reused"
+    prepared_again.shard(0, 1, lambda _: None)
+    assert prepared_again.finalize(print) and load_manifest(tmp_path / "data").documents == len(documents)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=9), st.data())
-def test_the_document_ends_in_a_range_are_those_that_counting_gives(
+def test_the_document_ends_in_a_range_equal_the_sums_of_sequence_lengths(
     tmp_path_factory: pytest.TempPathFactory, sequences: list[list[int]], data: st.DataObject
 ) -> None:
-    """sequences: for each document the lengths of its sequences, of which there may be none."""
+    """`sequences` contains, for each document, the lengths of its sequences. A document may have none."""
     folder = tmp_path_factory.mktemp("one")
-    path = write_megatron(folder, [[5] * length for one in sequences for length in one] + [[5]])
+    path = write_megatron(folder, [[5] * length for lengths in sequences for length in lengths] + [[5]])
     document_indices = np.cumsum([0, *map(len, [*sequences, [1]])])
     count = int(document_indices[-1])
     index = path.with_suffix(".idx").read_bytes()
-    head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, len(document_indices))
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, len(document_indices))
     arrays = index[34 : 34 + 12 * count] + document_indices.astype("<i8").tobytes()
-    path.with_suffix(".idx").write_bytes(head + arrays)
+    path.with_suffix(".idx").write_bytes(header + arrays)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.token_files.BLOCK_TOKENS", 3)
         file = inspect_token_file(str(path))
-    ends = np.cumsum([sum(one) for one in [*sequences, [1]]])
+    ends = np.cumsum([sum(lengths) for lengths in [*sequences, [1]]])
     start = data.draw(st.integers(0, int(ends[-1])))
     stop = data.draw(st.integers(start, int(ends[-1])))
-    found = file.select_range(start, stop).find_document_ends(0, stop - start)
-    assert found is not None and file.document_ends is not None and len(file.document_ends) == len(ends)
-    assert found.tolist() == (ends[(ends > start) & (ends <= stop)] - start).tolist()
+    relative_ends = file.select_range(start, stop).find_document_ends(0, stop - start)
+    assert relative_ends is not None and file.document_ends is not None and len(file.document_ends) == len(ends)
+    assert relative_ends.tolist() == (ends[(ends > start) & (ends <= stop)] - start).tolist()
 
 
 def test_an_index_that_is_damaged_after_its_check_is_rejected(tmp_path: Path) -> None:
@@ -823,9 +855,9 @@ def test_an_index_that_is_damaged_after_its_check_is_rejected(tmp_path: Path) ->
     index = path.with_suffix(".idx")
     file = inspect_token_file(str(path))
     original = index.read_bytes()
-    with open(index, "r+b") as disk:
-        disk.seek(-8 * 26, 2)
-        disk.write(struct.pack("<q", 49))
+    with open(index, "r+b") as index_file:
+        index_file.seek(-8 * 26, 2)
+        index_file.write(struct.pack("<q", 49))
     with raises_error("data.damaged_file", index, "is damaged"):
         scan_tokens(file, EOS, VOCAB)
     index.write_bytes(original[:600])
@@ -833,7 +865,9 @@ def test_an_index_that_is_damaged_after_its_check_is_rejected(tmp_path: Path) ->
         scan_tokens(file, EOS, VOCAB)
 
 
-def test_the_text_of_a_mixture_with_tokens_is_deduplicated(tokenizer: Path, tmp_path: Path) -> None:
+def test_deduplicate_applies_to_the_text_of_a_mixture_and_needs_a_source_of_text(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     for name in ("one.txt", "two.txt", "three.txt"):
         (tmp_path / name).write_text("the same" if name != "three.txt" else "another")
     sources = {
@@ -867,28 +901,28 @@ def test_a_file_in_two_sources_of_a_mixture_is_rejected(tokenizer: Path, tmp_pat
         MixtureFolder(data, tmp_path / "data").prepare(print)
 
 
-def mutate(content: bytes, source: random.Random) -> bytes:
+def mutate(content: bytes, rng: random.Random) -> bytes:
     """Change, remove, insert or overwrite some bytes."""
     data = bytearray(content)
-    for _ in range(source.randint(1, 4)):
-        place = source.randrange(max(1, min(len(data), source.choice([64, 1 << 11, 1 << 30]))))
-        match source.randrange(5):
+    for _ in range(rng.randint(1, 4)):
+        position = rng.randrange(max(1, min(len(data), rng.choice([64, 1 << 11, 1 << 30]))))
+        match rng.randrange(5):
             case 0:
-                data[place : place + 1] = bytes([source.randrange(256)])
+                data[position : position + 1] = bytes([rng.randrange(256)])
             case 1:
-                del data[place:]
+                del data[position:]
             case 2:
-                data[place : place + 8] = source.choice([b"\xff" * 8, b"\x00" * 8, b"\x00" * 7 + b"\x7f"])
+                data[position : position + 8] = rng.choice([b"\xff" * 8, b"\x00" * 8, b"\x00" * 7 + b"\x7f"])
             case 3:
-                data[place:place] = source.randbytes(source.randint(1, 9))
+                data[position:position] = rng.randbytes(rng.randint(1, 9))
             case _:
-                del data[place : place + source.randint(1, 9)]
+                del data[position : position + rng.randint(1, 9)]
     return bytes(data)
 
 
 WIDTHS = {
     "write_megatron": 2, "write_llm_c": 2, "write_nano_gpt": 2, "write_hdf5": 2, "write_datatrove": 4, "write_arrow": 4,
-    "write_web_tar": 8,
+    "write_webdataset_tar": 8,
 }  # fmt: skip
 """Bytes per token in the files of each writer."""
 
@@ -897,9 +931,9 @@ def find_token_offsets(content: bytes, documents: Documents, width: int) -> list
     """Return the byte offset of each token, document by document."""
     offsets = list[int]()
     end = 0
-    for one in documents:
-        start = content.index(np.array(one, f"<i{width}").tobytes(), end)
-        end = start + len(one) * width
+    for document in documents:
+        start = content.index(np.array(document, f"<i{width}").tobytes(), end)
+        end = start + len(document) * width
         offsets += range(start, end, width)
     return offsets
 
@@ -907,15 +941,15 @@ def find_token_offsets(content: bytes, documents: Documents, width: int) -> list
 def find_changed_span(before: bytes, after: bytes) -> tuple[int, int]:
     """Return the bytes [start, end) of `before` outside of which `after` is the same."""
     pairs = [*zip(before, after, strict=False)], [*zip(reversed(before), reversed(after), strict=False)]
-    start, same = (next((n for n, (old, new) in enumerate(one) if old != new), len(one)) for one in pairs)
-    same = min(same, len(before) - start, len(after) - start)
-    return start, len(before) - same
+    start, same_at_end = (next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)
+    same_at_end = min(same_at_end, len(before) - start, len(after) - start)
+    return start, len(before) - same_at_end
 
 
 def may_break_addresses(before: bytes, start: int, end: int, size: int) -> bool:
-    """Return whether addresses in an HDF5 file may be wrong, which its first version does not check.
+    """Return whether damage may have made addresses in an HDF5 file wrong. Version 0 of the format has no checksums.
 
-    Inserted or removed bytes move everything after them. The index of chunks is a node of keys and addresses.
+    Inserted or removed bytes move everything after them. The chunk index is a node ("TREE") of keys and addresses.
     """
     tree = before.find(b"TREE\x01")
     keys = tree + 24, tree + 24 + 32 * int.from_bytes(before[tree + 6 : tree + 8], "little") + 24
@@ -924,38 +958,38 @@ def may_break_addresses(before: bytes, start: int, end: int, size: int) -> bool:
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_damaged_files_are_rejected_or_read_correctly(write: Writer, tmp_path: Path) -> None:
-    """Damage each format in a thousand ways.
+    """Damage a file, or the index beside it, in 125 ways.
 
-    Tokens whose bytes were not damaged must be correct: no damaged header, index or length may move, add or lose one,
-    except in HDF5 and Arrow. A damaged token may have another value, because no format has checksums.
+    No damaged header, index or length may move, add or lose a token, except in HDF5 and Arrow. A token may have another
+    value only if its own bytes were damaged, because no format has checksums.
     """
-    source = random.Random(write.__name__)
-    documents = [[source.randrange(1, VOCAB) for _ in range(source.randrange(3, 30))] + [EOS] for _ in range(12)]
+    rng = random.Random(write.__name__)
+    documents = [[rng.randrange(1, VOCAB) for _ in range(rng.randrange(3, 30))] + [EOS] for _ in range(12)]
     path = write(tmp_path, documents)
     rejections = 0
     expected = flatten(documents)
-    files = {one: one.read_bytes() for one in path.parent.iterdir()}
-    width = WIDTHS.get(write.__name__)  # None for compressed tokens: none of them can change alone
+    files = {file: file.read_bytes() for file in path.parent.iterdir()}
+    width = WIDTHS.get(write.__name__)  # None if tokens are compressed: then damage never changes only one token
     offsets = find_token_offsets(files[path], documents, width) if width else []
     for _ in range(125):
-        for other, content in files.items():
-            other.write_bytes(content)
-        damaged = source.choice(sorted(files))
-        damaged.write_bytes(after := mutate(files[damaged], source))
+        for original_file, content in files.items():
+            original_file.write_bytes(content)
+        damaged = rng.choice(sorted(files))
+        damaged.write_bytes(after := mutate(files[damaged], rng))
         try:
             file: TokenFile = inspect_token_file(str(path))
-            read = [token for one in file.iterate_documents(EOS) for token in one.tolist()]
+            read = [token for document in file.iterate_documents(EOS) for token in document.tolist()]
             scan_tokens(file, EOS, VOCAB)
         except UserError as error:
             assert str(tmp_path) in str(error)
             rejections += 1
             continue
         if file.format == NANO_GPT:  # this format does not state its length
-            assert write is write_nano_gpt or len(after) < 1024, "the header of llm.c must be gone"
+            assert write is write_nano_gpt or len(after) < 1024, "a file with the header of llm.c was read as nanoGPT"
             assert read == np.frombuffer(after, "<u2").tolist()
             continue
         start, end = find_changed_span(files[damaged], after)
-        changed = [number for number, one in enumerate(expected) if [one] != read[number : number + 1]]
+        changed = [number for number, token in enumerate(expected) if [token] != read[number : number + 1]]
         may_change = [
             number
             for number, offset in enumerate(offsets)
@@ -964,7 +998,7 @@ def test_damaged_files_are_rejected_or_read_correctly(write: Writer, tmp_path: P
         if "hdf5" in write.__name__ and may_break_addresses(files[damaged], start, end, len(after)):
             continue
         if write is write_arrow and (len(after) != len(files[damaged]) or len(may_change) * 4 < end - start):
-            continue  # more than ids was damaged, and Arrow's messages have no checksums either
+            continue  # bytes between the IDs were also damaged, and Arrow's messages have no checksums
         assert len(read) == len(expected), f"bytes {start} to {end} of {damaged.name}"
         assert {*changed} <= {*may_change}, f"bytes {start} to {end} of {damaged.name}: {changed}"
     assert rejections > 30
@@ -984,21 +1018,21 @@ def test_many_small_files_share_units_and_give_the_same_manifest(
     assert all(len(ranges) == 1 for ranges in single.plan.units) and single.unit_count > 80
     monkeypatch.setattr("data_prep.tokens_folder.MANY_UNITS", 10)
     for tasks in (1, 3):
-        made = TokensFolder(data, tmp_path / str(tasks))
-        made.prepare(lambda _: None)
+        TokensFolder(data, tmp_path / str(tasks)).prepare(lambda _: None)
         for task in reversed(range(tasks)):
             TokensFolder(data, tmp_path / str(tasks)).shard(task, tasks, lambda _: None)
         assert TokensFolder(data, tmp_path / str(tasks)).finalize(lambda _: None)
     shared = TokensFolder(data, tmp_path / "3")
-    sizes = [sum(one.end - one.start for one in ranges) for ranges in shared.plan.units]
+    sizes = [sum(part.end - part.start for part in ranges) for ranges in shared.plan.units]
     assert len(sizes) < single.unit_count / 3 and max(sizes) <= 1024
-    assert [one for ranges in shared.plan.units for one in ranges] == [one for (one,) in single.plan.units]
-    one, several, three = (load_manifest(tmp_path / name) for name in ("single", "1", "3"))
-    assert (one.train, one.held_out, one.documents) == (three.train, three.held_out, three.documents)
-    assert several == three
+    assert [part for ranges in shared.plan.units for part in ranges] == [part for (part,) in single.plan.units]
+    manifest, manifest_of_1, manifest_of_3 = (load_manifest(tmp_path / name) for name in ("single", "1", "3"))
+    assert manifest_of_1 == manifest_of_3
+    for field in ("train", "held_out", "documents"):
+        assert getattr(manifest, field) == getattr(manifest_of_3, field)
     path = folder / "07.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    unit = next(number for number, ranges in enumerate(shared.plan.units) if 7 in {one.input for one in ranges})
+    unit = next(number for number, ranges in enumerate(shared.plan.units) if 7 in {part.input for part in ranges})
     shared.unit_path(unit).unlink()
     with raises_error("data.input_changed", path, kind=InputError):
         TokensFolder(data, tmp_path / "3").build_unit(unit)

@@ -19,7 +19,7 @@ from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import stage_rank
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {  # options of `create_dataset`
     "gzip": {"chunks": (7, 1, 16, 16), "compression": "gzip", "shuffle": True},
     "single": {"chunks": (1, 1, 16, 16), "compression": "lzf"},
     "wide": {"chunks": (50, 1, 4, 4)},
@@ -33,62 +33,67 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_images(path: Path, **options: Any) -> None:
     """Write 50 images with these options of `create_dataset`, and contiguous labels."""
-    draw = np.random.default_rng(len(path.name))
+    rng = np.random.default_rng(len(path.name))
     with h5py.File(path, "w") as file:
-        file.create_dataset("images", data=draw.integers(0, 256, (50, 1, 16, 16), np.uint8), **options)
-        file["labels"] = draw.integers(0, 8, 50, np.int32)
+        file.create_dataset("images", data=rng.integers(0, 256, (50, 1, 16, 16), np.uint8), **options)
+        file["labels"] = rng.integers(0, 8, 50, np.int32)
 
 
-def make_run(folder: Path, layouts: dict[str, dict[str, Any]], *more: str) -> Run:
-    """Return a run on a file of images for each storage layout."""
+def make_run(folder: Path, layouts: dict[str, dict[str, Any]]) -> Run:
+    """Return a prepared run whose source is a file of images for each storage layout."""
     folder.mkdir()
     for name, options in layouts.items():
         write_images(folder / f"{name}.h5", **options)
-    return create_prepared_run(folder, "run", *more, text=VIT_CONFIG)
+    return create_prepared_run(folder, "run", text=VIT_CONFIG)
 
 
-def test_training_on_chunked_arrays_equals_training_on_contiguous_ones(tmp_path: Path) -> None:
-    plain = make_run(tmp_path / "plain", {name: {} for name in LAYOUTS})
-    packed = make_run(tmp_path / "packed", {**LAYOUTS, "single": {}})
-    first, second = (load_run_manifest(run).train for run in (plain, packed))
-    assert [entry.is_user_file for entry in first] == [True] * 3
-    assert [entry.file for entry in second] == [  # the contiguous file is used in place
-        "shards/unit-00000.h5", str(tmp_path / "packed/single.h5"), "shards/unit-00002.h5",
+def test_training_on_chunked_arrays_equals_training_on_contiguous_arrays(tmp_path: Path) -> None:
+    contiguous = make_run(tmp_path / "contiguous", {name: {} for name in LAYOUTS})
+    chunked = make_run(tmp_path / "chunked", {**LAYOUTS, "single": {}})
+    contiguous_entries, chunked_entries = (load_run_manifest(run).train for run in (contiguous, chunked))
+    assert [entry.is_user_file for entry in contiguous_entries] == [True] * 3
+    assert [entry.file for entry in chunked_entries] == [  # the contiguous file is used in place
+        "shards/unit-00000.h5", str(tmp_path / "chunked/single.h5"), "shards/unit-00002.h5",
     ]  # fmt: skip
-    found = [SampleDataset(load_run_manifest(run), run.data_dir).read(np.arange(135)) for run in (plain, packed)]  # type: ignore[arg-type]
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in ("images", "labels"))
-    assert train_run(plain, 1) == train_run(packed, 1)
-    assert set(run_ranks(2, stage_rank, packed.path, "evaluate")) == {ExitCode.DONE}
+    contiguous_samples, chunked_samples = (
+        SampleDataset(load_run_manifest(run), run.data_dir).read(np.arange(135))  # type: ignore[arg-type]
+        for run in (contiguous, chunked)
+    )
+    assert all(np.array_equal(contiguous_samples[name], chunked_samples[name]) for name in ("images", "labels"))
+    assert train_run(contiguous, 1) == train_run(chunked, 1)
+    assert set(run_ranks(2, stage_rank, chunked.path, "evaluate")) == {ExitCode.DONE}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_a_missing_or_damaged_copy_is_unpacked_again(tmp_path: Path, layout: str) -> None:
     run = make_run(tmp_path / "run", {"a": LAYOUTS[layout], "b": LAYOUTS[layout]})
     shards = [run.data_dir / entry.file for entry in load_run_manifest(run).train]
-    before = [(path.read_bytes(), path.stat().st_ino) for path in shards]
+    contents = [path.read_bytes() for path in shards]
+    first_inode = shards[0].stat().st_ino
     shards[1].unlink()
     assert "unit-00001.h5" in str(load_stage_module("shard").missing_outputs(run))
     prepare_data(run)
-    assert shards[0].stat().st_ino == before[0][1] and [path.read_bytes() for path in shards] == [b for b, _ in before]
-    shards[0].write_bytes(before[0][0][:-1] + b"x")
+    assert shards[0].stat().st_ino == first_inode, "the intact shard was written again"
+    assert [path.read_bytes() for path in shards] == contents
+    shards[0].write_bytes(contents[0][:-1] + b"x")
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(1, stage_rank, run.path, "train")
     assert load_stage_module("shard").missing_outputs(run) is not None
     prepare_data(run)
-    assert [path.read_bytes() for path in shards] == [b for b, _ in before]
+    assert [path.read_bytes() for path in shards] == contents
 
 
-def test_files_that_changed_are_unpacked_again(tmp_path: Path) -> None:
+def test_a_changed_file_is_unpacked_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": LAYOUTS["gzip"]})
     (run.data_dir / "manifest.json").unlink()
     write_images(tmp_path / "run/a.h5", chunks=(10, 1, 16, 16))
     assert f"{tmp_path}/run/a.h5 has changed" in str(load_stage_module("prepare").missing_outputs(run))
     prepare_data(run)
-    with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data_dir / "shards/unit-00000.h5") as made:
-        assert np.array_equal(file["images"][...], made["images"][...])
+    with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data_dir / "shards/unit-00000.h5") as shard:
+        assert np.array_equal(file["images"][...], shard["images"][...])
 
 
-def test_a_file_that_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_an_error_with_the_file_and_leaves_no_shard(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     write_images(folder / "a.h5", **LAYOUTS["gzip"])

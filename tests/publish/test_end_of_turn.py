@@ -1,4 +1,4 @@
-"""The token that ends learned answers is in each exported file, and `generate` and evaluation tasks stop at it."""
+"""The end-of-turn token of a chat template is exported, and `generate` and evaluation tasks stop at it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UNMARKED_END = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }
 MARKED_END = UNMARKED_END.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
 TOKENIZER = make_byte_tokenizer(" ".join(WORDS))
 END, CLOSE, IM_END, BOS, PAD = (
-    get_token_id(TOKENIZER, one) for one in ("<|end|>", "</s>", "<|im_end|>", "<s>", "<|pad|>")
+    get_token_id(TOKENIZER, token) for token in ("<|end|>", "</s>", "<|im_end|>", "<s>", "<|pad|>")
 )
 CONFIG = """\
 run: {{name: chat, root: {root}}}
@@ -61,7 +61,7 @@ stages: {{train: {{tasks_per_node: 1}}}}
 
 
 @pytest.mark.parametrize(
-    ("template", "ids", "problem"),
+    ("template", "end_ids", "problem"),
     [
         (CHATML, (IM_END,), ""),
         (MARKED_END, (IM_END,), ""),
@@ -75,52 +75,50 @@ stages: {{train: {{tasks_per_node: 1}}}}
         ("{{ messages[1].content | upper }}<|im_end|>", (), "unchanged"),
     ],
 )
-def test_end_of_turn_token_is_found_in_a_chat_template(template: str, ids: tuple[int, ...], problem: str) -> None:
-    found = find_end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
-    assert found.ids == ids
-    assert bool(found.problem) is bool(problem) and problem in found.problem
+def test_end_of_turn_token_is_found_in_a_chat_template(template: str, end_ids: tuple[int, ...], problem: str) -> None:
+    end_of_turn = find_end_of_turn(ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}), TOKENIZER)
+    assert end_of_turn.ids == end_ids
+    assert bool(end_of_turn.problem) is bool(problem) and problem in end_of_turn.problem
 
 
-@pytest.mark.parametrize(("template", "is_learned"), [(MARKED_END, True), (UNMARKED_END, False)])
-def test_end_of_turn_token_that_strips_following_spaces_is_learned_only_if_marked(
-    template: str, is_learned: bool
+@pytest.mark.parametrize(("template", "is_in_loss"), [(MARKED_END, True), (UNMARKED_END, False)])
+def test_end_of_turn_token_that_strips_following_spaces_is_in_the_loss_only_if_marked(
+    template: str, is_in_loss: bool
 ) -> None:
     content = json.loads(TOKENIZER.to_str())
     for token in content["added_tokens"]:
         token["rstrip"] = token["content"] == "<|im_end|>"
     template = template.replace("\n{% endfor %}", "{{ '\n' }}{% endfor %}")  # Jinja drops a newline after a block.
-    found = find_end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
-    assert found.ids == (IM_END,)
-    assert (found.problem == "") is is_learned
+    end_of_turn = find_end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
+    assert end_of_turn.ids == (IM_END,)
+    assert (end_of_turn.problem == "") is is_in_loss
 
 
 def make_chat_run(
     folder: Path,
     template: str,
-    settings: dict[str, Any],
     *overrides: str,
     records: str = "messages",
-    kind: str = "mistral",
-    in_config: list[int] | None = None,
+    post_processor: str = "mistral",
+    config_end_ids: list[int] | None = None,
 ) -> Run:
     """Create a run that starts from a base model, prepare its data, and save its initial checkpoint.
 
     Args:
-        folder: where the model, the data and the run are written.
+        folder: rank_info the model, the data and the run are written.
         template: chat template of the model.
-        settings: more values of the model's tokenizer_config.json.
         overrides: overrides of config keys.
         records: `data.records`.
-        kind: the kind of post-processor of the tokenizer.
-        in_config: end tokens in the model's config.json, instead of in its generation_config.json.
+        post_processor: kind of the tokenizer's post-processor, as in `add_post_processor`.
+        config_end_ids: end tokens in the model's config.json, instead of in its generation_config.json.
     """
     model = folder / "model"
-    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
-    save_random_model(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=in_config)
-    save_tokenizer(model, tokenizer, template, **{"eos_token": "<|end|>", "bos_token": "<s>", **settings})
+    tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), post_processor)
+    save_random_model(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=config_end_ids)
+    save_tokenizer(model, tokenizer, template, eos_token="<|end|>", bos_token="<s>")
     write_json(model / "special_tokens_map.json", {"eos_token": {"content": "<|end|>", "lstrip": False}})
-    ends = {} if in_config else {"eos_token_id": [END]}
-    write_json(model / "generation_config.json", {**ends, "temperature": 0.6, "pad_token_id": PAD})
+    end_ids = {} if config_end_ids else {"eos_token_id": [END]}
+    write_json(model / "generation_config.json", {**end_ids, "temperature": 0.6, "pad_token_id": PAD})
     roles = ("user", "assistant")
     lines: list[Any] = [
         {"messages": [{"role": role, "content": f"{role} {number}"} for role in roles]} for number in range(40)
@@ -152,46 +150,46 @@ def read_end_tokens(folder: Path) -> dict[str, Any]:
 def test_end_of_turn_token_is_exported_with_a_base_model_tuned_on_dialogues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_chat_run(tmp_path, CHATML, {})
+    run = make_chat_run(tmp_path, CHATML)
     assert "<|im_end|>" in capsys.readouterr().out
     message = export_checkpoint(run, tmp_path / "out", None, "fp32")
     assert "warning" not in message
-    both = [IM_END, END]
+    end_ids = [IM_END, END]
     assert read_end_tokens(tmp_path / "out") == {
-        "config.json": both,
-        "generation_config.json": both,
+        "config.json": end_ids,
+        "generation_config.json": end_ids,
         "tokenizer": "<|im_end|>",
     }
-    assert _load_run(run.path, "the model", None, 3)[2] == both
+    assert _load_run(run.path, "the model", None, 3)[2] == end_ids
     generation, config = (read_json(tmp_path / "out" / name) for name in ("generation_config.json", "config.json"))
     assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD)
     assert (config["bos_token_id"], config["pad_token_id"]) == (BOS, PAD)
     assert read_json(tmp_path / "out/special_tokens_map.json")["eos_token"] == "<|im_end|>"
 
 
-def evaluate_rank(where: RankInfo, path: Path) -> int:
+def evaluate_rank(rank_info: RankInfo, path: Path) -> int:
     """Run the evaluate stage with a model that answers `a`, an end-of-turn token and then other text."""
     answer = get_token_id(TOKENIZER, "a")
-    following = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
+    next_ids = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
 
     def compute_logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-        ids = torch.tensor([following.get(row[-1], answer) for row in rows])
+        ids = torch.tensor([next_ids.get(row[-1], answer) for row in rows])
         return nn.functional.one_hot(ids, 300)[:, None].expand(-1, max(map(len, rows)), -1)
 
     TaskFile._compute_logits = compute_logits  # type: ignore[assignment, method-assign]
-    return stage_rank(where, path, "evaluate")
+    return stage_rank(rank_info, path, "evaluate")
 
 
 def test_generated_answer_of_an_evaluation_task_stops_at_the_end_of_turn_token(tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "<|im_start|>assistant\n", "answer": "a"}) + "\n")
-    run = make_chat_run(tmp_path, CHATML, {}, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
+    run = make_chat_run(tmp_path, CHATML, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
     assert run_ranks(1, evaluate_rank, run.path) == [ExitCode.DONE]
     assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["asked.accuracy"] == 1
 
 
-def test_end_token_of_the_config_is_exported_as_the_one_of_the_tokenizer(tmp_path: Path) -> None:
-    given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = make_chat_run(tmp_path, CHATML, {}, given, in_config=[END, PAD])
+def test_eos_token_of_the_config_is_exported_before_the_end_tokens_of_the_base_model(tmp_path: Path) -> None:
+    tokenizer_override = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
+    run = make_chat_run(tmp_path, CHATML, tokenizer_override, config_end_ids=[END, PAD])
     export_checkpoint(run, tmp_path / "out", None, "fp32")
     ends = [CLOSE, IM_END, END, PAD]
     assert read_end_tokens(tmp_path / "out") == {
@@ -202,36 +200,36 @@ def test_end_token_of_the_config_is_exported_as_the_one_of_the_tokenizer(tmp_pat
     assert _load_run(run.path, "the model", None, 3)[2] == ends
 
 
-def test_exported_template_writes_the_same_end_token_as_in_training(tmp_path: Path) -> None:
-    given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    export_checkpoint(make_chat_run(tmp_path, MISTRAL, {}, given), tmp_path / "out", None, "fp32")
-    both = [END, CLOSE]
+def test_eos_token_of_the_config_does_not_replace_the_eos_token_that_the_template_writes(tmp_path: Path) -> None:
+    tokenizer_override = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
+    export_checkpoint(make_chat_run(tmp_path, MISTRAL, tokenizer_override), tmp_path / "out", None, "fp32")
+    end_ids = [END, CLOSE]
     assert read_end_tokens(tmp_path / "out") == {
-        "config.json": both,
-        "generation_config.json": both,
+        "config.json": end_ids,
+        "generation_config.json": end_ids,
         "tokenizer": "<|end|>",
     }
 
 
-def test_chat_template_of_the_config_is_exported(tmp_path: Path) -> None:
+def test_chat_template_of_the_config_is_exported_instead_of_that_of_the_base_model(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    (template := tmp_path / "own.jinja").write_text(CHATML)
+    (template := tmp_path / "custom.jinja").write_text(CHATML)
     export_checkpoint(
-        make_chat_run(tmp_path, MISTRAL, {}, f"data.chat_template={template}"), tmp_path / "out", None, "fp32"
+        make_chat_run(tmp_path, MISTRAL, f"data.chat_template={template}"), tmp_path / "out", None, "fp32"
     )
     messages = [{"role": "user", "content": "a"}]
     text = AutoTokenizer.from_pretrained(tmp_path / "out").apply_chat_template(messages, tokenize=False)
     assert text == "<|im_start|>user\na<|im_end|>\n"
     assert read_end_tokens(tmp_path / "out")["tokenizer"] == "<|im_end|>"
-    assert "chat_template" not in read_json(tmp_path / "out/tokenizer_config.json"), "programs read one or the other"
+    assert "chat_template" not in read_json(tmp_path / "out/tokenizer_config.json"), "the old template was exported"
 
 
 def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
-    """Both use the chat template of the config, or for a run on prompts that of the base model."""
+    """Both use the chat template of the config, or, if the run was trained on prompts, that of the base model."""
     options: dict[str, Any] = {"step": None, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 1, "chat": True}
     for records, override in (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts")):
-        run = make_chat_run(tmp_path / records, CHATML, {}, override, records=records)
+        run = make_chat_run(tmp_path / records, CHATML, override, records=records)
         export_checkpoint(run, tmp_path / records / "out", None, "fp32")
         question = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
         _, tokenizer, run_ends, run_ids = _load_run(run.path, question, None, 6)
@@ -244,8 +242,8 @@ def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
         assert answers[0] == answers[1]
 
 
-def test_files_of_the_base_model_are_exported_unchanged_if_their_end_token_is_right(tmp_path: Path) -> None:
-    run = make_chat_run(tmp_path, MISTRAL, {})
+def test_files_of_the_base_model_are_exported_unchanged_if_their_end_token_is_correct(tmp_path: Path) -> None:
+    run = make_chat_run(tmp_path, MISTRAL)
     export_checkpoint(run, tmp_path / "out", None, "fp32")
     assert not (tmp_path / "out/chat_template.jinja").exists()  # The template is in tokenizer_config.json.
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -253,57 +251,63 @@ def test_files_of_the_base_model_are_exported_unchanged_if_their_end_token_is_ri
     assert read_json(tmp_path / "out/config.json")["eos_token_id"] == END
 
 
-@pytest.mark.parametrize(("template", "end"), [(PLAIN, r"\n\n"), (UNMARKED_END, "<|im_end|>")])
-def test_shard_and_export_warn_if_no_learned_token_ends_an_answer(
-    tmp_path: Path, template: str, end: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("template", "text_after_answers"), [(PLAIN, r"\n\n"), (UNMARKED_END, "<|im_end|>")])
+def test_shard_and_export_warn_if_no_token_in_the_loss_ends_an_answer(
+    tmp_path: Path, template: str, text_after_answers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_chat_run(tmp_path, template, {})
+    run = make_chat_run(tmp_path, template)
     for output in (capsys.readouterr().out, export_checkpoint(run, tmp_path / "out", None, "fp32")):
         [warning] = [line for line in output.splitlines() if line.startswith("warning")]
-        assert end in warning
+        assert text_after_answers in warning
         assert "chat template" in warning
 
 
-def test_responses_to_prompts_end_with_the_token_of_the_config(tmp_path: Path) -> None:
-    given = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = make_chat_run(tmp_path, CHATML, {}, given, "data.add_special_tokens=false", records="prompts", kind="bert")
+def test_prompt_response_pairs_end_with_the_eos_token_of_the_config(tmp_path: Path) -> None:
+    tokenizer_override = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
+    run = make_chat_run(
+        tmp_path, CHATML, tokenizer_override, "data.add_special_tokens=false", records="prompts", post_processor="bert"
+    )
     lines = export_checkpoint(run, tmp_path / "out", None, "fp32").splitlines()
-    # The run was trained without <s>, but transformers would add it, and </s> after a prompt.
+    # The run was trained without <s>. The tokenizer in transformers adds <s>, and also </s> after a prompt.
     assert any("<s>" in line and "add_special_tokens=False" in line for line in lines)
     assert any("</s>" in line for line in lines)
-    both = [CLOSE, END]
+    end_ids = [CLOSE, END]
     assert read_end_tokens(tmp_path / "out") == {
-        "config.json": both,
-        "generation_config.json": both,
+        "config.json": end_ids,
+        "generation_config.json": end_ids,
         "tokenizer": "</s>",
     }
 
 
-def test_tokenizer_from_a_file_is_exported_with_its_chat_template(tmp_path: Path) -> None:
+def test_tokenizer_file_of_the_config_is_exported_with_its_chat_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    first = make_chat_run(tmp_path / "a", CHATML, {}, "model.dropout=0")
+    other_run = make_chat_run(tmp_path / "a", CHATML, "model.dropout=0")
     tokenizer = save_tokenizer(
-        tmp_path / "own", add_post_processor(TOKENIZER, "mistral"), CHATML, eos_token="<|end|>", pad_token="<|pad|>"
+        tmp_path / "tokenizer",
+        add_post_processor(TOKENIZER, "mistral"),
+        CHATML,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
     )
-    given = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
-    overrides = (given, f"data.source={first.config.data.sources[0]}", "data.records=messages")
+    tokenizer_override = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
+    overrides = (tokenizer_override, f"data.source={other_run.config.data.sources[0]}", "data.records=messages")
     data = make_run(tmp_path, "data", overrides).data_dir
     folder, _ = export_initial_weights(tmp_path, data, "run", *overrides)
     assert read_end_tokens(folder)["tokenizer"] == "<|im_end|>"
-    theirs = AutoTokenizer.from_pretrained(folder)
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder)
     config = read_json(folder / "config.json")
-    assert theirs.bos_token_id == config["bos_token_id"] == BOS
-    assert theirs.pad_token_id == config["pad_token_id"] == PAD
-    text = theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    assert hf_tokenizer.bos_token_id == config["bos_token_id"] == BOS
+    assert hf_tokenizer.pad_token_id == config["pad_token_id"] == PAD
+    text = hf_tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert text == "<|im_start|>user\na<|im_end|>\n"
 
 
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, family: str) -> None:
-    """transformers takes a tokenizer of more than 100,000 IDs for a faulty one of Mistral.
+    """Without `transformers_version` in config.json, transformers warns about a tokenizer of more than 100,000 IDs.
 
-    It does so only if config.json has no version of transformers.
+    It then assumes the faulty tokenizer of an early Mistral model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -313,10 +317,11 @@ def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, 
     vocabulary |= {f"unused {number}": number for number in range(len(vocabulary), 100_300)}
     file = tmp_path / "tokenizer.json"
     write_json(file, content)
-    given = f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}"
+    tokenizer_override = f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}"
     window = ("model.sliding_window=32",) if family == "mistral" else ()
-    more = (given, "model.dim=8", "model.tie_word_embeddings=true", *window)
-    folder, _ = export_initial_weights(tmp_path, make_run(tmp_path, "data", more).data_dir, "run", *more)
+    overrides = (tokenizer_override, "model.dim=8", "model.tie_word_embeddings=true", *window)
+    data = make_run(tmp_path, "data", overrides).data_dir
+    folder, _ = export_initial_weights(tmp_path, data, "run", *overrides)
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -329,4 +334,6 @@ def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, 
     assert model.config.model_type == family and tokenizer.vocab_size > 100_000
     assert tokenizer.bos_token_id == tokenizer("a").input_ids[0] == model.config.bos_token_id == BOS
     assert warnings == []
-    assert read_json(folder / "config.json")["transformers_version"] >= "5.0.0"  # With 4.57, it warns for any family.
+    assert (
+        read_json(folder / "config.json")["transformers_version"] >= "5.0.0"
+    )  # transformers warns for every family if this is 4.57

@@ -17,7 +17,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_json
 from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
-from pipeline.publish import export as module
+from pipeline.publish import export
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from tests.support.ranks import run_ranks
@@ -36,15 +36,16 @@ FEATURES = {
     "qwen3": ("qk_norm=true",),
     "qwen3, window": ("qk_norm=true", "sliding_window=64", "max_window_layers=0"),
 }
-"""Values of the section `model`, by the transformers family of the exported model and a distinguishing word."""
+"""Values of the section `model`. A key is the family of the exported model in transformers, and a variant."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data directory of a prepared run."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def save_initial_checkpoint(where: RankInfo, path: Path) -> list[list[float]]:
+def save_initial_checkpoint(rank_info: RankInfo, path: Path) -> list[list[float]]:
     """Save the initial weights of a run as the checkpoint of step 1. Return their logits for `make_tokens`."""
     from pipeline.checkpoint.checkpointer import Checkpointer
     from pipeline.comm import groups
@@ -53,8 +54,8 @@ def save_initial_checkpoint(where: RankInfo, path: Path) -> list[list[float]]:
     from tests.support.tiny import HarmlessFlag
 
     run = Run.open(path)
-    world = groups.join_process_group(where, run.config)
-    trainer = Trainer(run, load_run_manifest(run), where, world, HarmlessFlag())
+    world = groups.join_process_group(rank_info, run.config)
+    trainer = Trainer(run, load_run_manifest(run), rank_info, world, HarmlessFlag())
     saver = Checkpointer(
         run.checkpoints_dir, groups.new_control_group(), keep=1, background=False,
         describe=trainer.checkpointer.describe, on_saved=lambda *_: None,
@@ -69,39 +70,47 @@ def make_tokens() -> torch.Tensor:
 
 
 def export_initial_weights(folder: Path, data: Path, name: str, *overrides: str) -> tuple[Path, torch.Tensor]:
-    """Create a run and export its initial weights. Return the folder of the export, and the logits of our model."""
+    """Create a run and export its initial weights. Return the folder of the export and the logits before it."""
     run = make_run(folder, name, overrides, data)
     logits = run_ranks(1, save_initial_checkpoint, run.path)[0]
-    message = module.export_checkpoint(run, folder / f"{name}-out", None, "fp32")
+    message = export.export_checkpoint(run, folder / f"{name}-out", None, "fp32")
     assert str(folder / f"{name}-out") in message.splitlines()[0]
     assert "step-00000001" in message.splitlines()[0]
     return folder / f"{name}-out", torch.tensor(logits)
 
 
 QUICK = ("llama", "qwen2, window")
+"""The variants that are tested without the marker `story`."""
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.story) for k in FEATURES])
-def test_exported_model_is_the_same_in_transformers_and_after_an_import(tmp_path: Path, data: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in QUICK else pytest.mark.story) for name in FEATURES]
+)
+def test_exported_model_is_the_same_in_transformers_and_after_an_import(
+    tmp_path: Path, data: Path, variant: str
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    family = kind.partition(",")[0]
-    more = [f"model.{key}" for key in FEATURES[kind]]
-    more += [f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}", "model.initializer_range=0.2"]
-    first, logits = export_initial_weights(tmp_path, data, "first", *more)
+    family = variant.partition(",")[0]
+    overrides = [f"model.{key}" for key in FEATURES[variant]]
+    overrides += [
+        f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}",
+        "model.initializer_range=0.2",
+    ]
+    first, logits = export_initial_weights(tmp_path, data, "first", *overrides)
     model, report = AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
     assert model.config.model_type == family
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     with torch.no_grad():
-        theirs = model.eval()(make_tokens()).logits[0]
-    assert theirs.std() > 0.1
-    torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=1e-5)
+        hf_logits = model.eval()(make_tokens()).logits[0]
+    assert hf_logits.std() > 0.1
+    torch.testing.assert_close(logits, hf_logits, atol=1e-5, rtol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(first)
     assert tokenizer.decode(tokenizer("the model").input_ids) == "the model"
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
 
     # Import the export and export it again, with files that a user added beside the tokenizer.
-    (first / "chat_template.jinja").write_text("{% for one in messages %}<{{ one.content }}>{% endfor %}")
+    (first / "chat_template.jinja").write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
     write_json(first / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
     write_json(first / "generation_config.json", {"eos_token_id": [0, 7], "temperature": 0.6})
     config_file = (first / "config.json").read_text()
@@ -115,7 +124,7 @@ def test_exported_model_is_the_same_in_transformers_and_after_an_import(tmp_path
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     assert run_ranks(1, save_initial_checkpoint, run.path)[0] == logits.tolist()
-    module.export_checkpoint(run, tmp_path / "second", None, "fp32")
+    export.export_checkpoint(run, tmp_path / "second", None, "fp32")
     names = {path.name for path in first.iterdir()}
     assert names == {path.name for path in (tmp_path / "second").iterdir()} and "model.safetensors" in names
     # The token IDs in config.json agree with the added files.
@@ -123,31 +132,31 @@ def test_exported_model_is_the_same_in_transformers_and_after_an_import(tmp_path
     assert json.loads((tmp_path / "second/config.json").read_text()) == expected
     for name in names - {"config.json"}:
         assert (first / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
-    chat = AutoTokenizer.from_pretrained(tmp_path / "second")
-    assert chat.apply_chat_template([{"role": "user", "content": "the run"}], tokenize=False) == "<the run>"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "second")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "the run"}], tokenize=False) == "<the run>"
 
 
 def test_tokenizer_config_has_only_keys_that_transformers_4_also_knows(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["the model"], 300, "<|end|>"))
-    given = PreTrainedTokenizerFast(
+    original = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|end|>", extra_special_tokens=["<|end|>"]
     )
-    given.save_pretrained(tmp_path)
+    original.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    compatible = module._make_compatible(file.read_text())
+    compatible = export._make_compatible(file.read_text())
     config = json.loads(compatible)
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "extra_special_tokens" not in config
     assert config["additional_special_tokens"] == ["<|end|>"]
-    assert module._make_compatible(compatible) == compatible
+    assert export._make_compatible(compatible) == compatible
     file.write_text(compatible)
-    assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == given.all_special_tokens
-    assert module._make_compatible("{% if a %}") == "{% if a %}"
+    assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == original.all_special_tokens
+    assert export._make_compatible("{% if a %}") == "{% if a %}"
 
 
-def test_export_writes_several_files_and_another_dtype_but_nothing_if_it_fails(
+def test_export_splits_and_converts_weights_and_leaves_nothing_if_it_fails(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import load_file
@@ -156,28 +165,28 @@ def test_export_writes_several_files_and_another_dtype_but_nothing_if_it_fails(
     run = Run.open(tmp_path / "runs/run")
     weights = load_file(folder / "model.safetensors")
     with pytest.raises(UserError, match="exists already"):
-        module.export_checkpoint(run, folder, None, "fp32")
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 20_000)
-    module.export_checkpoint(run, tmp_path / "pieces", "1", "bf16")
-    index = json.loads((tmp_path / "pieces/model.safetensors.index.json").read_bytes())
-    files = sorted(path.name for path in (tmp_path / "pieces").glob("*.safetensors"))
+        export.export_checkpoint(run, folder, None, "fp32")
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 20_000)
+    export.export_checkpoint(run, tmp_path / "several", "1", "bf16")
+    index = json.loads((tmp_path / "several/model.safetensors.index.json").read_bytes())
+    files = sorted(path.name for path in (tmp_path / "several").glob("*.safetensors"))
     assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    found: dict[str, Any] = {}
+    exported: dict[str, Any] = {}
     for name in files:
-        piece = load_file(tmp_path / "pieces" / name)
-        assert len(piece) == 1 or sum(tensor.nbytes for tensor in piece.values()) <= 20_000
-        assert {index["weight_map"][tensor] for tensor in piece} == {name}
-        found |= piece
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name].bfloat16()) for name in weights)
-    assert json.loads((tmp_path / "pieces/config.json").read_bytes())["torch_dtype"] == "bfloat16"
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+        tensors = load_file(tmp_path / "several" / name)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 20_000
+        assert {index["weight_map"][tensor_name] for tensor_name in tensors} == {name}
+        exported |= tensors
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name].bfloat16()) for name in weights)
+    assert json.loads((tmp_path / "several/config.json").read_bytes())["torch_dtype"] == "bfloat16"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported.values())
 
     # A failed export leaves no files, and no parent folders that it created.
-    monkeypatch.setattr(module, "_write_weights_file", lambda *_: 1 / 0)
+    monkeypatch.setattr(export, "_write_weights_file", lambda *_: 1 / 0)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
-        module.export_checkpoint(run, tmp_path / "not/there/broken", None, "fp32")
+        export.export_checkpoint(run, tmp_path / "new/parent/out", None, "fp32")
     assert sorted(tmp_path.iterdir()) == before
 
     # The command fails if the checkpoint is damaged.
@@ -187,7 +196,7 @@ def test_export_writes_several_files_and_another_dtype_but_nothing_if_it_fails(
     content[len(content) // 2] ^= 1
     damaged_file.write_bytes(content)
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "export", "runs/run", "damaged"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 23, done.stderr
-    assert "damaged" in done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 23, result.stderr
+    assert "damaged" in result.stderr
     assert not (tmp_path / "damaged").exists()

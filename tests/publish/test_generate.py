@@ -29,9 +29,9 @@ GREEDY: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed"
 PROMPT = "the model of the"
 
 
-def save_model(folder: Path, family: str, **more: Any) -> Any:
+def save_model(folder: Path, family: str, **config_values: Any) -> Any:
     """Save a transformers model with random weights and a trained tokenizer in `folder`, and return the model."""
-    model = save_random_model(folder, family, vocab_size=300, **{**FAMILIES[family], **more})
+    model = save_random_model(folder, family, vocab_size=300, **{**FAMILIES[family], **config_values})
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter *= 5  # otherwise the model repeats one token
@@ -41,23 +41,23 @@ def save_model(folder: Path, family: str, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_decoding_equals_that_of_transformers(tmp_path: Path, family: str) -> None:
-    theirs = save_model(tmp_path, family, **({"sliding_window": None} if family == "mistral" else {}))
+def test_greedy_decoding_equals_transformers_and_stops_at_an_end_token(tmp_path: Path, family: str) -> None:
+    hf_model = save_model(tmp_path, family, **({"sliding_window": None} if family == "mistral" else {}))
     write_json(tmp_path / "generation_config.json", {})
-    write_json(tmp_path / "config.json", theirs.config.to_dict() | {"eos_token_id": None})
-    model, tokenizer, ends, ids = _load_folder(tmp_path, PROMPT, None, 40)
-    assert len(ids) > 3 and ends == [None]
-    passes: list[int] = []
-    model.model.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].shape[1]))
-    ours = generate_tokens(model, ids, 40, ends, lambda logits: int(logits.argmax()))
-    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)
-    assert [*ids, *ours] == expected[0].tolist() and len(set(ours)) > 5
-    assert passes == [len(ids)] + [1] * 39
-    # generation stops after an end token
-    end = ours[7]
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end]})
+    write_json(tmp_path / "config.json", hf_model.config.to_dict() | {"eos_token_id": None})
+    model, tokenizer, end_ids, ids = _load_folder(tmp_path, PROMPT, None, 40)
+    assert len(ids) > 3 and end_ids == [None]
+    forward_lengths: list[int] = []
+    model.model.register_forward_pre_hook(lambda _, inputs: forward_lengths.append(inputs[0].shape[1]))
+    new_ids = generate_tokens(model, ids, 40, end_ids, lambda logits: int(logits.argmax()))
+    expected = hf_model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert [*ids, *new_ids] == expected[0].tolist() and len(set(new_ids)) > 5
+    assert forward_lengths == [len(ids)] + [1] * 39, "earlier tokens were computed again"
+    # Generation stops after an end token.
+    end_id = new_ids[7]
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end_id]})
     text = generate_text(tmp_path, PROMPT, max_tokens=40, **GREEDY)
-    assert text == tokenizer.decode([*ids, *ours[: ours.index(end) + 1]])
+    assert text == tokenizer.decode([*ids, *new_ids[: new_ids.index(end_id) + 1]])
 
 
 def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
@@ -76,97 +76,102 @@ def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", "runs/run", PROMPT]
     command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
     command += ["--greedy"]  # takes precedence over --seed
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, make_printable(text) + "\n"), done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, make_printable(text) + "\n"), result.stderr
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "mistral", "begin and end", "qwen"])
-def test_a_prompt_for_a_folder_gets_the_special_tokens_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_generate_from_a_model_folder_adds_the_same_special_tokens_as_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    theirs = save_model(tmp_path, "llama")
+    hf_model = save_model(tmp_path, "llama")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), kind)
     tokenizer.enable_padding(length=64)
     tokenizer.enable_truncation(3)
     save_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
     ids = AutoTokenizer.from_pretrained(tmp_path)(PROMPT).input_ids
     assert tokenizer.id_to_token(ids[0]) == ("<s>" if kind != "qwen" else "the")
-    ids = ids[:-1] if kind == "begin and end" else ids  # an end token after the prompt would end the text
-    expected = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    # `generate` adds only the tokens before the prompt, because an end token after it would end the text.
+    ids = ids[:-1] if kind == "begin and end" else ids
+    expected = hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     for prompt in (PROMPT, f"<s>{PROMPT}"):
-        model, _, _, ours = _load_folder(tmp_path, prompt, None, 12)
-        if kind != "qwen" or prompt == PROMPT:
-            assert ours == ids
-            new = generate_tokens(model, ours, 12, [], lambda logits: int(logits.argmax()))
-            assert [*ours, *new] == expected[0].tolist()
+        model, _, _, prompt_ids = _load_folder(tmp_path, prompt, None, 12)
+        if kind != "qwen" or prompt == PROMPT:  # "qwen" adds no <s>, so an <s> in the prompt changes its tokens
+            assert prompt_ids == ids
+            new_ids = generate_tokens(model, prompt_ids, 12, [], lambda logits: int(logits.argmax()))
+            assert [*prompt_ids, *new_ids] == expected[0].tolist()
 
 
-def test_a_prompt_for_a_run_gets_the_special_tokens_of_its_documents(tmp_path: Path) -> None:
+def test_generate_from_a_run_adds_the_special_tokens_with_which_its_documents_begin(tmp_path: Path) -> None:
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), "llama 3")
     file = save_tokenizer(tmp_path / "tokenizer", tokenizer)
     bos_id = get_token_id(tokenizer, "<s>")
     overrides = (f"data.tokenizer={{kind: file, path: {file}, eos_token: <|end|>}}", "model.initializer_range=0.2")
-    for number, (setting, expected) in enumerate((("auto", [bos_id]), ("true", [bos_id]), ("false", []))):
-        more = (*overrides, f"data.add_special_tokens={setting}")
-        data = make_run(tmp_path, f"data{number}", more).data_dir
-        folder, _ = export_initial_weights(tmp_path, data, f"run{number}", *more)
+    for number, (setting, expected_bos_ids) in enumerate((("auto", [bos_id]), ("true", [bos_id]), ("false", []))):
+        all_overrides = (*overrides, f"data.add_special_tokens={setting}")
+        data = make_run(tmp_path, f"data{number}", all_overrides).data_dir
+        folder, _ = export_initial_weights(tmp_path, data, f"run{number}", *all_overrides)
         tokens = np.fromfile(next((data / "shards").glob("*-train-*.h5")), "<u2")
-        assert (bos_id in tokens.tolist()) is bool(expected)
+        assert (bos_id in tokens.tolist()) is bool(expected_bos_ids)
         ids = _load_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
-        assert ids == [*expected, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
-        if expected:
+        assert ids == [*expected_bos_ids, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
+        if expected_bos_ids:
             text = generate_text(tmp_path / f"runs/run{number}", PROMPT, max_tokens=12, **GREEDY)
             assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY) == text
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v0.1", "qwen3"])
 @pytest.mark.parametrize("system", [None, "of when"])
-def test_a_message_is_answered_as_transformers_answers_it(tmp_path: Path, name: str, system: str | None) -> None:
-    """The prompt equals apply_chat_template; the answer equals `generate` up to the token that ends a turn."""
+def test_generate_with_chat_answers_a_message_like_transformers(tmp_path: Path, name: str, system: str | None) -> None:
+    """The prompt equals that of `apply_chat_template`, and the answer equals that of `generate` in transformers."""
     from transformers import AutoTokenizer
 
-    theirs = save_model(tmp_path, "llama")
+    hf_model = save_model(tmp_path, "llama")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS), 280), "llama 3")
     tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
     template = load_template(Path(name))
     save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": role, "content": text} for role, text in (("system", system), ("user", PROMPT)) if text]
-    their_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = their_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    _, _, ends, ids = _load_folder(tmp_path, messages, None, 12)
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    expected = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    _, _, end_ids, ids = _load_folder(tmp_path, messages, None, 12)
     assert ids == expected
-    close = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral-v0.1": "</s>", "qwen3": "<|im_end|>"}[name]
-    assert ends[-1] == tokenizer.token_to_id(close)
-    new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
+    end_of_turn = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "mistral-v0.1": "</s>", "qwen3": "<|im_end|>"}[name]
+    assert end_ids[-1] == tokenizer.token_to_id(end_of_turn)
+    answer_ids = hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[
+        0, len(ids) :
+    ]
     options: dict[str, Any] = {"max_tokens": 12, **GREEDY, "chat": True, "system": system}
-    assert generate_text(tmp_path, PROMPT, **options) == their_tokenizer.decode(new, skip_special_tokens=True)
+    assert generate_text(tmp_path, PROMPT, **options) == hf_tokenizer.decode(answer_ids, skip_special_tokens=True)
 
 
 def test_an_answer_ends_with_the_end_of_turn_token_of_the_template(tmp_path: Path) -> None:
     """Only the chat template names the token. Neither the token nor the user's message is printed."""
-    theirs = save_model(tmp_path, "llama")
+    hf_model = save_model(tmp_path, "llama")
     tokenizer = make_byte_tokenizer(" ".join(WORDS), 280)
     template = load_template(Path("mistral-v0.1"))
     file = save_tokenizer(tmp_path, tokenizer, template, eos_token="</s>", bos_token="<s>")
     messages = [{"role": "user", "content": PROMPT}]
     ids = _load_folder(tmp_path, messages, None, 12)[3]
-    new = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(ids) :]
-    stop = next(index for index in range(3, 12) if new[index] not in new[:index])
+    generated = hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    new_ids = generated[0, len(ids) :]
+    # Define a generated token that did not occur before as the eos token. The template writes it after an answer.
+    stop = next(index for index in range(3, 12) if new_ids[index] not in new_ids[:index])
     content = json.loads(file.read_text())
-    name = str(tokenizer.id_to_token(int(new[stop])))
-    content["added_tokens"].append({**content["added_tokens"][0], "id": int(new[stop]), "content": name})
+    eos_token = str(tokenizer.id_to_token(int(new_ids[stop])))
+    content["added_tokens"].append({**content["added_tokens"][0], "id": int(new_ids[stop]), "content": eos_token})
     write_json(file, content)
-    save_config = {"chat_template": template, "eos_token": name, "bos_token": "<s>"}
-    write_json(tmp_path / "tokenizer_config.json", save_config)
+    tokenizer_config = {"chat_template": template, "eos_token": eos_token, "bos_token": "<s>"}
+    write_json(tmp_path / "tokenizer_config.json", tokenizer_config)
     assert _load_folder(tmp_path, messages, None, 12)[3] == ids
     answer = generate_text(tmp_path, PROMPT, max_tokens=12, chat=True, **GREEDY)
-    assert answer == tokenizer.decode(new[:stop].tolist())
+    assert answer == tokenizer.decode(new_ids[:stop].tolist())
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]
-    done = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
-    assert (done.returncode, done.stdout.decode()) == (0, make_printable(answer) + "\n"), done.stderr
+    result = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
+    assert (result.returncode, result.stdout.decode()) == (0, make_printable(answer) + "\n"), result.stderr
 
 
-def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+def test_chat_without_a_usable_template_is_an_error(tmp_path: Path) -> None:
     save_model(tmp_path / "none", "llama")
     run = make_run(tmp_path, "text")
     for target, name in ((tmp_path / "none", "none"), (run.path, "text")):
@@ -188,7 +193,7 @@ def test_samples_follow_temperature_and_top_p() -> None:
     for temperature, top_p, expected in (
         (1.0, 1.0, [0.3, 0.2, 0.5]),
         (1.0, 0.7, [0.375, 0, 0.625]),
-        (0.5, 1.0, None),
+        (0.5, 1.0, None),  # probabilities proportional to the squares
         (1e-320, 1.0, [0, 0, 1]),
     ):
         counts = Counter(choose_token(logits, temperature, top_p, generator) for _ in range(3000))
@@ -197,10 +202,10 @@ def test_samples_follow_temperature_and_top_p() -> None:
             assert counts[token] / 3000 == pytest.approx(share, abs=0.04) and (counts[token] > 0) == (share > 0)
 
 
-def test_invalid_arguments_and_files_are_reported(tmp_path: Path) -> None:
+def test_invalid_arguments_and_files_are_errors_that_name_them(tmp_path: Path) -> None:
     folder = tmp_path / "mistral"
     save_model(folder, "mistral")
-    for change, code, fact in (
+    for change, code, expected_text in (
         ({"max_tokens": 0}, "cli.out_of_range", "--max-tokens 0"),
         ({"temperature": float("nan")}, "cli.out_of_range", "--temperature nan"),
         ({"temperature": -1.0}, "cli.out_of_range", "--temperature -1.0"),
@@ -210,7 +215,7 @@ def test_invalid_arguments_and_files_are_reported(tmp_path: Path) -> None:
         ({"prompt": ""}, "model.prompt_out_of_range", "0 tokens"),
         ({"max_tokens": 17}, "model.prompt_too_long", "model.sliding_window (16)"),
     ):
-        with raises_error(code, fact):
+        with raises_error(code, expected_text):
             generate_text(folder, **{"prompt": PROMPT, "max_tokens": 5, **GREEDY, **change})
     assert generate_text(folder, "a \udcff b", max_tokens=1, **GREEDY).startswith("a ? b")
     (folder / "tokenizer.json").write_text("{}")

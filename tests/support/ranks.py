@@ -27,7 +27,7 @@ PRELOAD = [
     "pipeline.parallel.pipeline_parallel", "pipeline.resilience.health", "torch._dynamo", "torch._inductor",
     "tests.support.ranks",
 ]  # fmt: skip
-"""What the server imports. torch._dynamo is included, because the optimizer's first step imports it (0.5 s per rank)."""
+"""What the server imports. The first step of the optimizer imports torch._dynamo, which takes 0.5 s in each rank."""
 
 
 def _iter_free_ports() -> Iterator[int]:
