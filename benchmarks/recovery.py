@@ -29,7 +29,7 @@ from pipeline.run.events import Ready, Requeued, Restored, Started
 from tests.chaos import faults
 from tests.chaos.driver import ChaosRun, mount_small_disk
 from tests.cluster import Cluster, Options
-from tests.cluster.cluster import missing
+from tests.cluster.cluster import find_cluster_problem
 from tests.cluster.config import CRED_EXPIRE_S
 from tests.support.ranks import run_ranks
 
@@ -142,7 +142,7 @@ def read_restarts(run: Run) -> list[dict[str, float]]:
 
 def write_restart_table(requeues: int) -> None:
     """Preempt a training run `requeues` times, and write the table with the time of each part of the restarts."""
-    if reason := missing(Options()):
+    if reason := find_cluster_problem(Options()):
         sys.exit(reason)
     directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     options = Options(grace=1, user_signal=False, slurmd_timeout=5)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.table import write_table
 from tests.cluster import Cluster, Options
-from tests.cluster.cluster import missing
+from tests.cluster.cluster import find_cluster_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOW_S = 0.2
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=15)
     pairs = parser.parse_args().pairs
-    if reason := missing(Options()):
+    if reason := find_cluster_problem(Options()):
         sys.exit(reason)
     folder = Path(tempfile.mkdtemp(prefix="sluice-bench-", dir="/tmp"))
     script = folder / "job.sh"

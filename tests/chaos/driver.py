@@ -31,12 +31,13 @@ from tests.support.tiny import compute_run_digest, write_config
 RETRY_NAMES = frozenset(event_class.NAME for event_class in RETRY_EVENTS)
 END_NAMES = frozenset(event_class.NAME for event_class in END_EVENTS)
 STEPS_PER_FAULT = 22
+"""Enough steps for an attempt to save a checkpoint before its fault, and for the steps repeated after it."""
 STEP_DELAY_S = "0.15"
 """Delay added to each step, so that faults can happen within a step."""
 OVERRIDES = (
     "stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
     "checkpoint.every_steps=4", "train.log_every=5", "recovery.hang_s=15", "evaluate.max_sequences=2",
-    "recovery.crash=1000", "recovery.hang=1000", "recovery.fruitless=50",
+    "recovery.crash=1000", "recovery.hang=1000", "recovery.max_restarts_without_progress=50",
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def mount_small_disk() -> Iterator[Path]:
 
 @dataclass
 class FaultResult:
-    """One fault, the cause that the run should record for it, and the cause that it recorded. None: no stop."""
+    """A fault, the cause that the run should record for it, and the recorded cause. None: the fault causes no stop."""
 
     fault: str
     expected_cause: str | None
@@ -69,17 +70,17 @@ def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": path, "CHAOS": str(folder / "chaos")}
     environment |= cluster.environment() if cluster else {}
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: {done.stdout}{done.stderr}")
-    return done.stdout
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(arguments)}: {result.stdout}{result.stderr}")
+    return result.stdout
 
 
 class ChaosRun:
     """A run in `folder`, which all nodes can read, and the faults that hit its train stage.
 
     Args:
-        cluster: where it runs.
+        cluster: cluster that runs the jobs.
         folder: folder of the config, the run and the injected faults.
         seed: seed of random choices.
         count: number of faults; the run has enough steps for them.
@@ -114,7 +115,7 @@ class ChaosRun:
                 context.needs_resume = False
             if expected is not None:
                 find_cause = partial(self._find_recorded_cause, event_count)
-                context.wait_until(f"the training stops after {fault.__name__}", find_cause)
+                context.wait_until(f"the train stage stops after {fault.__name__}", find_cause)
                 cause = find_cause()
             context.set_step_delay(float(STEP_DELAY_S))
             results.append(FaultResult(fault.__name__, expected, cause, time.monotonic() - start))
@@ -124,14 +125,14 @@ class ChaosRun:
             self._resume_drained_nodes()
             return find_newest_step(self.run.checkpoints_dir) == self.steps
 
-        context.wait_until("the training is complete", has_last_checkpoint, 240)
+        context.wait_until("the last checkpoint is saved", has_last_checkpoint, 240)
         context.wait_until("the stage is done", lambda: read_event_lines(self.run, "train")[-1]["event"] == "done", 60)
         return results
 
     def _run_command_of_status(self) -> bool:
         """Run the command that `status` prints to continue. Return False if it prints none yet."""
         output = run_submit(self.cluster, self.folder, "status", str(self.run.path))
-        if (command := re.search(r"^to (?:go on|continue): .*submit\.py (.+)$", output, re.MULTILINE)) is None:
+        if (command := re.search(r"^to continue: .*submit\.py (.+)$", output, re.MULTILINE)) is None:
             return False
         run_submit(self.cluster, self.folder, *shlex.split(command[1]))
         return True
@@ -146,7 +147,7 @@ class ChaosRun:
         return None
 
     def _wait_for_progress(self) -> None:
-        """Wait until the running attempt has saved a checkpoint, so that the next stop is not one without progress.
+        """Wait until the running attempt has saved a checkpoint. An earlier stop would count as one without progress.
 
         Raises:
             RuntimeError: the job of the train stage has ended.
@@ -165,7 +166,7 @@ class ChaosRun:
             names = {event["event"] for event in attempt_events}
             return "saved" in names and names.isdisjoint({*RETRY_NAMES, *END_NAMES, "resumed"})
 
-        self.context.wait_until("the training makes progress", has_saved_checkpoint)
+        self.context.wait_until("the train stage has saved a checkpoint", has_saved_checkpoint)
 
     def _resume_drained_nodes(self) -> None:
         """Return drained nodes to service, as an administrator does.
@@ -202,7 +203,7 @@ class ChaosRun:
         if unreported := set(self.context.damaged_steps) - reported_steps:
             problems.append(f"damage to the checkpoints {sorted(unreported)} was not reported")
         if changed := [job for job in self.context.foreign_jobs if self.cluster.job_state(job) != "PENDING"]:
-            problems.append(f"jobs of others are no longer pending: {', '.join(changed)}")
+            problems.append(f"jobs of other users are no longer pending: {', '.join(changed)}")
         decisions = read_jsonl(self.run.decisions_file)
         skipped = {line["position"] for line in decisions if line["decision"] == "skip"}
         if len(skipped) != self.context.nan_count:
@@ -213,12 +214,12 @@ class ChaosRun:
 
 
 def compute_undisturbed_digest(folder: Path, chaos_run: ChaosRun, cluster: Cluster | None = None) -> str:
-    """Train an undisturbed run with the same layout and recorded decisions and return its digest.
+    """Repeat a run without faults, with the same layout and recorded decisions, and return its digest.
 
     Args:
-        folder: where the run is made.
-        chaos_run: the run that it repeats.
-        cluster: where it runs; None: on this machine.
+        folder: root folder of the repeated run.
+        chaos_run: the run to repeat.
+        cluster: cluster that runs the jobs; None: this machine runs them.
     """
     run = Run.create(load_config(chaos_run.config, [*OVERRIDES, f"run.root={folder}"]))
     run.data_dir.rmdir()

@@ -92,9 +92,9 @@ class FaultContext:
         while not condition():
             if time.monotonic() > deadline:
                 log = (self.cluster.directory / "log/slurmctld.log").read_text().splitlines()[-60:]
-                facts = [f"waited {timeout:.0f} s until {description}", f"job {self.job}:"]
-                facts += [self.cluster.output(["squeue", "--states=all"]), *log]
-                raise TimeoutError("\n".join(facts))
+                lines = [f"waited {timeout:.0f} s until {description}", f"job {self.job}:"]
+                lines += [self.cluster.output(["squeue", "--states=all"]), *log]
+                raise TimeoutError("\n".join(lines))
             time.sleep(0.2)
 
     def is_running(self) -> bool:
@@ -129,7 +129,7 @@ def preempt(context: FaultContext) -> str:
 
 
 def preempt_without_grace(context: FaultContext) -> str:
-    """Preempt at a site without grace time. Without accounting, this looks like `scontrol requeue`."""
+    """Preempt the job without grace time. Without accounting, this looks like `scontrol requeue`."""
     context.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
     preempt(context)
     context.wait_until("the job is preempted", lambda: not context.is_running(), 60)
@@ -151,12 +151,11 @@ def reach_the_time_limit(context: FaultContext) -> str:
     job_info = context.cluster.output(["scontrol", "show", "job", context.job])
     hours, run_minutes, seconds = job_info.split("RunTime=")[1].split()[0].split(":")[-3:]
     minutes = int(hours.split("-")[-1]) * 60 + int(run_minutes) + 1 + (int(seconds) > 40)
-    context.set_step_delay(1.5)  # Slurm checks limits twice a minute
+    context.set_step_delay(1.5)  # The run must not end before Slurm checks the limit, which it does twice a minute.
     context.cluster.output(["scontrol", "update", f"JobId={context.job}", f"TimeLimit={minutes}"])
     context.wait_until("the attempt ends", lambda: not context.is_running(), 120)
-    context.cluster.output(
-        ["scontrol", "update", f"JobId={context.job}", "TimeLimit=60"]
-    )  # enough for the next attempt
+    # One hour is enough for the next attempt.
+    context.cluster.output(["scontrol", "update", f"JobId={context.job}", "TimeLimit=60"])
     return "time_limit"
 
 
@@ -199,7 +198,7 @@ def damage_the_newest_checkpoint(context: FaultContext) -> str:
 
 
 def fill_the_disk(context: FaultContext) -> str:
-    """Fill the file system before the next save; when the job has failed, free it again."""
+    """Fill the file system before the next save. When the job has failed, remove the file again."""
     space = os.statvfs(context.run.path)
     if space.f_blocks * space.f_frsize > 1 << 30:
         raise RuntimeError(f"{context.run.path} is on a large disk; use driver.mount_small_disk")
@@ -244,9 +243,9 @@ def skew_a_clock(context: FaultContext) -> str:
 def disconnect_a_node(context: FaultContext) -> str:
     """Disconnect a node from the network until Slurm considers it lost. Needs a cluster with netns."""
     node = context.random.choice(["n2", "n3", "n4"])
-    context.cluster.cut(node)
+    context.cluster.disconnect_node(node)
     context.wait_until("Slurm considers the node lost", lambda: not context.is_running(), 150)
-    context.cluster.heal(node)
+    context.cluster.reconnect_node(node)
     return "node_failure"
 
 
@@ -268,7 +267,7 @@ def kill_the_supervisor(context: FaultContext) -> str:
 
 def freeze_the_controller(context: FaultContext) -> str:
     """Kill a rank while the controller does not respond."""
-    with context.cluster.frozen():
+    with context.cluster.suspend_controller():
         kill_a_rank(context)
         time.sleep(context.random.uniform(5, 25))
     return "crashed"
@@ -278,7 +277,7 @@ def lose_the_controller_state(context: FaultContext) -> str:
     """Make the controller lose all jobs, end those that still run, and reuse their IDs for jobs of other users."""
     submit_held_job = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
     last_id = int(context.job)
-    context.cluster.lose_state()
+    context.cluster.restart_controller_without_state()
     while not context.foreign_jobs or int(context.foreign_jobs[-1]) < last_id:
         context.foreign_jobs.append(context.cluster.output(submit_held_job))
     context.wait_until("all ranks have ended", lambda: not context.find_ranks())

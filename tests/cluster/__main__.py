@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from pipeline.base.errors import UserError
-from tests.cluster.cluster import Cluster, default_directory
+from tests.cluster.cluster import Cluster, get_default_directory
 from tests.cluster.config import NODES, Options
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="A real Slurm with four nodes on this machine.")
-Directory = Annotated[Path, typer.Option(help="Directory of the cluster.", default_factory=default_directory)]
+Directory = Annotated[Path, typer.Option(help="Directory of the cluster.", default_factory=get_default_directory)]
 Node = Annotated[str, typer.Argument(help=f"One of {', '.join(NODES)}.")]
 
 
@@ -86,15 +86,15 @@ def boot(node: Node, directory: Directory) -> None:
 
 
 @app.command()
-def cut(node: Node, directory: Directory) -> None:
+def disconnect(node: Node, directory: Directory) -> None:
     """Disconnect a node from the network (needs up --netns)."""
-    Cluster(directory).cut(node)
+    Cluster(directory).disconnect_node(node)
 
 
 @app.command()
-def heal(node: Node, directory: Directory) -> None:
+def reconnect(node: Node, directory: Directory) -> None:
     """Reconnect a node to the network."""
-    Cluster(directory).heal(node)
+    Cluster(directory).reconnect_node(node)
 
 
 @app.command()

@@ -20,9 +20,9 @@ from types import TracebackType
 import psutil
 
 from pipeline.base.errors import UserError
-from tests.cluster.config import CONTROL, NODES, Options, Site, free_ports, write
+from tests.cluster.config import CONTROL, NODES, Options, Site, find_free_ports, write_cluster_files
 from tests.cluster.machines import NAMESPACES, Machine
-from tests.cluster.network import Network, free_subnet
+from tests.cluster.network import Network, find_free_subnet
 
 DAEMONS = ("munge", "database", "slurmdbd", "slurmctld")
 DATABASE = """
@@ -32,17 +32,17 @@ mariadb-install-db --no-defaults --user=root --auth-root-authentication-method=n
 exec mariadbd --no-defaults --user=root --datadir="$1/data" --socket="$2" --pid-file="$1/pid" --skip-networking \
     --innodb-log-file-size=8M --innodb-buffer-pool-size=32M --innodb-flush-log-at-trx-commit=0
 """
-"""Creates an empty database in the folder $1 and serves it at the socket $2, without durability."""
+"""Shell script that creates an empty database in the folder $1 and serves it at the socket $2, without durability."""
 SOCKET_LENGTH = 107
 """Maximum length of the path of a Unix socket."""
 
 
-def default_directory() -> Path:
+def get_default_directory() -> Path:
     """Return the default directory of the cluster of this user."""
     return Path(f"/tmp/sluice-cluster-{os.getuid()}")
 
 
-def missing(options: Options) -> str | None:
+def find_cluster_problem(options: Options) -> str | None:
     """Return why a cluster with these options cannot run on this machine; None if it can."""
     if os.geteuid() != 0:
         return "the test cluster needs root (for namespaces, mounts and devices)"
@@ -60,13 +60,15 @@ class Cluster:
     """A Slurm with four nodes in `directory`. `with Cluster(directory).up() as cluster:` takes it down at the end."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.directory = (directory or default_directory()).resolve()
+        self.directory = (directory or get_default_directory()).resolve()
         self.network = Network(self.directory)
 
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.down()
 
     # Up and down
@@ -78,7 +80,7 @@ class Cluster:
         with the end of the logs, if a daemon does not start.
         """
         options = options or Options()
-        if reason := missing(options):
+        if reason := find_cluster_problem(options):
             raise UserError("cluster.failed", reason)
         longest_path = self.directory / "database" / "socket"
         if len(str(longest_path)) > SOCKET_LENGTH:
@@ -98,17 +100,17 @@ class Cluster:
                 "cluster.failed",
                 f"{self.directory} contains other files or belongs to another user: choose another directory",
             )
-        site = Site(options, free_ports(), free_subnet() if options.netns else None)
+        site = Site(options, find_free_ports(), find_free_subnet() if options.netns else None)
         try:
-            write(self.directory, site)
+            write_cluster_files(self.directory, site)
             if site.subnet:
-                self.network.lay(site.subnet)
+                self.network.create_bridge(site.subnet)
             self._start_daemons(site, timeout)
             for node in NODES:
                 self._start_node(site, node)
             self.wait_idle(timeout)
         except BaseException as error:
-            logs = self._logs()
+            logs = self._read_last_log_lines()
             self.down()
             if isinstance(error, (RuntimeError, TimeoutError)):
                 raise type(error)(f"{error}\n{logs}") from error
@@ -125,8 +127,8 @@ class Cluster:
         with contextlib.suppress(UserError):
             if self._site().subnet:
                 for node in NODES:
-                    self.network.remove(self.network.cable(node))
-                self.network.remove(self.network.bridge)
+                    self.network.remove_interface(self.network.veth_name(node))
+                self.network.remove_interface(self.network.bridge)
             # site.json is removed last, so that a `down` that is killed can be repeated.
             for entry in self.directory.iterdir():
                 if entry.name != "site.json":
@@ -159,7 +161,7 @@ class Cluster:
         address: Path | tuple[str, int],
         **variables: str,
     ) -> None:
-        """Start a daemon with more environment variables, and wait until it listens at `address`."""
+        """Start a daemon with these additional environment variables, and wait until it listens at `address`."""
         self._machine(name).start(CONTROL, command, environment=self.environment() | variables)
         self._wait_for(name, address, timeout)
 
@@ -167,7 +169,7 @@ class Cluster:
         """Wait until a daemon listens at `address`. Raises RuntimeError if it has exited, TimeoutError otherwise."""
 
         def is_listening() -> bool:
-            if not self._machine(name).alive():
+            if not self._machine(name).is_alive():
                 raise RuntimeError(f"{name} exited right after its start")
             return accepts_connections(address)
 
@@ -178,7 +180,7 @@ class Cluster:
             node,
             ["slurmd", "-D", "-N", node],
             address=f"{site.address(node)}/24" if site.subnet else None,
-            plug=(lambda pid: self.network.plug(node, pid)) if site.subnet else None,
+            connect_network=(lambda pid: self.network.connect_node(node, pid)) if site.subnet else None,
             environment=self.environment(),
         )
 
@@ -188,10 +190,10 @@ class Cluster:
         """Kill all processes of the node at once, like a power failure. With netns, disconnect the node first."""
         site = self._site(node)
         if site.subnet and self._machine(node).processes():
-            self.network.set(node, "down")
+            self.network.set_link_state(node, "down")
         self._machine(node).end()
         if site.subnet:
-            self.network.remove(self.network.cable(node))
+            self.network.remove_interface(self.network.veth_name(node))
 
     def boot(self, node: str) -> None:
         """Start a crashed node again and wait until its daemon listens.
@@ -200,31 +202,31 @@ class Cluster:
         never considered it down. It then finds that the jobs of the node are gone.
         """
         site = self._site(node)
-        if self._machine(node).alive():
+        if self._machine(node).is_alive():
             raise UserError("cluster.failed", f"{node} is running: `crash` it first")
         self._machine(node).end()  # removes the record if the daemon exited without a crash
         if site.subnet:
-            self.network.remove(self.network.cable(node))
+            self.network.remove_interface(self.network.veth_name(node))
         self._start_node(site, node)
         self._wait_for(node, (site.address(node), site.ports[node]), timeout=10)
 
-    def cut(self, node: str) -> None:
+    def disconnect_node(self, node: str) -> None:
         """Disconnect the node from the network; its processes keep running. Needs netns."""
-        self._cable(node, "down")
+        self._set_link_state(node, "down")
 
-    def heal(self, node: str) -> None:
+    def reconnect_node(self, node: str) -> None:
         """Reconnect the node to the network. Slurm may notice it later."""
-        self._cable(node, "up")
+        self._set_link_state(node, "up")
 
-    def _cable(self, node: str, state: str) -> None:
+    def _set_link_state(self, node: str, state: str) -> None:
         if not self._site(node).subnet:
             raise UserError(
                 "cluster.failed",
                 "the nodes of this cluster share the host's network: start it with --netns to disconnect nodes",
             )
-        if not self._machine(node).alive():
+        if not self._machine(node).is_alive():
             raise UserError("cluster.failed", f"{node} is off: `boot` it first")
-        self.network.set(node, state)
+        self.network.set_link_state(node, state)
 
     def drain(self, node: str) -> None:
         """Let no new job start on the node."""
@@ -236,7 +238,7 @@ class Cluster:
         self._site(node)
         self.output(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
-    def lose_state(self, timeout: float = 120) -> None:
+    def restart_controller_without_state(self, timeout: float = 120) -> None:
         """Restart the controller without its state: it knows no jobs, and job IDs start from 1 again."""
         site = self._site()
         self._machine("slurmctld").end()
@@ -246,7 +248,7 @@ class Cluster:
         self.wait_idle(timeout)
 
     @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
+    def suspend_controller(self) -> Iterator[None]:
         """Suspend the controller inside the `with` block: its port is open, but it does not respond."""
         self._site()
         processes = psutil.Process(self._machine("slurmctld").processes()[0].pid).children(recursive=True)
@@ -276,16 +278,16 @@ class Cluster:
 
     def output(self, command: Sequence[str | Path], timeout: float = 120) -> str:
         """Run a command and return its stripped output. Raises RuntimeError with its error output if it fails."""
-        done = self.run(command, timeout)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(map(str, command))}: exit code {done.returncode}: {done.stderr.strip()}")
-        return done.stdout.strip()
+        result = self.run(command, timeout)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(map(str, command))}: exit code {result.returncode}: {result.stderr.strip()}")
+        return result.stdout.strip()
 
     # State of machines, nodes and jobs
 
     def machines(self) -> dict[str, bool]:
         """Return, for each machine that was started and not ended, whether it still runs."""
-        return {machine.name: machine.alive() for machine in self._machines()}
+        return {machine.name: machine.is_alive() for machine in self._machines()}
 
     def node_states(self) -> dict[str, str]:
         """Return Slurm's state of each node, such as idle or down. A final `*` means that it does not respond."""
@@ -322,9 +324,9 @@ class Cluster:
         self.wait_idle(timeout)
 
     def _wait(self, condition: Callable[[], bool], timeout: float, problem: str | Callable[[], str]) -> None:
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while not condition():
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"{problem if isinstance(problem, str) else problem()} (after {timeout:g} s)")
             time.sleep(0.05)
 
@@ -344,11 +346,11 @@ class Cluster:
         """Return all machines that have a record, nodes first."""
         return [machine for name in (*NODES, *reversed(DAEMONS)) if (machine := self._machine(name)).processes()]
 
-    def _logs(self) -> str:
+    def _read_last_log_lines(self) -> str:
         """Return the last lines of each log."""
         logs = sorted((self.directory / "log").glob("*"))
-        ends = ((log.name, log.read_text(errors="replace").splitlines()[-25:]) for log in logs)
-        return "\n".join(f"{name}: {line}" for name, lines in ends for line in lines)
+        last_lines = ((log.name, log.read_text(errors="replace").splitlines()[-25:]) for log in logs)
+        return "\n".join(f"{name}: {line}" for name, lines in last_lines for line in lines)
 
 
 def accepts_connections(address: Path | tuple[str, int]) -> bool:

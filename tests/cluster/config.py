@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.cluster.machines import save
+from tests.cluster.machines import write_file_atomically
 
 CRED_EXPIRE_S = 5
 """Lifetime of a job credential in seconds; Slurm's default is 120."""
@@ -72,7 +72,7 @@ class Site:
 
     def save(self, directory: Path) -> None:
         """Write `site.json`."""
-        save(directory / "site.json", json.dumps(asdict(self)))
+        write_file_atomically(directory / "site.json", json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, directory: Path) -> Site:
@@ -81,7 +81,7 @@ class Site:
         return cls(Options(**fields["options"]), fields["ports"], fields["subnet"])
 
 
-def free_ports() -> dict[str, int]:
+def find_free_ports() -> dict[str, int]:
     """Return a free TCP port for each daemon.
 
     The ports are below the kernel's range for outgoing connections (from 32768). Otherwise, an outgoing connection
@@ -100,12 +100,12 @@ def free_ports() -> dict[str, int]:
     return ports
 
 
-def slurm_conf(directory: Path, site: Site) -> str:
+def format_slurm_conf(directory: Path, site: Site) -> str:
     """Return the content of slurm.conf."""
     options = site.options
     ports = site.ports
     topology = "TopologyPlugin=topology/tree" if options.switches else ""
-    signal_at_once = "SlurmctldParameters=preempt_send_user_signal" if options.user_signal else ""
+    signal_setting = "SlurmctldParameters=preempt_send_user_signal" if options.user_signal else ""
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={node} NodeAddr={site.address(node)} Port={ports[node]} CPUs=4 Sockets=1 "
         "CoresPerSocket=4 ThreadsPerCore=1 RealMemory=65536 Gres=gpu:h100:2 State=UNKNOWN"
@@ -164,7 +164,7 @@ SchedulerParameters=bf_interval=2,bf_continue,batch_sched_delay=0,sched_interval
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
-{signal_at_once}
+{signal_setting}
 
 # Detect failures soon. ReturnToService=2: a node that was down is used again when it registers.
 SlurmctldTimeout=30
@@ -187,7 +187,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 """
 
 
-def slurmdbd_conf(directory: Path, site: Site) -> str:
+def format_slurmdbd_conf(directory: Path, site: Site) -> str:
     """Return the content of slurmdbd.conf. The database only listens on a socket, and its root has no password."""
     return f"""AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket
@@ -204,26 +204,30 @@ PidFile={directory}/slurmdbd.pid
 """
 
 
-def write(directory: Path, site: Site) -> None:
+def write_cluster_files(directory: Path, site: Site) -> None:
     """Write all files that the daemons read, and the fake GPUs, into the empty `directory`."""
-    site.save(directory)  # It comes first, because `down` needs it.
+    site.save(directory)  # This file is written first, because `down` needs it.
     for folder in ("state", "spool", "log", "devices", "machines", "database"):
         (directory / folder).mkdir()
-    save(directory / "slurm.conf", slurm_conf(directory, site))
+    write_file_atomically(directory / "slurm.conf", format_slurm_conf(directory, site))
     # Without this file, Slurm searches for a cgroup file system although nothing uses it.
-    save(
+    write_file_atomically(
         directory / "cgroup.conf",
         "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n",
     )
     if site.options.switches:
         leaves = "SwitchName=leaf1 Nodes=n[1-2]\nSwitchName=leaf2 Nodes=n[3-4]\n"
-        save(directory / "topology.conf", f"{leaves}SwitchName=spine Switches=leaf[1-2]\n")
+        write_file_atomically(directory / "topology.conf", f"{leaves}SwitchName=spine Switches=leaf[1-2]\n")
     # Slurm sets CUDA_VISIBLE_DEVICES only for character devices. These have the device numbers of NVIDIA GPUs.
     for number in range(2):
         os.mknod(directory / "devices" / f"nvidia{number}", 0o020600, os.makedev(195, number))
-    save(directory / "gres.conf", f"AutoDetect=off\nName=gpu Type=h100 File={directory}/devices/nvidia[0-1]\n")
-    names = [f"{site.address(node)} {node}" for node in NODES]
-    save(directory / "hosts", "\n".join(["127.0.0.1 localhost", f"{site.host} {CONTROL}", *names, ""]))
-    for name, content in (("munge.key", os.urandom(128)), ("slurmdbd.conf", slurmdbd_conf(directory, site).encode())):
+    write_file_atomically(
+        directory / "gres.conf", f"AutoDetect=off\nName=gpu Type=h100 File={directory}/devices/nvidia[0-1]\n"
+    )
+    node_lines = [f"{site.address(node)} {node}" for node in NODES]
+    lines = ["127.0.0.1 localhost", f"{site.host} {CONTROL}", *node_lines, ""]
+    write_file_atomically(directory / "hosts", "\n".join(lines))
+    secrets = {"munge.key": os.urandom(128), "slurmdbd.conf": format_slurmdbd_conf(directory, site).encode()}
+    for name, content in secrets.items():
         (directory / name).touch(mode=0o600)  # munged and slurmdbd reject files that other users can read.
         (directory / name).write_bytes(content)

@@ -1,27 +1,34 @@
 #!/usr/bin/env bash
-# Runs a command on Debian 13, whose Slurm is 24.11 (Debian 12: 22.05):  tests/cluster/debian13.sh COMMAND…
+# Run a command in a Debian 13 system, which has Slurm 24.11 (Debian 12 has 22.05):
 #
-# The system lies in $SLUICE_DEBIAN13 (/var/tmp/sluice-debian13); the first call makes it, from the mirror that apt uses
-# here: a minute, 1.4 GB, `rm -rf` ends it. The checkout and the Python behind .venv are mounted at the paths that
-# they have outside, so neither torch nor anything else is installed again. Needs root, and a .venv whose Python is not
-# Debian's own (pyenv, uv): that one would be Debian 13's inside.
+#     tests/cluster/debian13.sh COMMAND…
+#
+# The system is a folder: $SLUICE_DEBIAN13, by default /var/tmp/sluice-debian13. The first call creates it from this
+# machine's apt mirror, which takes a minute and 1.4 GB. Remove it with `rm -rf`.
+#
+# The checkout and the Python of .venv are mounted in the system at the same paths. Nothing in .venv is installed again.
+# The script needs root. The Python of .venv must not be /usr/bin/python (use pyenv or uv), because the system has
+# another one there.
 set -euo pipefail
 checkout=$(cd "$(dirname "$0")/../.." && pwd)
 system=${SLUICE_DEBIAN13:-/var/tmp/sluice-debian13}
 [ $# -gt 0 ] || { echo "usage: $0 COMMAND…" >&2; exit 2; }
 [ "$(id -u)" -eq 0 ] || { echo "$0: needs root (namespaces, mounts)" >&2; exit 1; }
 python=$("$checkout/.venv/bin/python" -c 'import sys; print(sys.base_prefix)')
-[ "$python" != /usr ] || { echo "$0: .venv was made with /usr/bin/python, which is another one inside" >&2; exit 1; }
+[ "$python" != /usr ] || {
+    echo "$0: .venv was made with /usr/bin/python, which is another Python in Debian 13; use pyenv or uv" >&2
+    exit 1
+}
 
 if [ ! -e "$system" ]; then
-    new=$system.new # what was interrupted begins again
-    # .ci/packages has what the tests need beyond a machine's usual things
+    new=$system.new # renamed at the end, so that an interrupted call starts from scratch
+    # Install the packages that the tests need, and those that this script needs inside.
     mapfile -t packages < <(sed 's/#.*//' "$checkout/.ci/packages" | tr -s '[:space:]' '\n' | sed '/^$/d')
     packages+=(ca-certificates git make procps)
     command -v mmdebstrap >/dev/null || apt-get install -y -qq --no-install-recommends mmdebstrap >/dev/null
     rm -rf "$new"
     mkdir -p "$new"
-    # the sources of this machine, one release on; a mirror that is a snapshot may be past its date
+    # Use the apt sources of this machine for the next release. The mirror may be a snapshot with expired dates.
     sed 's/bookworm bookworm-updates/trixie/; s/bookworm-security/trixie-security/' \
         /etc/apt/sources.list.d/debian.sources >"$new.sources"
     mmdebstrap --quiet --variant=minbase --mode=root --include="${packages[*]}" \
@@ -31,15 +38,15 @@ if [ ! -e "$system" ]; then
     mv "$new" "$system"
 fi
 
-# a worktree's own git folder holds little: the rest is in the repository it belongs to
+# In a git worktree, most of the git data is in the folder of the main repository, so that is mounted.
 git=$(cd "$checkout" && realpath "$(git rev-parse --git-common-dir)")
 export system checkout python git
-# all that is started inside ends with it; bash stays as process 1, for pytest would not reap orphans
-# shellcheck disable=SC2016  # that shell expands them
+# When bash (process 1) ends, all other processes end with it. bash also reaps orphans, which pytest does not do.
+# shellcheck disable=SC2016  # the inner shell expands the variables
 exec unshare --mount --pid --ipc --fork --kill-child=KILL bash -c '
 set -eu
 mount --make-rprivate /
-mount --bind "$system" "$system" # namespaces are only made from a root that is a mount
+mount --bind "$system" "$system" # `unshare --mount` of tests/cluster needs a root that is a mount
 for folder in "$checkout" "$python" "$git" /etc/hosts /etc/resolv.conf; do
     if [ -d "$folder" ]; then mkdir -p "$system$folder"; else touch "$system$folder"; fi
     mount --bind "$folder" "$system$folder"

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import Cluster, missing
+from tests.cluster.cluster import Cluster, find_cluster_problem
 from tests.cluster.config import Options
 from tests.support.requirements import skip_or_fail_in_ci
 
 
-def require(options: Options) -> None:
+def require_cluster(options: Options) -> None:
     """Skip the tests, or fail them with CI=true, if a cluster with these options cannot run on this machine."""
-    if reason := missing(options):
+    if reason := find_cluster_problem(options):
         skip_or_fail_in_ci(reason)
 
 
@@ -37,7 +37,7 @@ def cluster_fixture(**options: Any) -> Any:
 
     @pytest.fixture(scope="module")
     def cluster() -> Iterator[Cluster]:
-        require(cluster_options)
+        require_cluster(cluster_options)
         # The path of pytest's own temporary folder can be too long for a socket.
         directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
         with Cluster(directory).up(cluster_options) as running_cluster:

@@ -43,7 +43,7 @@ class Process:
         return cls(int(stat.split(" ", 1)[0]), int(stat.rsplit(")", 1)[1].split()[19]))
 
     @contextlib.contextmanager
-    def handle(self) -> Iterator[int | None]:
+    def open_pidfd(self) -> Iterator[int | None]:
         """Open a pidfd of this process; None if it has ended, even if another process has its PID now."""
         try:
             pidfd = os.pidfd_open(self.pid)
@@ -60,19 +60,19 @@ class Process:
         finally:
             os.close(pidfd)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the process runs. A zombie does not."""
-        with self.handle() as pidfd:
+        with self.open_pidfd() as pidfd:
             return pidfd is not None and not select.select([pidfd], [], [], 0)[0]
 
     def end(self, timeout: float = 10) -> None:
         """Send SIGKILL and wait until the process has ended. Do nothing if it has. Raises TimeoutError."""
-        with self.handle() as pidfd:
+        with self.open_pidfd() as pidfd:
             if pidfd is None:
                 return
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             if not select.select([pidfd], [], [], timeout)[0]:
-                raise TimeoutError(f"process {self.pid} is still there {timeout:g} s after SIGKILL")
+                raise TimeoutError(f"process {self.pid} still exists {timeout:g} s after SIGKILL")
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,29 @@ class Machine:
         except FileNotFoundError:
             return []
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the machine runs."""
-        return any(process.alive() for process in self.processes())
+        return any(process.is_alive() for process in self.processes())
 
     def start(
         self,
         hostname: str,
         command: Sequence[str | Path],
         address: str | None = None,
-        plug: Callable[[int], None] | None = None,
+        connect_network: Callable[[int], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
         """Start the machine with its daemon `command`, which must stay in the foreground.
 
-        If `address` (A.B.C.D/LENGTH) is given, the machine has its own network namespace. `plug`, called with the PID
-        of init, must then create its interface eth0. The output of the daemon is appended to `log/NAME.out`. Raises
-        RuntimeError if the machine does not start.
+        If `address` (A.B.C.D/LENGTH) is given, the machine has its own network namespace. `connect_network`, called
+        with the PID of init, must then create its interface eth0. The output of the daemon is appended to
+        `log/NAME.out`. Raises RuntimeError if the machine does not start.
         """
         log = self.directory / "log" / f"{self.name}.out"
-        init: list[str | Path] = ["bash", INIT, hostname, self.directory / "hosts", log, address or "-"]
+        init_command: list[str | Path] = ["bash", INIT, hostname, self.directory / "hosts", log, address or "-"]
         with open(log, "a") as errors:
             unshare = subprocess.Popen(
-                [*NAMESPACES, *(["--net"] if address else []), *init, *command],
+                [*NAMESPACES, *(["--net"] if address else []), *init_command, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -132,10 +132,11 @@ class Machine:
             if not stat:
                 unshare.kill()
                 raise RuntimeError(f"machine {self.name} did not start: {log.read_text()[-2000:]}")
-            first = Process.parse(Path(f"/proc/{unshare.pid}/stat").read_text())
-            save(self.record, json.dumps([asdict(first), asdict(Process.parse(stat))]))
-            if plug:
-                plug(Process.parse(stat).pid)
+            unshare_process = Process.parse(Path(f"/proc/{unshare.pid}/stat").read_text())
+            init_process = Process.parse(stat)
+            write_file_atomically(self.record, json.dumps([asdict(unshare_process), asdict(init_process)]))
+            if connect_network:
+                connect_network(init_process.pid)
             machine_input.write("go\n")
 
     def end(self) -> None:
@@ -147,7 +148,7 @@ class Machine:
         self.record.unlink(missing_ok=True)
 
 
-def save(path: Path, text: str) -> None:
+def write_file_atomically(path: Path, text: str) -> None:
     """Write a file atomically, so that a killed process leaves no incomplete file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)

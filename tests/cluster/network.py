@@ -23,22 +23,23 @@ BENCHMARK_RANGE = IPv4Network("198.18.0.0/15")
 """Reserved for tests of networks by RFC 2544, so no real host has an address in it."""
 
 
-def ip(*arguments: str, check: bool = True) -> str:
+def run_ip(*arguments: str, check: bool = True) -> str:
     """Run ip(8) and return its output. With `check`, raise RuntimeError with its error output if it fails."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10)
-    if check and done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
+    result = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10)
+    if check and result.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout
 
 
-def free_subnet() -> str:
+def find_free_subnet() -> str:
     """Return the first three bytes of a /24 in the benchmark range without a route on this host, such as `198.18.0`."""
-    taken = [IPv4Network(r["dst"]) for r in json.loads(ip("-j", "-4", "route")) if r["dst"] != "default"]
+    routes = json.loads(run_ip("-j", "-4", "route"))
+    used_networks = [IPv4Network(route["dst"]) for route in routes if route["dst"] != "default"]
     for subnet in BENCHMARK_RANGE.subnets(new_prefix=24):
-        if not any(subnet.overlaps(other) for other in taken):
+        if not any(subnet.overlaps(network) for network in used_networks):
             return str(subnet.network_address).rsplit(".", 1)[0]
     raise UserError(
-        "cluster.failed", f"every network of {BENCHMARK_RANGE} is taken on this host: take some clusters down"
+        "cluster.failed", f"every network of {BENCHMARK_RANGE} is in use on this host: take some clusters down"
     )
 
 
@@ -56,31 +57,31 @@ class Network:
         """Return the name of the bridge, such as sl1a2b3c4d."""
         return "sl" + hashlib.sha256(str(self.directory).encode()).hexdigest()[:8]
 
-    def cable(self, node: str) -> str:
+    def veth_name(self, node: str) -> str:
         """Return the name of the host's end of a node's veth pair, such as sl1a2b3c4dn1."""
         return self.bridge + node
 
-    def lay(self, subnet: str) -> None:
+    def create_bridge(self, subnet: str) -> None:
         """Create the bridge, on which the host has the address .1."""
-        ip("link", "add", self.bridge, "type", "bridge")
-        ip("address", "add", f"{subnet}.1/24", "dev", self.bridge)
-        ip("link", "set", self.bridge, "up")
+        run_ip("link", "add", self.bridge, "type", "bridge")
+        run_ip("address", "add", f"{subnet}.1/24", "dev", self.bridge)
+        run_ip("link", "set", self.bridge, "up")
 
-    def plug(self, node: str, pid: int) -> None:
-        """Create the veth pair to the network namespace of the process `pid`.
+    def connect_node(self, node: str, pid: int) -> None:
+        """Create the veth pair to the network namespace of the process `pid`, which is the init of the node.
 
         A node keeps its hardware address after a crash. Otherwise its peers would send to the old address until their
         caches expire.
         """
         mac = f"02:00:00:00:00:{int(node[1:]):02x}"
         pair = ("type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(pid))
-        ip("link", "add", self.cable(node), "master", self.bridge, *pair)
-        ip("link", "set", self.cable(node), "up")
+        run_ip("link", "add", self.veth_name(node), "master", self.bridge, *pair)
+        run_ip("link", "set", self.veth_name(node), "up")
 
-    def set(self, node: str, state: str) -> None:
+    def set_link_state(self, node: str, state: str) -> None:
         """Disconnect a node (`down`) or reconnect it (`up`)."""
-        ip("link", "set", self.cable(node), state)
+        run_ip("link", "set", self.veth_name(node), state)
 
-    def remove(self, name: str) -> None:
+    def remove_interface(self, name: str) -> None:
         """Remove the bridge or a veth pair, if it exists."""
-        ip("link", "delete", name, check=False)
+        run_ip("link", "delete", name, check=False)

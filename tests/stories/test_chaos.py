@@ -13,7 +13,7 @@ from tests.chaos import faults
 from tests.chaos.driver import ChaosRun, FaultResult, choose_faults, compute_undisturbed_digest, mount_small_disk
 from tests.chaos.faults import Fault
 from tests.cluster import Cluster, Options
-from tests.cluster.fixture import require
+from tests.cluster.fixture import require_cluster
 
 ALL_FAULTS = (
     faults.kill_a_rank,
@@ -52,7 +52,7 @@ def survive_faults(
         compare_on_cluster: whether to train the undisturbed run on the cluster, instead of on this machine.
     """
     options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=netns)
-    require(options)
+    require_cluster(options)
     directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     with mount_small_disk() as folder, Cluster(directory).up(options) as cluster:
         chaos_run = ChaosRun(cluster, folder, seed, len(sequence))

@@ -19,8 +19,8 @@ import pytest
 
 from pipeline.base.errors import UserError
 from tests.cluster import NODES, Cluster, Options
-from tests.cluster.cluster import missing
-from tests.cluster.fixture import cluster_fixture, require
+from tests.cluster.cluster import find_cluster_problem
+from tests.cluster.fixture import cluster_fixture, require_cluster
 from tests.cluster.machines import Machine, Process
 
 cluster = cluster_fixture(grace=0, user_signal=False, slurmd_timeout=3)
@@ -31,7 +31,7 @@ netns = cluster_fixture(netns=True, slurmd_timeout=3)
 @pytest.fixture
 def directory() -> Iterator[Path]:
     """Yield an empty folder with a short path. Afterwards, stop a cluster that the test left in it."""
-    require(Options(netns=True))
+    require_cluster(Options(netns=True))
     folder = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     yield folder
     Cluster(folder).down()
@@ -119,7 +119,7 @@ def test_a_crashed_node_is_down_until_it_boots_and_its_job_runs_again(cluster: C
     wait_for_text(tmp_path / "log", "run 0 on n2\n", timeout=240)
     processes = Machine("n2", cluster.directory).processes()
     cluster.crash("n2")
-    assert not any(process.alive() for process in processes)
+    assert not any(process.is_alive() for process in processes)
     cluster.wait_nodes("down*", nodes=["n2"], timeout=240)
     cluster.boot("n2")
     cluster.wait_nodes("idle", "mixed", nodes=["n2"], timeout=240)
@@ -145,7 +145,7 @@ def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
     assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=240).stdout == "4\n"
     for arguments, fact in (
         (["crash", "n9"], "n1, n2, n3, n4"),
-        (["cut", "n1"], "--netns"),
+        (["disconnect", "n1"], "--netns"),
         (["boot", "n1"], "crash"),
         (["up"], "down"),
     ):
@@ -181,9 +181,9 @@ def test_nodes_with_network_namespaces_reach_each_other_until_disconnected(netns
     script = "timeout 2 bash -c '</dev/tcp/n3/1' 2>&1 | grep -q refused && echo reachable || echo unreachable"
     connect = ["srun", "--nodelist=n1", "bash", "-c", script]
     assert netns.output(connect) == "reachable"
-    netns.cut("n3")
+    netns.disconnect_node("n3")
     assert netns.output(connect) == "unreachable"
-    netns.heal("n3")
+    netns.reconnect_node("n3")
     assert netns.output(connect) == "reachable"
     netns.crash("n3")
     assert netns.output(connect) == "unreachable"
@@ -194,9 +194,9 @@ def test_nodes_with_network_namespaces_reach_each_other_until_disconnected(netns
 @pytest.mark.long
 def test_slurm_notices_that_a_node_is_disconnected_and_connected_again(netns: Cluster) -> None:
     netns.wait_idle()
-    netns.cut("n4")
+    netns.disconnect_node("n4")
     netns.wait_nodes("down*", nodes=["n4"], timeout=240)
-    netns.heal("n4")
+    netns.reconnect_node("n4")
     netns.wait_idle(timeout=240)
 
 
@@ -204,11 +204,11 @@ def test_down_removes_all_processes_networks_and_mounts(directory: Path) -> None
     test_cluster = Cluster(directory).up(Options(netns=True))
     test_cluster.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
     recorded = [process for name in test_cluster.machines() for process in Machine(name, directory).processes()]
-    assert len(recorded) == 12 and all(process.alive() for process in recorded)
+    assert len(recorded) == 12 and all(process.is_alive() for process in recorded)
     traces = list_traces(directory)
     assert any("slurmd" in trace for trace in traces) and test_cluster.network.bridge in str(traces)
     test_cluster.down()
-    assert not any(process.alive() for process in recorded)
+    assert not any(process.is_alive() for process in recorded)
     assert list_traces(directory) == [] and not directory.exists()
     test_cluster.down()  # a second call does nothing
 
@@ -238,7 +238,7 @@ def test_a_machine_without_a_record_exits(directory: Path, monkeypatch: pytest.M
     for folder in ("log", "machines"):
         (directory / folder).mkdir()
     (directory / "hosts").touch()
-    monkeypatch.setattr("tests.cluster.machines.save", fail)
+    monkeypatch.setattr("tests.cluster.machines.write_file_atomically", fail)
     with pytest.raises(OSError, match="killed here"):  # raised by this test
         Machine("n1", directory).start("n1", ["touch", directory / "ran"])
     end = time.monotonic() + 5
@@ -251,7 +251,7 @@ def test_a_machine_without_a_record_exits(directory: Path, monkeypatch: pytest.M
 def test_up_reports_the_reason_of_a_failure_and_removes_everything(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.cluster.config.slurm_conf", lambda directory, site: "NoSuchKey=1\n")
+    monkeypatch.setattr("tests.cluster.config.format_slurm_conf", lambda directory, site: "NoSuchKey=1\n")
     with pytest.raises(RuntimeError) as raised:
         Cluster(directory).up(Options(netns=True))
     assert "slurmctld" in str(raised.value) and "NoSuchKey" in str(raised.value)
@@ -271,21 +271,21 @@ def test_a_process_with_a_recycled_pid_is_not_killed() -> None:
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         current = Process.parse(Path(f"/proc/{sleeper.pid}/stat").read_text())
         earlier = Process(current.pid, current.start - 1)
-        assert current.alive() and not earlier.alive()
+        assert current.is_alive() and not earlier.is_alive()
         earlier.end()
         assert sleeper.poll() is None
         current.end()
-        assert sleeper.wait(10) == -signal.SIGKILL and not current.alive()
+        assert sleeper.wait(10) == -signal.SIGKILL and not current.is_alive()
 
 
 def test_a_missing_requirement_skips_the_test_or_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
         monkeypatch.setattr("tests.cluster.cluster.shutil.which", lambda name: None)
-    reason = missing(Options())
+    reason = find_cluster_problem(Options())
     assert reason and ("install-packages" in reason or "root" in reason)
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception):
-        require(Options())
+        require_cluster(Options())
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception):
-        require(Options())
+        require_cluster(Options())

@@ -150,7 +150,7 @@ def test_one_chain_is_submitted_if_the_controller_hangs_at_any_sbatch(
         with sbatch.start_submit(config, f"run.name={name}", HELD) as process:
             try:
                 wait_for("the call", (sbatch.folder / "reached").exists, 60)
-                with cluster.frozen():
+                with cluster.suspend_controller():
                     (sbatch.folder / "frozen").touch()
                     time.sleep(6)  # longer than the time-out of sbatch
                     assert process.poll() is None, process.communicate()
@@ -173,7 +173,7 @@ def test_no_job_is_lost_if_submit_is_killed_while_the_controller_hangs(
     with sbatch.start_submit(config, HELD) as process:
         try:
             wait_for("the call", (sbatch.folder / "reached").exists, 60)
-            with cluster.frozen():
+            with cluster.suspend_controller():
                 (sbatch.folder / "frozen").touch()
                 time.sleep(1)
                 process.kill()

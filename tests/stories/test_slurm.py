@@ -171,7 +171,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
     processes = Machine("n3", cluster.directory).processes()
     try:
         cluster.crash("n3")
-        assert processes and not any(process.alive() for process in processes)
+        assert processes and not any(process.is_alive() for process in processes)
         assert stat_files("unit-?????.json") == manifests_before
         assert set(manifests_before) == set(range(8)), "no second unit may be complete"
         gate.touch()

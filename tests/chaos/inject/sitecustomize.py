@@ -20,7 +20,7 @@ RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("SLUICE_RANK", "0")))
 
 
 def take_fault(kind, **details):
-    """Return True if this rank must cause a fault of this kind now, and remove the order."""
+    """Return True if this rank must cause a fault of this kind now, and remove the request."""
     try:
         fault = json.loads((FOLDER / "inject.json").read_text())
     except (FileNotFoundError, ValueError):
@@ -31,7 +31,7 @@ def take_fault(kind, **details):
     return True
 
 
-def die_if_ordered(phase):
+def die_if_requested(phase):
     if take_fault("die_in_save", phase=phase):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -67,21 +67,21 @@ def patch_checkpoint(module):
     commit = module.Checkpointer._commit
 
     def save_or_die(self, *arguments, **options):
-        die_if_ordered("staging")
+        die_if_requested("staging")
         return save(self, *arguments, **options)
 
     def write_or_die(*arguments, **options):
-        die_if_ordered("writing")
+        die_if_requested("writing")
         return write(*arguments, **options)
 
     def hash_or_die(*arguments):
-        die_if_ordered("hashing")
+        die_if_requested("hashing")
         return hash_files(*arguments)
 
     def commit_or_die(self, *arguments):
-        die_if_ordered("before the rename")
+        die_if_requested("before the rename")
         commit(self, *arguments)
-        die_if_ordered("after the rename")
+        die_if_requested("after the rename")
 
     module.Checkpointer.save = save_or_die
     module.dcp.save = write_or_die

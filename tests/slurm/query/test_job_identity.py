@@ -74,12 +74,12 @@ def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
     tmp_path: Path, cluster: Cluster, other: Cluster, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     is_same_cluster = reason != "another cluster"
-    cluster.lose_state()
+    cluster.restart_controller_without_state()
     run, ids = submit_held_chain(tmp_path, cluster)
     assert ids == ["1", "2", "3"]
     assert re.search(r"^train +held +1 ", run_submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
     second_cluster = cluster if is_same_cluster else other
-    second_cluster.lose_state()
+    second_cluster.restart_controller_without_state()
     comments = ["sluice /b/runs/tiny"] * 3
     submit_jobs_of_another_run(second_cluster, ids, comments)
     before = list_queue(second_cluster, ids)
@@ -151,7 +151,7 @@ def test_a_requeued_job_is_still_recognized(
     wait_for("squeue to forget the job", lambda: job_id not in accounted.output(list_all), 90)
     assert len(accounted.output(["sacct", "-nXDP", "-j", job_id, "-o", "Submit"]).splitlines()) == 2
     wait_for("accounting", lambda: query_job_states([job])[job].state == "COMPLETED", 30)
-    accounted.lose_state()
+    accounted.restart_controller_without_state()
     for number in range(int(job_id)):
         options = ["-J", "a-train", "-o", "/dev/null", "--wrap", f"exit {number + 1}"]
         last_id = accounted.output(["sbatch", "--parsable", *options])

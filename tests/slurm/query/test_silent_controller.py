@@ -35,7 +35,7 @@ def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, clus
     assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
     ids = [job.job_id for _, job in list_recorded_jobs(run)]
     before = list_queue(cluster, ids)
-    with cluster.frozen():
+    with cluster.suspend_controller():
         status = run_submit(cluster, tmp_path, "status", "runs/tiny")
         assert status.returncode == 0
         assert f"train unknown {NOT_RESPONDING}" in status.stdout and "resume" not in status.stdout

@@ -289,7 +289,7 @@ def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None
         submit(run)
     [job] = slurm.list_jobs()
     (slurm.folder / "jobs/1").unlink()
-    line = f"1|FAILED|None|n1|{CLUSTER}|{os.getuid()}|{job['at']}|prepare-tiny|sbatch {job['command']}\n"
+    line = f"1|FAILED|None|n1|{CLUSTER}|{os.getuid()}|{job['submit_time']}|prepare-tiny|sbatch {job['command']}\n"
     (slurm.folder / "sacct.out").write_text(line)
     assert [(job.job_id, job.state.state) for job in find_run_jobs([run])] == [("1", "FAILED")]
     submit(run)
