@@ -1,4 +1,4 @@
-"""`data.deduplicate` and `data.filter`: compared with simple references, for any number of tasks and after crashes."""
+"""`data.deduplicate` and `data.filter`: equal to simple implementations, for any number of tasks and after crashes."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def remove_duplicates(documents: list[str]) -> list[str]:
 
 @settings(deadline=None, max_examples=8)
 @given(
-    picks=st.lists(st.integers(0, 12), min_size=6, max_size=60),
+    indices=st.lists(st.integers(0, 12), min_size=6, max_size=60),
     tasks=st.integers(1, 5),
     range_hashes=st.integers(1, 9),
 )
 def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
-    picks: list[int], tasks: int, range_hashes: int, tmp_path_factory: pytest.TempPathFactory
+    indices: list[int], tasks: int, range_hashes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("twice")
     pool = [*make_documents(12), ""]
-    documents = [pool[pick] for pick in picks] + ["at least", "this"]
+    documents = [pool[index] for index in indices] + ["at least", "this"]
     half = len(documents) // 2
     write_jsonl(folder / "a.jsonl", documents[:half])
     write_jsonl(folder / "b.jsonl", documents[half:])
@@ -62,7 +62,7 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 64)
         patch.setattr(duplicates, "_MAX_RANGE_HASHES", range_hashes)
-        patch.setattr(os, "fsync", lambda fd: None)  # slow and irrelevant here
+        patch.setattr(os, "fsync", lambda fd: None)  # it is slow, and this test does not crash the machine
         build_shards(data, folder / "one", 1)
         manifest = build_shards(data, folder / "data", tasks)
     unique = remove_duplicates(documents)
@@ -74,24 +74,24 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
 
 @given(
     units=st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), min_size=1, max_size=5),
-    draw=st.data(),
+    data=st.data(),
 )
 @settings(deadline=None, max_examples=30)
-def test_duplicates_are_those_that_a_set_finds(
-    units: list[list[bytes]], draw: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+def test_first_occurrences_equal_those_of_a_set(
+    units: list[list[bytes]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("units")
-    seen: set[bytes] = set()
+    earlier_texts: set[bytes] = set()
     expected: list[list[bool]] = []
     for unit in units:
         expected.append([])
         for text in unit:
-            expected[-1].append(text not in seen)
-            seen.add(text)
+            expected[-1].append(text not in earlier_texts)
+            earlier_texts.add(text)
     keys = [f"{number:064d}" for number in range(len(units))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(duplicates, "_MAX_RANGE_HASHES", draw.draw(st.integers(1, 5)))
-        for number in draw.draw(st.permutations(range(len(units)))):
+        patch.setattr(duplicates, "_MAX_RANGE_HASHES", data.draw(st.integers(1, 5)))
+        for number in data.draw(st.permutations(range(len(units)))):
             is_first = Duplicates(folder, keys, units.__getitem__, number % 2, 2).find_first_occurrences(number)
             np.testing.assert_array_equal(is_first, expected[number])
 
@@ -99,25 +99,25 @@ def test_duplicates_are_those_that_a_set_finds(
 FILTER = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad' not in document['text']\n"
 
 
-def config_with_filter(folder: Path, source: str, code: str = FILTER, **more: object) -> DataConfig:
+def make_config_with_filter(folder: Path, source: str, code: str = FILTER, **options: object) -> DataConfig:
     """Return a data config with a filter of this code."""
     (folder / "quality.py").write_text(code)
-    return make_data_config(source, filter=f"{folder}/quality:keep", held_out=0.0, **more)
+    return make_data_config(source, filter=f"{folder}/quality:keep", held_out=0.0, **options)
 
 
 def test_a_filter_decides_which_documents_are_used(tmp_path: Path) -> None:
     lines = [{"text": f"document {i}", "score": i % 8} for i in range(40)] + [{"text": "a bad one"}, {"text": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["of parquet", "bad"]}), tmp_path / "b.parquet")
-    data = config_with_filter(tmp_path, str(tmp_path / "[ab].*"), deduplicate=True)
+    data = make_config_with_filter(tmp_path, str(tmp_path / "[ab].*"), deduplicate=True)
     manifest = build_shards(data, tmp_path / "data", 3)
     expected = [f"document {i}" for i in range(40) if i % 8 > 3] + ["of parquet"]
     check_shards(data, tmp_path / "data", manifest, expected)
     assert (manifest.documents, manifest.filtered_documents, manifest.rejected_documents) == (21, 22, 0)
 
 
-def test_filtered_documents_are_only_counted(tmp_path: Path) -> None:
-    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
+def test_filtered_documents_are_counted_and_not_listed_as_rejected(tmp_path: Path) -> None:
+    data = make_config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
     run_prepare(data, tmp_path / "data", discard_log)
     folder = TextFolder(data, tmp_path / "data")
     rejected: list[tuple[int, int, str]] = []
@@ -127,12 +127,14 @@ def test_filtered_documents_are_only_counted(tmp_path: Path) -> None:
     assert rejected == []
 
 
-def test_a_filter_that_changes_between_tasks_is_not_used(tmp_path: Path, small_units: None) -> None:
+def test_a_filter_that_changes_between_tasks_is_used_only_after_prepare_runs_again(
+    tmp_path: Path, small_units: None
+) -> None:
     source = str(write_jsonl(tmp_path / "a.jsonl", make_documents(120)))
-    data = config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
+    data = make_config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 0\n")
     run_prepare(data, tmp_path / "data", discard_log)
     run_shard_task(data, tmp_path / "data", 0, 2, discard_log)
-    config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 1\n")
+    make_config_with_filter(tmp_path, source, "def keep(document):\n    return len(document['text']) % 2 == 1\n")
     run_shard_task(data, tmp_path / "data", 1, 2, discard_log)  # uses the copy, like the other task
     assert TextFolder(data, tmp_path / "data").finalize(discard_log)
     expected = [text for text in make_documents(120) if len(text) % 2 == 0]
@@ -143,7 +145,7 @@ def test_a_filter_that_changes_between_tasks_is_not_used(tmp_path: Path, small_u
 
 
 @pytest.mark.parametrize(
-    ("code", "error_code", "facts"),
+    ("code", "error_code", "expected_texts"),
     [
         (
             "def keep(document):\n    return document['no']\n",
@@ -163,11 +165,11 @@ def test_a_filter_that_changes_between_tasks_is_not_used(tmp_path: Path, small_u
         ("def keep(document):\n    return False\n", "data.no_documents", ["quality:keep"]),
     ],
 )
-def test_a_filter_that_cannot_be_used_is_explained(
-    tmp_path: Path, code: str, error_code: str, facts: list[str]
+def test_an_invalid_or_failing_filter_is_an_error_that_says_why(
+    tmp_path: Path, code: str, error_code: str, expected_texts: list[str]
 ) -> None:
-    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", make_documents(9))), code)
-    with raises_error(error_code, *facts):
+    data = make_config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", make_documents(9))), code)
+    with raises_error(error_code, *expected_texts):
         build_shards(data, tmp_path / "data")
 
 
@@ -177,24 +179,24 @@ def test_a_filter_may_define_dataclasses_and_return_a_numpy_bool(tmp_path: Path)
         "@dataclasses.dataclass\nclass Rule:\n    limit: int\n"
         "def keep(document):\n    return numpy.array([len(document['text'])])[0] < Rule(12).limit\n"
     )
-    data = config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
+    data = make_config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["a" * 11, "b" * 12])), code)
     assert build_shards(data, tmp_path / "data").documents == 1
 
 
 def test_a_filter_with_changing_results_is_rejected(tmp_path: Path) -> None:
     code = "seen = []\ndef keep(document):\n    seen.append(1)\n    return len(seen) % 3 > 0\n"
-    data = config_with_filter(
+    data = make_config_with_filter(
         tmp_path, str(write_jsonl(tmp_path / "a.jsonl", make_documents(50))), code, deduplicate=True
     )
     with raises_error("data.filter_not_repeatable", "data.filter"):
         build_shards(data, tmp_path / "data")
 
 
-def test_a_missing_filter_is_found_before_a_run(tmp_path: Path) -> None:
+def test_a_missing_filter_is_an_error_before_the_stages_start(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     data = load_config(path, ["data.filter=quality:keep"]).data
     with_path = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
-    assert data.filter is not None and data.filter.endswith("/quality:keep"), "the config's folder is searched"
+    assert data.filter is not None and data.filter.endswith("/quality:keep"), "the path is not relative to the config"
     with raises_error("data.no_filter", "data.filter", "quality.py"):
         TextFolder(with_path, tmp_path / "data").check_inputs()
     (tmp_path / "quality.py").write_text(FILTER)
@@ -235,7 +237,7 @@ def test_files_of_hashes_are_synced_before_they_are_renamed(tmp_path: Path, monk
 def test_tasks_search_for_duplicates_in_different_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units = [[f"{unit} {number}".encode() for number in range(8)] for unit in range(4)]
     keys = [f"{number:064d}" for number in range(len(units))]
-    for range_hashes, ranges in ((2, 16), (100, 4)):  # few documents have as many ranges as there are tasks
+    for range_hashes, ranges in ((2, 16), (100, 4)):  # with few documents, there are as many ranges as tasks
         monkeypatch.setattr(duplicates, "_MAX_RANGE_HASHES", range_hashes)
         orders = []
         for task in range(4):
@@ -247,7 +249,9 @@ def test_tasks_search_for_duplicates_in_different_orders(tmp_path: Path, monkeyp
             monkeypatch.setattr(Duplicates, "_find_duplicates", record_range)
             _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._duplicate_files
             orders.append(order)
-        assert all(sorted(order) == list(range(ranges)) for order in orders), "each task completes all ranges"
+        assert all(sorted(order) == list(range(ranges)) for order in orders), "a task did not complete all ranges"
         assigned = ranges // 4
         assert [number for order in orders for number in order[:assigned]] == list(range(ranges))
-        assert len({tuple(order[assigned:]) for order in orders}) == 4, "tasks that are early do different work"
+        assert len({tuple(order[assigned:]) for order in orders}) == 4, (
+            "tasks that finish their own ranges early continue in the same order"
+        )

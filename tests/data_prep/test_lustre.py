@@ -1,4 +1,4 @@
-"""Lustre striping: the command that would run, recorded by a fake `lfs`; nothing elsewhere; failures are warnings."""
+"""Lustre striping, with a fake `lfs`: it is called only on Lustre, and its failure is a warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tests.data_prep.test_shards import discard_log, make_data_config, make_docu
 
 @pytest.fixture
 def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fake `lfs` on PATH that appends its arguments to a file and ends with the code in another."""
+    """Put a fake `lfs` first in PATH and return its folder.
+
+    It appends its arguments to the file `calls` and exits with the code in the file `code`.
+    """
     folder = tmp_path / "fake-lfs"
     folder.mkdir()
     (folder / "lfs").write_text(
@@ -28,7 +31,7 @@ def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> None:
+def test_stripes_are_set_only_on_lustre(fake_lfs: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     assert stripe_folder(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "ext4") == ""
     assert not (fake_lfs / "calls").exists()
@@ -41,7 +44,7 @@ def test_one_stripe_is_set_on_lustre_only(fake_lfs: Path, tmp_path: Path) -> Non
     assert lines == []
 
 
-def test_failing_lfs_is_a_warning(fake_lfs: Path, tmp_path: Path) -> None:
+def test_failure_of_lfs_is_a_warning(fake_lfs: Path, tmp_path: Path) -> None:
     (fake_lfs / "code").write_text("2")
     lines: list[str] = []
     stripe_folder(tmp_path, StripeConfig(), lines.append, file_system=lambda _: "lustre")
@@ -56,6 +59,7 @@ def test_nothing_happens_without_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_shard_sets_the_stripe_before_it_writes(
     fake_lfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # This `lfs` lists the folder (its last argument), which must be empty.
     (fake_lfs / "lfs").write_text(
         f"#!/bin/sh\nfor last; do :; done\nls $last >> {fake_lfs}/calls\necho done >> {fake_lfs}/calls\n"
     )
@@ -68,12 +72,14 @@ def test_shard_sets_the_stripe_before_it_writes(
     folder = TextFolder(data, tmp_path / "data")
     folder.shard(0, 1, discard_log, StripeConfig(count=2, size_mb=4, pool="flash"))
     assert (fake_lfs / "calls").read_text() == "done\n"
-    assert TextFolder(data, tmp_path / "data").finalize(discard_log)  # another task, maybe on a node without `lfs`
+    assert TextFolder(data, tmp_path / "data").finalize(
+        discard_log
+    )  # as in another task, perhaps on a node without `lfs`
     assert load_manifest(tmp_path / "data").stripe == "-c 2 -S 4M -p flash"
 
 
 def test_file_system_type_is_that_of_the_mount(tmp_path: Path) -> None:
-    kinds = {fields[1]: fields[2] for line in Path("/proc/mounts").read_text().splitlines() if (fields := line.split())}
+    types = {fields[1]: fields[2] for line in Path("/proc/mounts").read_text().splitlines() if (fields := line.split())}
     for folder in ("/proc", "/dev/shm", "/"):
-        assert read_file_system_type(Path(folder)) == kinds[folder]
+        assert read_file_system_type(Path(folder)) == types[folder]
     assert read_file_system_type(tmp_path / "no such file") == ""

@@ -164,7 +164,7 @@ def test_repeated_task_adds_a_line_of_progress_only_if_it_is_missing(tmp_path: P
 
 @pytest.mark.parametrize("records", ["text", "prompts"])
 def test_key_does_not_depend_on_newer_config_keys_with_default_values(tmp_path: Path, records: str) -> None:
-    """Folders from before these keys existed stay valid. Their key had no `deduplicate`, for example."""
+    """Data folders that were prepared before these config keys existed stay valid."""
     data = make_data_config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512, add_special_tokens=False)
     excluded = {"verify", "max_rejected", "document_mask", "deduplicate", "filter", "add_special_tokens"}
     excluded |= {"chat_template", "long_dialogues", "format"}
@@ -193,8 +193,8 @@ def test_progress_of_the_shard_stage_counts_rejected_documents(tmp_path: Path) -
     progress = load_stage_module("shard").progress(run)
     units, _, result = progress.description.partition(": ")
     assert re.fullmatch(r"(\d)/\1 units", units)
-    for fact in ("300 documents", "33,270 + 6,022 held-out tokens", "1 documents rejected", "data/rejected.jsonl"):
-        assert fact in result
+    for text in ("300 documents", "33,270 + 6,022 held-out tokens", "1 documents rejected", "data/rejected.jsonl"):
+        assert text in result
     assert progress.running_description == units
 
 
@@ -210,8 +210,8 @@ def test_progress_of_prepare_counts_files_of_other_kinds_in_the_source(tmp_path:
     description = load_stage_module("prepare").progress(run).description
     files, _, left_out = description.partition("; ")
     assert re.fullmatch(r"1 file, about [\d,]+ bytes", files), description
-    for fact in ("4", ".json", ".md", "no ending"):
-        assert fact in left_out
+    for text in ("4", ".json", ".md", "no ending"):
+        assert text in left_out
 
 
 def test_resume_names_files_of_the_source_that_are_new_or_changed_but_not_removed_ones(
@@ -305,12 +305,12 @@ def test_manifest_without_its_checksum_counts_as_damaged(data_dir: Path, data: D
 @pytest.mark.parametrize("name", ["tokenizer.json", "units.json"])
 def test_damaged_output_of_prepare_is_detected_and_written_again(data_dir: Path, data: DataConfig, name: str) -> None:
     content = (data_dir / name).read_bytes()
-    for damaged, fact in ((content[:-2], "bytes"), (content.replace(b"1", b"2", 1), "sha256")):
+    for damaged, expected_text in ((content[:-2], "bytes"), (content.replace(b"1", b"2", 1), "sha256")):
         (data_dir / name).write_bytes(damaged)
         problem = str(find_prepare_problem(data, data_dir))
         assert name in problem
-        assert fact in problem
-        with raises_error("data.damaged_file", data_dir / name, fact, "prepare stage", kind=InputError):
+        assert expected_text in problem
+        with raises_error("data.damaged_file", data_dir / name, expected_text, "prepare stage", kind=InputError):
             run_shard_task(data, data_dir, 0, 1, discard_log)
         run_prepare(data, data_dir, discard_log)
         assert (data_dir / name).read_bytes() == content
@@ -332,7 +332,7 @@ def test_changed_input_makes_prepare_outdated_only_while_shards_are_missing(tmp_
 
 
 @pytest.mark.parametrize(
-    ("change", "same"),
+    ("change", "keeps_key"),
     [
         ({"sequence_length": 7}, True),
         ({"verify": "sizes"}, True),
@@ -346,9 +346,9 @@ def test_changed_input_makes_prepare_outdated_only_while_shards_are_missing(tmp_
         ({"tokenizer": TokenizerConfig(vocab_size=300)}, False),
     ],
 )
-def test_key_changes_only_with_config_keys_that_affect_the_shards(change: dict[str, Any], same: bool) -> None:
+def test_key_changes_only_with_config_keys_that_affect_the_shards(change: dict[str, Any], keeps_key: bool) -> None:
     data = DataConfig(source=["python-stdlib"])
-    assert (TextFolder(data.model_copy(update=change), Path()).key == TextFolder(data, Path()).key) is same
+    assert (TextFolder(data.model_copy(update=change), Path()).key == TextFolder(data, Path()).key) is keeps_key
 
 
 def test_changed_code_makes_all_outputs_outdated(
@@ -360,7 +360,7 @@ def test_changed_code_makes_all_outputs_outdated(
         assert "code" in str(problem)
 
 
-def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
+def test_code_hash_changes_with_the_names_and_contents_of_files(tmp_path: Path) -> None:
     original = hash_code(PACKAGE)
     copy = tmp_path / "data_prep"
     shutil.copytree(PACKAGE, copy)
@@ -373,7 +373,7 @@ def test_code_hash_covers_names_and_contents(tmp_path: Path) -> None:
     assert hash_code(copy) != original
 
 
-def test_key_covers_the_modules_of_pipeline_that_affect_shards(tmp_path: Path, data: DataConfig) -> None:
+def test_key_changes_with_the_modules_of_pipeline_that_affect_shards(tmp_path: Path, data: DataConfig) -> None:
     shutil.copytree(PACKAGE, tmp_path / "data_prep", ignore=shutil.ignore_patterns("__pycache__"))
 
     def compute_key() -> str:
@@ -482,8 +482,8 @@ def test_cached_hash_is_used_until_the_file_or_the_cache_changes(tmp_path: Path)
         run_ranks(1, verify_shards_on_rank, run.path, "train", "cached")
 
 
-def verify_shards_on_rank(rank_info: RankInfo, path: Path, split: str, how: str = "hashes") -> None:
-    """Verify the shards of a split in a process group of one rank."""
+def verify_shards_on_rank(rank_info: RankInfo, path: Path, split: str, verify: str = "hashes") -> None:
+    """Verify the shards of a split in a process group of one rank. `verify` is a value of `data.verify`."""
     import torch.distributed as dist
 
     from pipeline.data.verify_shards import load_run_manifest, verify_shards
@@ -491,7 +491,7 @@ def verify_shards_on_rank(rank_info: RankInfo, path: Path, split: str, how: str 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = Run.open(path)
     assert dist.group.WORLD is not None
-    verify_shards(run, getattr(load_run_manifest(run), split), dist.group.WORLD, how=how)
+    verify_shards(run, getattr(load_run_manifest(run), split), dist.group.WORLD, how=verify)
 
 
 def test_shard_module_imports_no_large_package() -> None:

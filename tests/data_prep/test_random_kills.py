@@ -211,7 +211,7 @@ class TokenImport(TextShards):
         for number in range(20):
             input_folder = folder / "in" / f"{number:02}"
             input_folder.mkdir(parents=True)
-            write_megatron(input_folder, [one[:-1] for one in documents[30 * number : 30 * (number + 1)]])
+            write_megatron(input_folder, [document[:-1] for document in documents[30 * number : 30 * (number + 1)]])
         return cls(str(folder))
 
     def prepare(self, path: Path) -> None:
@@ -282,7 +282,8 @@ class TaskRunner:
             kills: for each task, a kind of kill and when: the number of the event, or the seconds of the timer. With
                 event 0, the task counts the events and is not killed.
 
-        Returns: the exit codes, and the counted events of a single task with event 0.
+        Returns:
+            The exit codes, and the number of counted events if there is one task with event 0.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -222,8 +222,8 @@ def test_each_document_is_in_one_shard_for_any_number_of_units(
 
 
 def test_document_longer_than_a_shard_is_written_to_several_files(tmp_path: Path) -> None:
-    long = "".join(chr(0x4E00 + i * 37 % 20000) for i in range(3000))
-    expected = ["short", long, "", "short", "last"]
+    long_document = "".join(chr(0x4E00 + i * 37 % 20000) for i in range(3000))
+    expected = ["short", long_document, "", "short", "last"]
     data = make_data_config([str(write_jsonl(tmp_path / "a.jsonl", expected))], held_out=0.0, vocab_size=257)
     manifest = build_shards(data, tmp_path / "data")
     assert 0 in [entry.documents for entry in manifest.train]
@@ -242,7 +242,7 @@ def test_no_empty_shard_is_written_if_the_last_shard_ends_with_a_document(tmp_pa
 def test_existing_units_are_kept_and_a_unit_with_a_damaged_shard_is_rebuilt(tmp_path: Path) -> None:
     data = make_data_config([str(write_jsonl(tmp_path / "a.jsonl", make_documents(60)))])
     manifest = build_shards(data, tmp_path / "data")
-    before = read_all_files(tmp_path / "data")
+    original_files = read_all_files(tmp_path / "data")
     total = count_units(data, tmp_path / "data")[1]
     assert not any(build_unit(data, tmp_path / "data", unit) for unit in range(total))
     damaged = tmp_path / "data" / manifest.train[0].file
@@ -250,7 +250,7 @@ def test_existing_units_are_kept_and_a_unit_with_a_damaged_shard_is_rebuilt(tmp_
     content[-1] ^= 1
     damaged.write_bytes(content)
     assert [build_unit(data, tmp_path / "data", unit) for unit in range(total)].count(True) == 1
-    assert read_all_files(tmp_path / "data") == before
+    assert read_all_files(tmp_path / "data") == original_files
 
 
 def test_changed_config_rebuilds_all_units_and_removes_outdated_files(tmp_path: Path) -> None:
@@ -336,18 +336,18 @@ def test_stages_succeed_after_the_source_is_removed_if_the_shards_exist(tmp_path
     path = write_jsonl(tmp_path / "a.jsonl", make_documents(20))
     data = make_data_config([str(path)])
     build_shards(data, tmp_path / "data")
-    before = read_all_files(tmp_path / "data")
+    original_files = read_all_files(tmp_path / "data")
     path.unlink()
     run_prepare(data, tmp_path / "data", discard_log)
     run_shard_task(data, tmp_path / "data", 0, 1, discard_log)
     run_finalize(data, tmp_path / "data", discard_log)
-    assert read_all_files(tmp_path / "data") == before
+    assert read_all_files(tmp_path / "data") == original_files
 
 
 def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_units: None) -> None:
     good = make_documents(40)
     lines = [json.dumps({"text": text}).encode() for text in good]
-    bad: dict[int, tuple[bytes, str]] = {  # index in the list of lines -> line and reason
+    bad: dict[int, tuple[bytes, str]] = {  # by index in the list of lines: the line and the expected reason
         0: (b"\xff", "invalid UTF-8: byte 0xff at byte 0"),
         7: (b'{"text": "cut', "broken JSON: Unterminated string"),
         8: (b'{"id": 3, "bo\\ud800dy": ""}', "no field 'text'; there are 'id', 'bo\\ud800dy'"),
@@ -386,8 +386,14 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     check_shards(data, tmp_path / "data", manifest, [*good, "one", "three", "ok", "漢"])
 
     strict = data.model_copy(update={"max_rejected": 0.18})  # 10 of 54 are 18.5 %
-    facts = ("10 of 54 documents", "18.52%", f"{tmp_path}/a.jsonl line 1", "invalid UTF-8", "data.max_rejected")
-    with raises_error("data.too_many_rejected", *facts):
+    expected_texts = (
+        "10 of 54 documents",
+        "18.52%",
+        f"{tmp_path}/a.jsonl line 1",
+        "invalid UTF-8",
+        "data.max_rejected",
+    )
+    with raises_error("data.too_many_rejected", *expected_texts):
         run_finalize(strict, tmp_path / "data", discard_log)
     run_finalize(data.model_copy(update={"max_rejected": 10 / 54}), tmp_path / "data", discard_log)
 
@@ -398,7 +404,7 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         (30, 1, 0.001, True),
         (9, 5, 0.001, True),
         (3, 3, 0.001, True),
-        (3, 4, 0.001, False),  # more than half
+        (3, 4, 0.001, False),  # more than half of the documents
         (60, 6, 0.001, False),
         (30, 1, 0.0, False),
     ],
@@ -431,7 +437,7 @@ def test_held_out_documents_have_the_configured_fraction_and_depend_only_on_the_
 
 
 @pytest.mark.parametrize(
-    ("documents", "more", "facts"),
+    ("documents", "options", "expected_texts"),
     [
         (["a", "b"], {"held_out": 0.999999}, ["data.held_out (0.999999)"]),
         (["", ""], {"held_out": 0.0}, ["a.jsonl", "data.held_out (0.0)"]),
@@ -440,19 +446,19 @@ def test_held_out_documents_have_the_configured_fraction_and_depend_only_on_the_
     ],
 )
 def test_prepare_fails_if_no_document_is_left_to_train_on(
-    tmp_path: Path, documents: list[str] | None, more: Any, facts: list[str]
+    tmp_path: Path, documents: list[str] | None, options: Any, expected_texts: list[str]
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", documents or [])
     if documents is None:
         path.write_text("name,text\n1,a table\n")
-    data = make_data_config([str(path)], **more)
-    with raises_error("data.no_documents", *facts):
+    data = make_data_config([str(path)], **options)
+    with raises_error("data.no_documents", *expected_texts):
         run_prepare(data, tmp_path / "data", discard_log)
     assert not (tmp_path / "data/prepare.json").exists()
 
 
 def test_no_file_remains_in_the_folder_of_shards_if_a_write_fails(tmp_path: Path) -> None:
-    """A limit on the size of files makes writes fail like a full disk does."""
+    """Limit the size of files, so that writes fail as on a full disk."""
     data = make_data_config([str(write_jsonl(tmp_path / "a.jsonl", make_documents(150)))], shard_tokens=100_000)
     run_prepare(data, tmp_path / "data", discard_log)
     (tmp_path / "data/shards").mkdir()

@@ -1,4 +1,4 @@
-"""Inputs: which files a config names, how they are split into work units, and what is sampled for the tokenizer."""
+"""Inputs: the files that a config names, how they are split into work units, and the sample for the tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_texts(path: Path, file_format: str) -> list[str]:
 
 def list_paths(source: Path) -> list[str]:
     """Return the paths of the inputs that a source names."""
-    return [one.path for one in find_inputs(DataConfig(source=str(source)))]
+    return [source.path for source in find_inputs(DataConfig(source=str(source)))]
 
 
 @settings(deadline=None, max_examples=150)
@@ -58,9 +58,11 @@ def test_input_ranges_yield_every_line_once_with_its_number(
     documents = []
     lines_before = 0
     for start, end in pairwise(boundaries):
-        in_range = list(read_documents(source, start, end, "text"))
-        documents += [(lines_before + one.line, one.text, one.reason is None) for one in in_range]
-        lines_before += len(in_range)
+        range_documents = list(read_documents(source, start, end, "text"))
+        documents += [
+            (lines_before + document.line, document.text, document.reason is None) for document in range_documents
+        ]
+        lines_before += len(range_documents)
     lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -86,7 +88,7 @@ def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[i
     weights = [groups.get(index, [source.text_bytes]) for index, source in enumerate(inputs)]
     units = split_into_units(inputs, weights, count)
     assert len(units) <= count and all(units)
-    ranges = [one for unit in units for one in unit]
+    ranges = [part for unit in units for part in unit]
     assert ranges == sorted(ranges)
     for index, source in enumerate(inputs):
         spans = [(start, end) for number, start, end in ranges if number == index]
@@ -105,33 +107,33 @@ def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[i
         assert max(sizes) - min(sizes) <= max(1, 2 * (total // count // 64) - 1)
 
 
-def test_a_file_that_grows_a_little_does_not_move_the_splits_of_others() -> None:
+def test_a_file_that_grows_a_little_does_not_change_how_other_files_are_split() -> None:
     before = [Input(f"f{index}", 1_000_003 * (index + 1), 0, "jsonl") for index in range(9)]
     after = [source._replace(size=source.size + 40 * (source.path == "f4")) for source in before]
-    old, new = (
+    old_units, new_units = (
         [
-            [one for one in unit if one.input != 4]
+            [part for part in unit if part.input != 4]
             for unit in split_into_units(inputs, measure_inputs(inputs, "text"), 23)
         ]
         for inputs in (before, after)
     )
-    assert old == new
+    assert old_units == new_units
 
 
-def test_a_file_of_ten_terabytes_is_split_by_its_size_alone() -> None:
-    """The file does not exist, so the test fails if anything opens it."""
+def test_a_file_of_ten_terabytes_is_split_without_reading_it() -> None:
+    """Use a file that does not exist, so that opening it is an error."""
     inputs = [Input("/nowhere/all.jsonl", 10**13, 0, "jsonl")]
     weights = measure_inputs(inputs, "text")
     units = split_into_units(inputs, weights, count_units(sum(map(sum, weights)), 500_000_000, 4.0))
-    ranges = [one for unit in units for one in unit]
+    ranges = [part for unit in units for part in unit]
     assert 4_000 < len(units) < 8_000
-    assert [one.start for one in ranges[1:]] == [one.end for one in ranges[:-1]]
+    assert [part.start for part in ranges[1:]] == [part.end for part in ranges[:-1]]
     assert (ranges[0].start, ranges[-1].end) == (0, 10**13)
-    sizes = [one.end - one.start for one in ranges]
+    sizes = [part.end - part.start for part in ranges]
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_the_unit_count_follows_the_shard_size_and_has_a_minimum() -> None:
+def test_the_unit_count_depends_on_the_shard_size_and_units_have_a_minimum_size() -> None:
     assert count_units(10, 1_000_000, 4.0) == 1
     assert count_units(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
     assert count_units(4_000_000, 10_000_000, 4.0) == 4
@@ -155,7 +157,7 @@ def test_an_existing_name_with_glob_characters_is_a_file(tmp_path: Path) -> None
     assert len(find_inputs(DataConfig(source=str(tmp_path / "part[1].txt")))) == 1
 
 
-def test_a_source_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_used_is_an_error_that_names_it(tmp_path: Path) -> None:
     with raises_error("data.no_files", "data.source", "'nothing/*.txt'"):
         find_inputs(DataConfig(source="nothing/*.txt"))
     with raises_error("data.no_files", "data.source", "'missing.jsonl'"):
@@ -179,7 +181,7 @@ def test_text_is_not_changed(tmp_path: Path) -> None:
     assert read_texts(path, "lines") == [" first", "\ufeffsecond\x00\u2028", ""]
 
 
-def test_zstd_lines_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_a_zstd_file_do_not_depend_on_the_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.file_type._BLOCK_BYTES", 5)
     path = tmp_path / "a.jsonl.zst"
     content = "".join(f'{{"text": "é{i}"}}\n' for i in range(300)).encode()
@@ -191,7 +193,7 @@ def test_zstd_lines_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("ending", [".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("damage", ["truncated", "overwritten", "replaced"])
-def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str, damage: str) -> None:
+def test_a_damaged_compressed_file_is_an_error_that_names_it(tmp_path: Path, ending: str, damage: str) -> None:
     path = tmp_path / f"a{ending}"
     content = b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(5000))
     if ending == ".parquet":
@@ -201,10 +203,10 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str, damage:
     else:
         path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
     intact = path.read_bytes()
-    middle = len(intact) // 3
+    position = len(intact) // 3
     damaged = {
         "truncated": intact[:-20],
-        "overwritten": intact[:middle] + b"\0\1\2" * 9 + intact[middle + 27 :],
+        "overwritten": intact[:position] + b"\0\1\2" * 9 + intact[position + 27 :],
         "replaced": b"x",
     }
     path.write_bytes(damaged[damage])
@@ -217,7 +219,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, ending: str, damage:
         )
 
 
-def test_parquet_without_a_text_column_is_refused(tmp_path: Path) -> None:
+def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["x"]}), path)
     with raises_error("data.no_column", path, "'text'", "data.text_field", "id, body"):
@@ -240,20 +242,21 @@ def test_the_sample_is_spread_over_the_source_without_held_out_documents(tmp_pat
     weights = measure_inputs(inputs, "text")
     sample = take_sample(data, inputs, weights, 11_000)
     assert 9_000 < sum(map(len, sample)) <= 11_000
-    places = [int(text[5:]) for text in sample if len(text) == 10]
-    assert [sum(1000 * k <= place < 1000 * (k + 1) for place in places) > 50 for k in range(10)] == [True] * 10
-    everything = take_sample(data, inputs, weights, 200_000)
-    assert everything == [f"line {i:05d}" for i in range(10_000)]
-    half = take_sample(data.model_copy(update={"held_out": 0.5}), inputs, weights, 200_000)
-    assert 4_700 < len(half) < 5_300
+    line_numbers = [int(text[5:]) for text in sample if len(text) == 10]
+    # Each tenth of the file is in the sample with more than 50 lines.
+    assert [sum(1000 * k <= n < 1000 * (k + 1) for n in line_numbers) > 50 for k in range(10)] == [True] * 10
+    all_lines = take_sample(data, inputs, weights, 200_000)
+    assert all_lines == [f"line {i:05d}" for i in range(10_000)]
+    train_lines = take_sample(data.model_copy(update={"held_out": 0.5}), inputs, weights, 200_000)
+    assert 4_700 < len(train_lines) < 5_300
     archive = tmp_path / "b.jsonl.gz"  # a compressed file is one range, which yields the whole sample
     archive.write_bytes(gzip.compress(b'{"text": "abcdefghij"}\n' * 10_000))
-    one = data.model_copy(update={"source": str(archive)})
-    assert sum(map(len, sample_texts(one, 1_003))) == 1_003
-    hollow = tmp_path / "c.jsonl"  # the first half has little text: the second half compensates for it
+    compressed = data.model_copy(update={"source": str(archive)})
+    assert sum(map(len, sample_texts(compressed, 1_003))) == 1_003
+    uneven_file = tmp_path / "c.jsonl"  # the first half has little text, so more is sampled from the second half
     lines = [f'{{"padding": "{"-" * 80}", "text": "x"}}\n'] * 1000 + [f'{{"text": "{"y" * 90}"}}\n'] * 1000
-    hollow.write_text("".join(lines))
-    uneven = data.model_copy(update={"source": str(hollow)})
+    uneven_file.write_text("".join(lines))
+    uneven = data.model_copy(update={"source": str(uneven_file)})
     assert 49_000 < sum(map(len, sample_texts(uneven, 50_000))) <= 50_000
 
 
@@ -274,12 +277,12 @@ def test_sampling_with_a_filter_that_excludes_nearly_everything_stops_early(tmp_
 
     assert sample_with_filter({"line 00300"}) == ["line 00300"]
     assert len(filtered) < 10_000
-    assert sample_with_filter({"line 19990"}) == ["line 19990"], "it continues until it has found one document"
+    assert sample_with_filter({"line 19990"}) == ["line 19990"]  # sampling continues until one document is found
     assert sample_with_filter(set()) == []
     assert len(filtered) == 20_000
 
 
-def test_a_dataset_dict_is_refused_and_its_splits_are_named(tmp_path: Path) -> None:
+def test_a_dataset_dict_is_an_error_that_names_its_splits(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / "set" / split).mkdir(parents=True)
         (tmp_path / "set" / split / "data-0.arrow").write_bytes(b"x")
@@ -292,28 +295,37 @@ def test_a_dataset_dict_is_refused_and_its_splits_are_named(tmp_path: Path) -> N
     assert list_paths(tmp_path / "set/train") == [str(tmp_path / "set/train/data-0.arrow")]
 
 
-def test_folders_that_links_reach_again_are_listed_once(tmp_path: Path) -> None:
+def test_files_that_several_links_lead_to_are_listed_once(tmp_path: Path) -> None:
     (tmp_path / "in/s/deep").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     for name in ("in/s/a.txt", "in/s/deep/b.txt", "out/c.txt"):
         (tmp_path / name).write_text("text")
-    for name, to in {"a": "s", "latest": "s", "loop": ".", "s/deep/up": "../..", "x": "../out", "y": "../out"}.items():
-        (tmp_path / "in" / name).symlink_to(to)
+    for name, target in {
+        "a": "s",
+        "latest": "s",
+        "loop": ".",
+        "s/deep/up": "../..",
+        "x": "../out",
+        "y": "../out",
+    }.items():
+        (tmp_path / "in" / name).symlink_to(target)
     expected = [f"{tmp_path}/in/{name}" for name in ("s/a.txt", "s/deep/b.txt", "x/c.txt")]
     assert list_paths(tmp_path / "in") == expected
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "closed").mkdir()
-    real = os.scandir
+    real_scandir = os.scandir
 
-    def scandir(path: str) -> object:
+    def scandir_or_fail(path: str) -> object:
         if str(path).endswith("closed"):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return real(path)
+        return real_scandir(path)
 
-    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, "scandir", scandir_or_fail)
     with raises_error("data.unreadable_file", tmp_path / "closed", "Input/output error"):
         find_inputs(DataConfig(source=str(tmp_path)))
 
@@ -324,11 +336,11 @@ def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatc
         (tmp_path / name).write_text("x")
     opened: list[str] = []
     for module, name in ((os, "scandir"), (os, "open"), (builtins, "open")):
-        real = getattr(module, name)
+        original = getattr(module, name)
 
-        def record_path(path: Any, *more: Any, real: Any = real, **options: Any) -> Any:
+        def record_path(path: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
             opened.append(str(path))
-            return real(path, *more, **options)
+            return original(path, *arguments, **options)
 
         monkeypatch.setattr(module, name, record_path)
     assert [os.path.relpath(path, tmp_path) for path in list_paths(tmp_path)] == ["a.txt", "b/two.txt", "c/one.txt"]
@@ -346,12 +358,12 @@ def test_a_tar_sample_with_text_and_metadata_is_one_document(tmp_path: Path) -> 
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     documents = list(read_documents(make_input(tmp_path / "a.tar", "tar"), 0, 1, "text"))
-    assert [one.text for one in documents] == ["yes", "alone", "first", "of another folder"]
-    assert [one.line for one in documents] == [1, 2, 3, 4]
+    assert [document.text for document in documents] == ["yes", "alone", "first", "of another folder"]
+    assert [document.line for document in documents] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("state", "used"),
+    ("state", "expected_names"),
     [
         ('{"_data_files": [{"filename": "data-0.arrow"}], "_fingerprint": "a"}', ["data-0.arrow"]),
         (None, ["data-0.arrow", "tmp.arrow"]),
@@ -360,33 +372,33 @@ def test_a_tar_sample_with_text_and_metadata_is_one_document(tmp_path: Path) -> 
     ],
 )
 def test_cached_copies_beside_a_hugging_face_dataset_are_ignored(
-    state: str | None, used: list[str], tmp_path: Path
+    state: str | None, expected_names: list[str], tmp_path: Path
 ) -> None:
     for name in ("data-0.arrow", "cache-1f3a.arrow", "cache-1f3a_00001_of_00002.arrow", "tmp.arrow"):
         (tmp_path / name).write_bytes(b"x")
     if state is not None:
         (tmp_path / "state.json").write_text(state)
-    expected = [str(tmp_path / name) for name in used]
+    expected = [str(tmp_path / name) for name in expected_names]
     assert list_paths(tmp_path) == expected
     assert sorted(list_files(str(tmp_path), (".arrow",))) == expected
 
 
 @pytest.mark.parametrize("name", ['"data-1.arrow"', "null", "[1]", '"../data-0.arrow"'])
-def test_a_dataset_without_one_of_its_listed_files_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_hugging_face_dataset_is_an_error_if_a_listed_file_is_missing_or_invalid(name: str, tmp_path: Path) -> None:
     (tmp_path / "data-0.arrow").write_bytes(b"x")
     (tmp_path / "state.json").write_text(f'{{"_data_files": [{{"filename": "data-0.arrow"}}, {{"filename": {name}}}]}}')
     with raises_error("data.missing_file", tmp_path / "state.json"):
         list_files(str(tmp_path), (".arrow",))
 
 
-def test_a_text_file_larger_than_a_document_is_refused(tmp_path: Path) -> None:
-    for path, size in ((tmp_path / "long.txt", (1 << 26) + 1), (tmp_path / "right.txt", 1 << 26)):
+def test_a_text_file_larger_than_the_document_limit_is_an_error_unless_lines_are_documents(tmp_path: Path) -> None:
+    for path, size in ((tmp_path / "long.txt", (1 << 26) + 1), (tmp_path / "limit.txt", 1 << 26)):
         path.touch()
         os.truncate(path, size)
     with raises_error("data.too_large", tmp_path / "long.txt", "67,108,865 bytes", "data.text_documents: line"):
         find_inputs(DataConfig(source=str(tmp_path / "*.txt")))
     assert len(find_inputs(DataConfig(source=str(tmp_path / "*.txt"), text_documents="line"))) == 2
-    assert len(find_inputs(DataConfig(source=str(tmp_path / "right.txt")))) == 1
+    assert len(find_inputs(DataConfig(source=str(tmp_path / "limit.txt")))) == 1
 
 
 def test_the_size_of_tokenizer_batches_is_limited_on_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +407,7 @@ def test_the_size_of_tokenizer_batches_is_limited_on_many_cores(monkeypatch: pyt
     for cores in (1, 16, 128):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         batches = list(make_batches(iter(documents)))
-        assert [one for batch in batches for one in batch] == documents
-        sizes[cores] = max(sum(len(one.text) for one in batch) for batch in batches)
+        assert [document for batch in batches for document in batch] == documents
+        sizes[cores] = max(sum(len(document.text) for document in batch) for batch in batches)
     assert sizes[1] < (1 << 18) + 40_000
     assert sizes[16] == sizes[128] < (1 << 22) + 40_000

@@ -22,7 +22,7 @@ from tests.data_prep.test_shards import build_shards
 from tests.support.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
-CHANGING = [
+CHANGING_TEMPLATES = [  # the text depends on the time, on random numbers, on memory addresses or on the order of a set
     "{{ ['a', 'b'] | random }}",
     "{% if messages | length > 99 %}{{ ['a', 'b'] | random }}{% endif %}",
     "{{ lipsum() }}",
@@ -56,14 +56,16 @@ CHANGING = [
 ]
 
 
-@pytest.mark.parametrize("source", CHANGING)
-def test_a_template_whose_text_changes_between_calls_is_refused(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize("source", CHANGING_TEMPLATES)
+def test_a_template_whose_text_may_differ_between_processes_is_an_error(tmp_path: Path, source: str) -> None:
     with pytest.raises(UnusableTemplateError):
         ChatTemplate(source, {}).render(MESSAGES)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", source)
     with raises_error("data.invalid_chat_template", tokenizer.with_name("tokenizer_config.json")):
         build_chat_json(tokenizer, "<|im_end|>")
-    with raises_error("data.invalid_chat_template", "data.records"):  # an older version may have prepared the data
+    with raises_error(
+        "data.invalid_chat_template", "data.records"
+    ):  # data that an older version prepared may have such a template
         DialogueReader({"template": source, "tokens": {}, "special": []}).read_dialogue({"messages": MESSAGES})
 
 
@@ -81,7 +83,7 @@ def test_the_error_of_a_template_names_the_function_or_filter(tmp_path: Path) ->
     assert not (tmp_path / "data/manifest.json").exists()
 
 
-STABLE = {
+STABLE_TEMPLATES = {  # the template and its text
     "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}": "2024",
     "{{ messages | map(attribute='role') | map('upper') | join(' ') }}": "USER ASSISTANT",
     "{{ (messages | selectattr('role', 'equalto', 'assistant') | list)[0].content }}": "Because.",
@@ -102,12 +104,12 @@ STABLE = {
 }
 
 
-@pytest.mark.parametrize("source", STABLE)
-def test_other_templates_render_as_in_transformers(tmp_path: Path, source: str) -> None:
-    assert ChatTemplate(source, {}).render(MESSAGES) == STABLE[source]
+@pytest.mark.parametrize("source", STABLE_TEMPLATES)
+def test_a_template_with_stable_text_renders_as_in_transformers(tmp_path: Path, source: str) -> None:
+    assert ChatTemplate(source, {}).render(MESSAGES) == STABLE_TEMPLATES[source]
     if "strftime_now" not in source:
         reference = PreTrainedTokenizerFast(tokenizer_file=str(save_tokenizer_with_template(tmp_path / "tokenizer")))
-        assert reference.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE[source]
+        assert reference.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE_TEMPLATES[source]
 
 
 def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
@@ -127,18 +129,18 @@ def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
         assert process.stdout.count("ChatTemplateError") == 3, process.stderr
         outputs.add(process.stdout)
     assert len(outputs) == 1
-    assert "0x" not in outputs.pop(), "no address in memory"
+    assert "0x" not in outputs.pop(), "a message contains a memory address"
 
 
 @pytest.mark.parametrize(
-    ("source", "exceeded"),
+    ("source", "exceeded_limit"),
     [
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
          "{% endfor %}", "1 s of processor time"),
         ("{% for a in range(9999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}", "processor time"),
         ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "processor"),
         ("{{ (10 ** 9999) ** 9999 }}", "processor time"),
-        ("{% if 0 %}{{ (10 ** 9999) ** 9999 }}{% endif %}", "processor time"),  # when it is compiled
+        ("{% if 0 %}{{ (10 ** 9999) ** 9999 }}{% endif %}", "processor time"),  # during compilation
         ("{{ 'x' * 10 ** 12 }}", "memory"),
         ("{{ 'x' | center(9999999999) | length }}", "memory"),
         ("{% set ns = namespace(x='xxxxxxxxxx') %}{% for i in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -146,14 +148,16 @@ def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
         ("{{ ('x' * 999999).replace('', 'x' * 999999) | length }}", "memory"),
     ],
 )  # fmt: skip
-def test_time_and_memory_of_a_template_are_limited(monkeypatch: pytest.MonkeyPatch, source: str, exceeded: str) -> None:
-    """Exceeding a limit ends the stage, because limits must not decide which dialogues are used."""
+def test_time_and_memory_of_a_template_are_limited(
+    monkeypatch: pytest.MonkeyPatch, source: str, exceeded_limit: str
+) -> None:
+    """A template that exceeds a limit fails the stage. It must not depend on a limit which dialogues are used."""
     renderer = WorkerPool("pipeline.data.chat_template_worker", 1, chat_template._MAX_MEMORY)
     monkeypatch.setattr(chat_template, "_RENDERER", renderer)
-    with pytest.raises(UnusableTemplateError, match=exceeded):
+    with pytest.raises(UnusableTemplateError, match=exceeded_limit):
         ChatTemplate(source, {}).render(MESSAGES)
     text = ChatTemplate("{{ messages[0].content }}", {}).render(MESSAGES)
-    assert text == "Why?", "a new worker renders the next dialogue"
+    assert text == "Why?", "a new worker did not render the next dialogue"
     renderer.close()
 
 
@@ -171,7 +175,7 @@ def test_a_dialogue_whose_text_is_too_long_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("max_characters", [1, 1 << 20])
-def test_dialogues_do_not_depend_on_the_number_of_answers_in_a_request(
+def test_dialogues_do_not_depend_on_the_size_of_requests_to_the_worker(
     monkeypatch: pytest.MonkeyPatch, max_characters: int
 ) -> None:
     monkeypatch.setattr(chat_template, "_MAX_CHARACTERS_PER_REQUEST", max_characters)
@@ -182,11 +186,12 @@ def test_dialogues_do_not_depend_on_the_number_of_answers_in_a_request(
     ]
     marked = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
     plain = DialogueReader({"template": PLAIN, "tokens": {}, "special": []})
-    text, learned = marked.read_dialogue({"messages": messages})
-    plain_text, plain_learned = plain.read_dialogue({"messages": messages})
+    text, spans = marked.read_dialogue({"messages": messages})
+    plain_text, plain_spans = plain.read_dialogue({"messages": messages})
     assert text == plain_text
-    assert len(learned) == 20
-    assert [(start, end + 1) for start, end in learned] == list(plain_learned), "without marks, line ends are learned"
+    assert len(spans) == 20
+    # Without marks, the newline after an answer also counts in the loss.
+    assert [(start, end + 1) for start, end in spans] == list(plain_spans)
 
 
 def test_a_dialogue_with_a_lone_surrogate_is_rejected() -> None:

@@ -50,7 +50,7 @@ def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def configure_publish(evaluated_run: Run, tmp_path: Path) -> Any:
-    """Return a function that sets the keys of `publish`, forgets what was published, and returns the run."""
+    """Return a function that sets the keys of `publish`, deletes published.json and returns the reopened run."""
 
     def configure(**values: Any) -> Run:
         (evaluated_run.path / "published.json").unlink(missing_ok=True)
@@ -103,8 +103,8 @@ def test_published_version_is_complete_and_its_card_describes_the_run(configure_
     assert metrics["bits_per_byte"] == result["bits_per_byte"]
     step_times = [json.loads(line)["step_time_s"] for line in run.metrics_file.read_text().splitlines()]
     hours = f"{sum(step_times) / 3600:.3g} hours"
-    for fact in ("max 50", "CC0", "corpus.jsonl", "3 steps", "![training loss", hours, "1 kWh"):
-        assert fact in card
+    for text in ("max 50", "CC0", "corpus.jsonl", "3 steps", "![training loss", hours, "1 kWh"):
+        assert text in card
     assert str(tmp_path) not in card
     assert str(run.data_dir.parent) not in card
     assert "<polyline" in (version / "loss.svg").read_text()
@@ -113,14 +113,14 @@ def test_published_version_is_complete_and_its_card_describes_the_run(configure_
     (corpus,) = (Path(name) for name in run.config.data.sources)
     assert f"corpus.jsonl: {corpus.stat().st_size:,} bytes, sha256 {sha256_file(corpus)}" in card
     AutoModelForCausalLM.from_pretrained(version)
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
+    published_files = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
     assert run_publish(run) == ExitCode.DONE
-    assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
+    assert published_files == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in version.iterdir()}
 
 
 @given(st.text(st.sampled_from(" _*`[](){}<>|!&#~$\\\\-+.0aZé\n\t:/\"'"), min_size=1))
 def test_markdown_in_a_file_name_is_rendered_as_plain_text(name: str) -> None:
-    """A file name in the card cannot become a link, image, heading, list, table or HTML."""
+    """No file name in the card may become a link, image, heading, list, table or HTML."""
     renderer = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     escaped = html.escape(f"x {name}: 3").replace("&#x27;", "'")
     expected = f"<ul>\n<li>{' '.join(escaped.split())}</li>\n</ul>\n"
@@ -195,14 +195,14 @@ def publish_until_killed(rank_info: RankInfo, path: Path, calls: int) -> int:
 def test_publishing_killed_at_any_moment_leaves_one_complete_version_or_none(
     configure_publish: Any, tmp_path: Path
 ) -> None:
-    """Each process is killed at a later fsync, rename or replace than the one before, until one finishes."""
+    """Process n exits instead of its call number n + 1 of fsync, rename or replace. The last process finishes."""
     run = configure_publish()
     folder = tmp_path / "models/tiny"
-    killed = 0
+    killed_processes = 0
     while True:
         child = os.fork()
         if child == 0:
-            os._exit(publish_until_killed(make_rank_info(0, 1, 1), run.path, killed))
+            os._exit(publish_until_killed(make_rank_info(0, 1, 1), run.path, killed_processes))
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         versions = [name for name in names if not name.startswith(".")]
@@ -212,8 +212,8 @@ def test_publishing_killed_at_any_moment_leaves_one_complete_version_or_none(
         assert versions in ([], ["step-00000003"])
         if versions:
             assert publish_stage.missing_outputs(run) is None
-        killed += 1
-    assert killed > 12
+        killed_processes += 1
+    assert killed_processes > 12
     assert names == ["step-00000003"]
     assert is_intact(folder / "step-00000003")
 
@@ -256,7 +256,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.story
-def test_version_is_registered_once_after_the_registry_was_not_reachable(
+def test_version_is_registered_once_if_the_registry_is_unreachable_at_first(
     configure_publish: Any, registry: str, tmp_path: Path
 ) -> None:
     """The first attempt writes a complete version. Later attempts only register it, without a second entry."""
@@ -268,16 +268,16 @@ def test_version_is_registered_once_after_the_registry_was_not_reachable(
         with raises_error("publish.registry_failed", "publish.mlflow", "http://127"):
             run_publish(run)
     version = tmp_path / "models/tiny/step-00000003"
-    before = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
+    file_times = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     assert "publish.mlflow" in str(publish_stage.missing_outputs(run))
-    assert "SHA256SUMS" in before
+    assert "SHA256SUMS" in file_times
     run.apply_overrides([f"publish.mlflow.uri={registry}"])
     run = Run.open(run.path)
     for _ in range(2):
         assert run_publish(run) == ExitCode.DONE
         assert publish_stage.missing_outputs(run) is None
         (run.path / "published.json").unlink()  # as if the stage was killed before it wrote this file
-    assert before == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
+    assert file_times == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     client = MlflowClient(tracking_uri=registry, registry_uri=registry)
     [entry] = client.search_model_versions("name = 'tiny-model'")
     result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
@@ -304,7 +304,7 @@ def test_version_is_registered_once_after_the_registry_was_not_reachable(
 def test_command_is_not_run_in_a_folder_that_other_users_can_write(
     configure_publish: Any, tmp_path: Path, code: str
 ) -> None:
-    """The published folder is the working directory of the command, so the command could execute foreign files."""
+    """The published folder is the command's working directory, so the command could execute files of other users."""
     run = configure_publish(run=f"touch {tmp_path}/executed; exit 1")
     version = tmp_path / "models/tiny/step-00000003"
     with raises_error("publish.command_failed", "code 1"):
@@ -322,7 +322,9 @@ def test_command_is_not_run_in_a_folder_that_other_users_can_write(
     assert publish_stage.missing_outputs(run) is not None
 
 
-def test_publish_does_not_change_an_existing_folder_that_is_no_version(configure_publish: Any, tmp_path: Path) -> None:
+def test_publish_fails_and_changes_nothing_if_the_folder_exists_but_is_no_version(
+    configure_publish: Any, tmp_path: Path
+) -> None:
     existing = tmp_path / "models/tiny/step-00000003"
     existing.mkdir(parents=True)
     (existing / "other").touch()
@@ -366,10 +368,10 @@ def publish_at_once(rank_info: RankInfo, runs: list[Path], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("dtypes", [["fp32"] * 4, ["fp32", "bf16", "fp32", "bf16"]])
-def test_one_of_several_simultaneous_publishers_wins_and_others_succeed_only_with_equal_weights(
+def test_of_simultaneous_publishers_one_wins_and_the_others_succeed_only_with_equal_weights(
     configure_publish: Any, tmp_path: Path, dtypes: list[str]
 ) -> None:
-    """A rank with other weights fails and names the folder. No rank removes the temporary folder of another one."""
+    """The error of a rank with other weights names the folder. No rank removes the temporary folder of another rank."""
     run = configure_publish()
     folder = tmp_path / "models/tiny"
     copies = []
@@ -381,9 +383,9 @@ def test_one_of_several_simultaneous_publishers_wins_and_others_succeed_only_wit
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
     model_config = json.loads((folder / "step-00000003/config.json").read_text())
     published_dtype = model_config.get("dtype", model_config.get("torch_dtype"))
-    winner = "bf16" if published_dtype == "bfloat16" else "fp32"
+    winner_dtype = "bf16" if published_dtype == "bfloat16" else "fp32"
     for path, dtype, error in zip(copies, dtypes, errors, strict=True):
-        if dtype == winner:
+        if dtype == winner_dtype:
             assert error == ""
             assert publish_stage.missing_outputs(Run.open(path)) is None
         else:
@@ -493,7 +495,7 @@ def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
     assert run_publish(run) == ExitCode.DONE
     assert publish_stage.missing_outputs(run) is None
 
-    # A change after the stage is done is detected, too.
+    # A change after the stage is done is also detected.
     content[-1] ^= 1
     weights.write_bytes(content)
     assert publish_stage.missing_outputs(run) is not None
