@@ -1,7 +1,7 @@
 """Rules for retrying a stage: the state of its attempts, the budget of each cause, and progress since the last attempt.
 
-The supervisor decides (slurm/supervise/supervisor.py). It combines these rules with the cause of the stop, which
-slurm/supervise/decision.py determines.
+The supervisor applies these rules (slurm/supervise/supervisor.py). slurm/supervise/decision.py determines the cause of
+a stop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _SHARED_BUDGETS = {
     ExitCode.PEER_LOST: "crash",
 }
 """Keys of `recovery.budgets` for causes without a budget of the same name."""
-_NOT_CAUSED_BY_RUN = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
+_EXTERNAL_CAUSES = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
+"""Causes outside of the run. After them, a few attempts in a row may make no progress."""
 
 
 def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
@@ -37,7 +38,7 @@ def get_budget_key(cause: ExitCode) -> str:
 
 
 def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
-    """Return the class of the event that ends an attempt.
+    """Return the class of the event to write at the end of an attempt.
 
     Args:
         cause: Why the attempt ended.
@@ -47,17 +48,22 @@ def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
         return Failed
     if cause in (ExitCode.TIME_LIMIT, ExitCode.REQUEUED):
         return Stopped
-    return next((each for each in END_EVENTS if cause.name.lower() == each.NAME), Failed)
+    return next((event_class for event_class in END_EVENTS if cause.name.lower() == event_class.NAME), Failed)
 
 
 def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, limits: RecoveryConfig) -> str | None:
-    """Return why a stopped stage is not retried. None: it is retried. "": its cause is never retried.
+    """Return why a stopped stage is not retried.
+
+    A stage is not retried if the budget of the cause is used up, or if too many attempts in a row made no progress.
 
     Args:
         before: The state of the stage before this attempt ended.
         cause: Why the attempt ended.
         has_progress: Whether the attempt made progress, such as a new checkpoint.
-        limits: The budgets of the run.
+        limits: The section `recovery` of the config.
+
+    Returns:
+        The reason; None if the stage is retried; "" if this cause is never retried.
     """
     key = get_budget_key(cause)
     used = before.used_budgets.get(key, 0)
@@ -71,13 +77,13 @@ def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, li
             "cause)"
         )
     count = before.restarts_without_progress + 1
-    max_count = limits.max_restarts_without_progress if cause in _NOT_CAUSED_BY_RUN else 0
+    max_count = limits.max_restarts_without_progress if cause in _EXTERNAL_CAUSES else 0
     if has_progress or count <= max_count:
         return None
     stage = str(before.start_event and before.start_event.stage)
     attempts = "this attempt" if count == 1 else f"{count} attempts in a row"
-    trains = stage not in STAGES or STAGES[stage].is_training
-    result = "saved no new checkpoint" if trains else "completed nothing new"
+    is_training = stage not in STAGES or STAGES[stage].is_training
+    result = "saved no new checkpoint" if is_training else "completed nothing new"
     reason = f"{attempts} {result}, so another attempt would probably do the same"
     if cause == ExitCode.TIME_LIMIT:
         reason += f". Starting and saving take longer than stages.{stage}.time allows"

@@ -4,7 +4,8 @@ A key may change as long as no existing output depends on its old value. Before 
 change, except keys that determine finished shards. Afterwards, keys that do not affect results may change, and `resume`
 accepts a larger `train.steps` or `train.epochs`.
 
-A line of changes.jsonl has the changed values in `set`. If it also has `submitted`, this is a whole corrected config.
+A line of changes.jsonl has the changed values in `set`. If the user submitted a corrected config file, the line also
+has the values of this file in `submitted`.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ def changeable_keys() -> list[str]:
 def find_training_output(run: Path) -> str | None:
     """Return the output of the train stage that only the current config can continue; None if there is none.
 
-    This is the newest checkpoint or decisions.jsonl, of the run or of its sweep points.
+    This is the path of the newest checkpoint, also a damaged one, or of decisions.jsonl, relative to the run directory.
+    Outputs of sweep points count.
     """
     return _find_newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
 
 
 def _find_newest(run: Path, *patterns: str) -> str | None:
-    """Return the path of the highest step that matches a pattern, in the run or its sweep points; None without one."""
+    """Return the path of the highest step that matches one of `patterns`, relative to the run directory; None if none.
+
+    The patterns are also applied in the directories of the sweep points.
+    """
     files = [file for pattern in patterns for prefix in ("", "points/*/") for file in run.glob(prefix + pattern)]
     return str(max(files, key=_parse_step).relative_to(run)) if files else None
 
@@ -56,7 +61,10 @@ def _parse_step(path: Path) -> int:
 
 
 def find_dependent_output(run: Path, key: str) -> str | None:
-    """Return the output in the run directory that depends on the value of a key; None if there is none."""
+    """Return the existing output in the run directory that depends on the value of a key; None if there is none.
+
+    The result is a path, or a path with a short explanation.
+    """
     section = key.partition(".")[0]
     if has_policy(key, Policy.CHANGEABLE):
         return None
@@ -70,7 +78,7 @@ def find_dependent_output(run: Path, key: str) -> str | None:
 
 
 def _find_longer_key(old: Config, new: Config) -> str | None:
-    """Return the key that makes `new` train longer than `old`; None if it does not."""
+    """Return the increasable key that is larger in `new`, such as `train.steps`; None if there is none."""
     before = flatten_keys(old.model_dump(mode="json"))
     after = flatten_keys(new.model_dump(mode="json"))
     keys = list_keys_with(Policy.INCREASABLE)
@@ -78,9 +86,10 @@ def _find_longer_key(old: Config, new: Config) -> str | None:
 
 
 def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> str | None:
-    """Return the output in the run directory that depends on the old value of `key`; None if there is none.
+    """Return the existing output in the run directory that depends on the old value of `key`; None if there is none.
 
-    Unlike `find_dependent_output`, this allows the weights of a mixture to change for steps that were not trained yet.
+    Unlike `find_dependent_output`, this function allows the weights of a mixture to change for later steps, if the
+    weights up to the newest checkpoint stay the same.
     """
     if key == "data.mixture.weights" and old.data.mixture and new.data.mixture:
         output = find_training_output(run)
@@ -92,7 +101,7 @@ def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> s
 
 
 def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
-    """Return the changes of a corrected config: key → description.
+    """Return the changes of a corrected config: dotted key → description such as `200 → 300`.
 
     Args:
         run: the run directory.
@@ -101,14 +110,15 @@ def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[st
         new: the corrected config.
 
     Raises:
-        UserError: existing output depends on the old config. The message has the commands that are possible.
+        UserError: if existing output depends on the old value of a changed key. The message contains commands for what
+            the user can do instead.
     """
     descriptions = describe_changes(old, new)
-    outputs = {key: find_output_of_old_value(run, key, old, new) for key in descriptions}
-    existing = list(dict.fromkeys(filter(None, outputs.values())))
+    output_by_key = {key: find_output_of_old_value(run, key, old, new) for key in descriptions}
+    existing = list(dict.fromkeys(filter(None, output_by_key.values())))
     if existing:
         longer_key = _find_longer_key(old, new)
-        refused = [key for key, output in outputs.items() if output and key != longer_key]
+        refused = [key for key, output in output_by_key.items() if output and key != longer_key]
         free_number = next(n for n in count(2) if not run.with_name(f"{new.run.name}-{n}").exists())
         lines = limit_lines([f"{key}: {change}" for key, change in descriptions.items()])
         new_name = f"run.name={new.run.name}-{free_number}"
@@ -123,16 +133,24 @@ def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[st
 
 
 def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]) -> Iterator[str]:
-    """Yield the command that resumes a run with all of `new` except the `refused` keys, and what the command omits.
+    """Yield the command that resumes a run with the changed keys that `resume` accepts, and notes on the other changes.
 
-    If the accepted keys are invalid without the refused keys, the command has no keys.
+    If the config is invalid with only the accepted changes, the command has no keys.
+
+    Args:
+        name: the run's name in messages.
+        old: the config of the run.
+        new: the corrected config.
+        refused: changed keys that `resume` does not accept.
     """
     values = flatten_keys(dump_values(new))
     accepted = [key for key in describe_changes(old, new) if key not in refused]
-    public = {
-        key: values[key] for key in accepted if key in values and values[key] == mask_secrets({key: values[key]})[key]
-    }
-    overrides = [f"{key}={json.dumps(value)}" for key, value in public.items()]
+
+    def is_public(key: str) -> bool:
+        """Return True if the value contains no secret."""
+        return bool(values[key] == mask_secrets({key: values[key]})[key])
+
+    overrides = [f"{key}={json.dumps(values[key])}" for key in accepted if key in values and is_public(key)]
     problem = ""
     omitted = accepted
     try:
@@ -146,7 +164,7 @@ def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]
     yield f"to continue it: {format_command('resume', name, *overrides)}"
     if problem:
         yield f"{', '.join(limit_lines(accepted))}: invalid without the other changes: {problem}"
-    elif omitted:  # a secret, or a key that was removed from a mapping
+    elif omitted:  # the value is secret, or the key was removed from a mapping
         keys = ", ".join(limit_lines(omitted))
         yield f"add yourself, because it is not shown or cannot be removed by key=value: {keys}"
     if refused:
@@ -154,7 +172,10 @@ def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]
 
 
 def check_resume_changes(run: Path, old: Config, new: Config) -> None:
-    """Raise UserError if `new` changes keys that `resume` cannot change in the run directory `run`."""
+    """Raise UserError if existing output in the run directory `run` depends on a key that differs in `new`.
+
+    A larger `train.steps` or `train.epochs` is accepted.
+    """
     longer_key = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, change in describe_changes(old, new).items():
         output = find_output_of_old_value(run, key, old, new)
@@ -171,9 +192,9 @@ def check_resume_changes(run: Path, old: Config, new: Config) -> None:
 
 
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `new` that differ from `old`.
+    """Return the values of `new` that differ from `old`, as a nested mapping.
 
-    If `new` lacks no key of `old`, merging the result into `old` gives `new`.
+    If `new` has all keys of `old`, merging the result into `old` gives `new`.
     """
     values: dict[str, Any] = {}
     for key, value in new.items():
@@ -188,7 +209,7 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
 
 
 def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested mapping as a flat one with dotted keys."""
+    """Return a nested mapping as a flat mapping with dotted keys. `prefix` precedes each key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -196,7 +217,7 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_changes(old: Config, new: Config) -> dict[str, str]:
-    """Return the differences: dotted key → description such as `200 → 300`. Secrets are masked."""
+    """Return the differences of two configs: dotted key → description such as `200 → 300`. Secrets are masked."""
     before = flatten_keys(dump_values(old))
     after = flatten_keys(dump_values(new))
     masked_before = mask_secrets(before)

@@ -3,7 +3,7 @@
     runs/NAME/
       config.yaml      the resolved config; it never changes
       run.json         metadata computed when the run is made, such as hashes of the initial weights
-      changes.jsonl    what `resume RUN key=value`, or a corrected config, changed since the run was made
+      changes.jsonl    changes of the config by `resume RUN key=value` or by submitting a corrected config
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
       data/            tokenizer, work units, shards, manifest.json, rejected.jsonl
@@ -15,8 +15,8 @@
       bad_nodes.jsonl  nodes that failed and are avoided for some time
       stop, save, cancelled   requests of users: save and exit; save; save, exit and do not restart
 
-Any process may die at any moment; the next one reads this directory and continues. Commands on the login node also use
-this module, so it imports no torch, numpy or h5py.
+Any process may die at any moment; the next process reads this directory and continues. Commands on the login node also
+use this module, so it imports no torch, numpy or h5py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +77,7 @@ from pipeline.run.events import Changed, Created, Event, Started, parse_event, u
 
 E = TypeVar("E", bound=Event)
 _UMASK = {"private": 0o077, "group": 0o027, "all": 0o022}
+"""Value of `run.sharing` → the permission bits that files of the run do not have."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +128,20 @@ class Run:
         self._config_stamp = (0, 0)
         """Size and modification time of changes.jsonl when the config was read."""
         self._changed_keys: tuple[tuple[int, int], dict[str, str]] = ((0, 0), {})
-        """The last result of `changed_keys`, with the stamp of changes.jsonl that it belongs to."""
+        """Size and modification time of changes.jsonl, and the result of `changed_keys` for that version of it."""
         self.corrections: dict[str, str] = {}
-        """What a corrected config changes: key → description."""
+        """Changes by a corrected config that the user submitted: dotted key → description."""
         self.code_notes: list[str] = []
-        """Notes from a trial of the model's code that are not errors."""
+        """Notes of `check_model_code` for the user that are not errors."""
 
     # -- creating and opening ------------------------------------------------------------------------------------------
 
     @classmethod
     def preview(cls, config: Config) -> Run:
-        """Return the run of `config` as it is, or as `create` would make it. Nothing is written.
+        """Return the run that `create` would return for `config`. Nothing is written.
 
         Raises:
-            UserError: as `create`, except for the errors that `check_model_code` finds.
+            UserError: as `create`, and if the run was cancelled. Errors that `check_model_code` finds are not raised.
         """
         run = cls(config.run.root / config.run.name, config)
         if run.config_file.exists():
@@ -150,32 +151,33 @@ class Run:
             run.corrections = run._find_corrections(config)
             if run.corrections:
                 run._config = config
-                resolve_user_model(config, run._folders)
+                resolve_user_model(config, run._model_folders)
             return run
-        nearest = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
+        existing = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
         try:
-            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=nearest) as probe:
-                Path(probe, run.path.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=existing) as probe:
+                Path(probe, run.path.relative_to(existing)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise run._make_creation_error(error) from error
-        if nearest == run.path:
+        if existing == run.path:
             run.check_owner()
-        resolve_user_model(config, _sources())
+        resolve_user_model(config, _source_folders())
         return run
 
     @classmethod
     def create(cls, config: Config) -> Run:
-        """Create the run of `config` and return it. If it exists, apply corrections of its config and return it.
+        """Create the run of `config` and return it. If the run exists, change its config to `config`.
 
         Raises:
-            UserError: a run of this name exists with another config, and its output depends on that config. The message
-                names the differences and the possible commands. Also raised if the model's code does not work.
+            UserError: if the run exists with another config, and its output depends on that config. The message names
+                the differences and the possible commands. Also raised if the custom model is not found or its code does
+                not compile, or the run belongs to another user.
         """
         umask = _UMASK[config.run.sharing]
         os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
-            resolve_user_model(config, _sources())  # before anything is written
+            resolve_user_model(config, _source_folders())  # before anything is written
         if not run.path.exists():
             try:
                 run.path.mkdir(parents=True, exist_ok=True)
@@ -221,7 +223,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The path of the run as users type it: relative to the working directory, if the run is below it."""
+        """The path of the run as users type it: relative to the working directory if the run is inside of it."""
         try:
             return str(self.path.relative_to(Path.cwd()))
         except ValueError:
@@ -234,7 +236,7 @@ class Run:
 
     @property
     def sweep_or_self(self) -> Run:
-        """The run to name in a command: the sweep of a sweep point, otherwise this run."""
+        """The run whose name users give to commands: for a sweep point its sweep, otherwise this run."""
         sweep = Run(self.path.parents[1]) if self.path.parent.name == "points" else self
         return sweep if sweep.config_file.exists() else self
 
@@ -244,7 +246,7 @@ class Run:
         return format_command("resume", self.sweep_or_self.name)
 
     def check_owner(self) -> None:
-        """Raise UserError if another user may have written code of this run. Call it before any of it is executed."""
+        """Raise UserError if another user may have written code of this run. Call this before executing the code."""
         check_run_ownership(self.path)
 
     # -- config --------------------------------------------------------------------------------------------------------
@@ -256,19 +258,23 @@ class Run:
             self._config_stamp = self._changes_stamp()
             values = dump_values(load_run_config(self.config_file))
             for change in lines.read_required_lines(self.changes_file, changes.is_config_change):
-                values = (
-                    merge_values(OLDER_DEFAULTS, use_new_names(change["submitted"]))
-                    if "submitted" in change
-                    else merge_values(values, use_new_names(change["set"]))
-                )
-            changed = f" with {self.changes_file.name}" if self.changes_file.exists() else ""
-            self._config = parse_config(values, f"{self.config_file}{changed}")
+                if "submitted" in change:  # a corrected config replaces all values
+                    values = merge_values(OLDER_DEFAULTS, use_new_names(change["submitted"]))
+                else:
+                    values = merge_values(values, use_new_names(change["set"]))
+            source = str(self.config_file)
+            if self.changes_file.exists():
+                source += f" with {self.changes_file.name}"
+            self._config = parse_config(values, source)
         return self._config
 
     def reload_config(self) -> dict[str, str]:
-        """Read the config again if another process changed it, and return the changes: dotted key → description.
+        """Read the config again if another process changed it.
 
-        Processes that follow a run call this. A stage keeps the config that it started with.
+        Processes that follow a run call this method. A stage keeps the config with which it started.
+
+        Returns:
+            The changes: dotted key → description such as `200 → 300`; empty if nothing changed.
         """
         if not self.config_file.exists() or self._config_stamp == self._changes_stamp():
             return {}
@@ -278,10 +284,10 @@ class Run:
         return changes.describe_changes(before, self.config)
 
     def _changes_stamp(self) -> tuple[int, int]:
-        """Return size and modification time of changes.jsonl; zeros if there is none."""
+        """Return size (bytes) and modification time (ns) of changes.jsonl; zeros if the file does not exist."""
         with suppress(FileNotFoundError):
-            state = self.changes_file.stat()
-            return state.st_size, state.st_mtime_ns
+            status = self.changes_file.stat()
+            return status.st_size, status.st_mtime_ns
         return 0, 0
 
     def changed_keys(self) -> dict[str, str]:
@@ -303,10 +309,11 @@ class Run:
 
     def _apply_older_defaults(self, config: Config) -> Config:
         """Return `config` with the defaults of the version that made this run, for keys that neither config sets."""
-        for section, keys in find_older_defaults(self.config_file).items():
-            values = getattr(config, section)
-            old = {key: value for key, value in keys.items() if key not in values.model_fields_set}
-            config = config.model_copy(update={section: values.model_copy(update=old)}) if old else config
+        for section_name, older_defaults in find_older_defaults(self.config_file).items():
+            section = getattr(config, section_name)
+            used = {key: value for key, value in older_defaults.items() if key not in section.model_fields_set}
+            if used:
+                config = config.model_copy(update={section_name: section.model_copy(update=used)})
         return config
 
     def apply_overrides(self, overrides: Sequence[str], new_code: bool = False) -> None:
@@ -316,7 +323,8 @@ class Run:
 
         Args:
             overrides: changes such as `train.steps=200`.
-            new_code: whether `copy_code` follows.
+            new_code: whether the caller then calls `copy_code`. A custom model is then searched in the source
+                directories, otherwise in the run's copy of the code.
 
         Raises:
             ConfigError: the changed config is invalid.
@@ -332,7 +340,7 @@ class Run:
         config = parse_config(apply_overrides(dump_values(self.config), overrides), "command line")
         changes.check_resume_changes(self.path, self.config, config)
         make_point_configs(config)
-        resolve_user_model(config, _sources() if new_code else [self.code_dir])
+        resolve_user_model(config, _source_folders() if new_code else [self.code_dir])
         return config
 
     def with_config(self, config: Config) -> Run:
@@ -343,11 +351,11 @@ class Run:
         return run
 
     def _record_config(self, config: Config, **more: Any) -> None:
-        """Append the differences between the current config and `config` to changes.jsonl, and adopt `config`.
+        """Make `config` the config of the run: append its differences to changes.jsonl and write a `changed` event.
 
         Args:
             config: the new config.
-            **more: further fields of the line.
+            **more: further fields of the line in changes.jsonl.
         """
         change = changes.changed_values(dump_values(self.config), dump_values(config))
         change = make_run_namer(self.config_file)(change)
@@ -357,71 +365,83 @@ class Run:
         self._config_stamp = self._changes_stamp()
 
     def _find_corrections(self, config: Config) -> dict[str, str]:
-        """Return the corrections in `config`: key → description. A config that was submitted before has none.
+        """Return how the submitted `config` differs from the run's config: dotted key → description.
+
+        The result is empty if `config` equals the config that was submitted last. Changes by `resume` then stay.
 
         Raises:
-            UserError: existing output depends on the old config. The message says what the user can do.
+            UserError: if existing output depends on the old config. The message contains commands for what the user can
+                do instead.
         """
         submitted = [
             line["submitted"]
             for line in lines.read_required_lines(self.changes_file, changes.is_config_change)
             if line.get("submitted")
         ]
-        before = merge_values(OLDER_DEFAULTS, use_new_names(submitted[-1])) if submitted else None
-        if config == (parse_config(before, str(self.changes_file)) if before else load_run_config(self.config_file)):
+        if submitted:
+            last_values = merge_values(OLDER_DEFAULTS, use_new_names(submitted[-1]))
+            last_submitted = parse_config(last_values, str(self.changes_file))
+        else:
+            last_submitted = load_run_config(self.config_file)
+        if config == last_submitted:
             return {}
         return changes.check_corrections(self.path, self.name, self.config, config)
 
     def _apply_corrections(self, config: Config) -> None:
-        """Replace the config of the run by `config`. Raises UserError as `_find_corrections` does."""
+        """Replace the config of the run with `config`. Raise UserError if a stage is running.
+
+        Raises:
+            UserError: also as `_find_corrections`.
+        """
         self.corrections = self._find_corrections(config)
         if not self.corrections:
             return
         self.check_not_running([stage for stage in STAGES if self.lock_holder(stage)])
         if config.model.target is not None and self.will_copy_code:
             copy_code(
-                self.path, resolve_user_model(config, _sources()), config.run.root.name, _UMASK[config.run.sharing]
+                self.path,
+                resolve_user_model(config, _source_folders()),
+                config.run.root.name,
+                _UMASK[config.run.sharing],
             )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
                 file.unlink()  # create_points writes them again, from the new config
         self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
-    def check_not_running(self, busy: Sequence[str]) -> None:
+    def check_not_running(self, running_stages: Sequence[str]) -> None:
         """Raise UserError if stages are running, because a change would replace what they use.
 
         Args:
-            busy: descriptions of the running stages.
+            running_stages: descriptions of the running stages.
         """
-        if busy:
+        if running_stages:
             raise UserError(
                 "run.stage_running",
-                f"{', '.join(busy)} is running and uses what would be replaced: wait until it ends, or cancel it: "
-                f"{format_command('cancel', self.name)}",
+                f"{', '.join(running_stages)} is running and uses what would be replaced: wait until it ends, or "
+                f"cancel it: {format_command('cancel', self.name)}",
             )
 
     @cached_property
     def user_model(self) -> UserModel | None:
-        """The module of a custom model; None if the model is the built-in decoder.
-
-        It is searched in the run's copy of the code, or in the sources if they are still to be copied.
-        """
-        return resolve_user_model(self.config, self._folders)
+        """The module of a custom model; None if the model is the built-in decoder model."""
+        return resolve_user_model(self.config, self._model_folders)
 
     @property
     def will_copy_code(self) -> bool:
-        """Whether the code is still to be copied.
+        """Whether a submission will copy the code into the run.
 
-        This is also True if the config was corrected and there is no training output yet. The user may have corrected
-        the module of a custom model at the same time.
+        This is also True if the user submits a corrected config and there is no training output yet. The user may have
+        corrected the module of a custom model at the same time.
         """
         return not self.config_file.exists() or (
             bool(self.corrections) and changes.find_training_output(self.path) is None
         )
 
     @property
-    def _folders(self) -> list[Path]:
-        return _sources() if self.will_copy_code else [self.code_dir]
+    def _model_folders(self) -> list[Path]:
+        """The directories to search for a custom model: the run's copy of the code, or the sources before the copy."""
+        return _source_folders() if self.will_copy_code else [self.code_dir]
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -463,7 +483,7 @@ class Run:
             raise UserError("run.cancelled", f"{self.name} was cancelled; to continue it: {self.resume_command}")
 
     def clear_requests(self) -> None:
-        """Remove stop and cancel requests, because a user resumes the run."""
+        """Remove the requests to stop and to cancel, because a user resumes the run."""
         for file in (self.stop_file, self.cancelled_file):
             file.unlink(missing_ok=True)
 
@@ -476,21 +496,23 @@ class Run:
         return folder
 
     def lock_stage(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
-        """Take the lock of a stage and write the pid and host of this process into it. Each array task has its own
-        lock.
+        """Take the lock of a stage, or of one task of its array, and write the pid and host of this process into it.
+
+        The lock of the whole stage does not lock the tasks of its array.
 
         Args:
             stage: the stage.
-            task: the task of the stage's array; None for the whole stage.
+            task: the index of the array task; None for a job without an array.
             patience_s: how long to wait for the lock.
 
         Returns:
-            The file descriptor; None if another process holds the lock. The ranks inherit the descriptor, so the lock
-            is released when the last rank exits.
+            The file descriptor; None if another process holds the lock. Ranks that this process starts inherit the
+            descriptor, so the lock is released when the last rank exits.
         """
         name = "lock" if task is None else f"lock-{task}"
         fd = open_lock_file(self.stage_dir(stage) / name)
-        deadline = time.monotonic() + patience_s  # lock_holder() also takes the lock for a moment
+        # wait, because lock_holder() takes the lock for a moment to test it
+        deadline = time.monotonic() + patience_s
         while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
@@ -511,7 +533,7 @@ class Run:
         return None
 
     def lock_holder(self, stage: str) -> LockHolder | None:
-        """Return the process that runs the stage, or a task of its array; None if no process runs it."""
+        """Return the process that holds the lock of the stage, or of a task of its array; None if there is none."""
         for lock in sorted((self.jobs_dir / stage).glob("lock*")):
             with open(open_lock_file(lock, os.O_RDONLY), "rb") as file:
                 if not try_flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
@@ -526,16 +548,16 @@ class Run:
         """Hold the lock under which a process creates this run, changes it, replaces its code or submits its jobs.
 
         A process that holds this lock never waits for a job, so jobs may also take the lock. The config is read again
-        in the block, because another process may have changed it.
+        after taking the lock, because another process may have changed the config.
 
         Args:
-            patience_s: how long to wait for the lock. After this time the block runs without the lock, because a
+            patience_s: how long to wait for the lock. After this time the `with` block runs without the lock, because a
                 suspended process may hold it.
         """
         deadline = time.monotonic() + patience_s
-        at_once = 0 if math.isinf(patience_s) else fcntl.LOCK_NB
+        wait_flag = 0 if math.isinf(patience_s) else fcntl.LOCK_NB  # without a limit, flock itself waits
         with open(open_lock_file(self.path / ".creating"), "rb") as lock:
-            while not try_flock(lock.fileno(), fcntl.LOCK_EX | at_once) and time.monotonic() < deadline:
+            while not try_flock(lock.fileno(), fcntl.LOCK_EX | wait_flag) and time.monotonic() < deadline:
                 time.sleep(0.2)
             self._config = None
             yield
@@ -550,39 +572,41 @@ class Run:
     def check_model_code(self) -> list[str]:
         """Try the custom model that `copy_code` would copy; in a sweep, with the options of each point.
 
+        If the jobs use another Python or a container, the model is only compiled.
+
         Returns:
-            A note, if the model never reads some of `model.options`.
+            A list with a note if the model never reads some of `model.options`; otherwise an empty list.
 
         Raises:
-            UserError: the model does not compile, or cannot be imported or built.
+            UserError: if the model does not compile, or cannot be imported or built.
         """
         config = self.config
-        model = resolve_user_model(self.config, _sources())
+        model = resolve_user_model(self.config, _source_folders())
         if model is not None:
             # the Python or container of the jobs may have packages that are missing here
             has_other_python = config.site.python is not None or config.site.container is not None
-            options = (
-                []
-                if has_other_python
-                else [point.model.all_options for point in make_point_configs(config) or [config]]
-            )
+            options: list[Mapping[str, Any]] = []
+            if not has_other_python:
+                options = [each.model.all_options for each in make_point_configs(config) or [config]]
             if unread := try_code(self.code_dir, model, options, config.run.root.name):
                 names = ", ".join(f"model.options.{key}" for key in unread)
                 return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
         return []
 
     def copy_code(self) -> None:
-        """Copy Sluice's code and the package of a custom model into `code/`, with its git commit and uncommitted diff.
+        """Copy Sluice's source code and the package of a custom model into `code/`, replacing an older copy.
 
-        Call this under `lock_exclusively`. An older copy is replaced. If the new copy cannot be made, the older one
-        stays.
+        Call this under `lock_exclusively`. The files COMMIT and DIFF contain the git commit and the uncommitted changes
+        of Sluice's code. If copying or compiling fails, the older copy stays.
 
         Raises:
-            UserError: a file does not compile.
-            shutil.Error, OSError: the copy cannot be written (see `find_storage_error`).
+            UserError: if a file does not compile.
+            shutil.Error, OSError: if the copy cannot be written (see `find_storage_error`).
         """
         config = self.config
-        copy_code(self.path, resolve_user_model(config, _sources()), config.run.root.name, _UMASK[config.run.sharing])
+        copy_code(
+            self.path, resolve_user_model(config, _source_folders()), config.run.root.name, _UMASK[config.run.sharing]
+        )
 
     @property
     def commit(self) -> str | None:
@@ -594,7 +618,7 @@ class Run:
         return None
 
 
-def _sources() -> list[Path]:
+def _source_folders() -> list[Path]:
     """Return the directories that are searched for a custom model, before Python's own path."""
     return [Path.cwd(), CODE_ROOT]
 
@@ -603,15 +627,18 @@ def _sources() -> list[Path]:
 
 
 def list_points(run: Run) -> list[Run]:
-    """Return the runs of a sweep's points; empty if `run` is not a sweep.
+    """Return the runs of a sweep's points, in the order of the sweep; empty if `run` is not a sweep.
 
-    No directory is made. A point that does not exist yet already has its future config.
+    No directory is made. The run of a point that does not exist yet has the config that the point will get.
     """
     return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
 
 
 def create_points(run: Run) -> list[Run]:
-    """Return the runs of a sweep's points, and make the directories that are missing."""
+    """Make the directories of a sweep's points that do not exist yet, and return the runs of all points.
+
+    A point has the `data` and `code` of its sweep, as links.
+    """
     points = list_points(run)
     missing = [point for point in points if not point.config_file.exists()]
     if not missing:

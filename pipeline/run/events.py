@@ -197,7 +197,7 @@ class Submitted(SubmissionEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class NotSubmitted(SubmissionEvent):
-    """A submission failed or was abandoned: it has no job."""
+    """A submission failed, or no job of it was found."""
 
     NAME = "not_submitted"
     stage: str

@@ -33,16 +33,19 @@ GPU_FAILURE_PATTERN = re.compile(
     r"|device\(s\) is/are busy or unavailable|system not yet initialized"
     r"|Xid \([^)]*\): (48|6[1-4]|74|79|92|94|95|119|120|140)\b"
 )
-"""Messages of CUDA (cudaGetErrorString of 13.0), of its driver and of the kernel's log about a defective GPU. They
-count as a bad node. Xids are from NVIDIA's "XID Errors". The Xids 13, 31, 43 and 45 are left out, because they mostly
-result from errors of the program."""
+"""Messages of CUDA (cudaGetErrorString of 13.0), of its driver and of the kernel's log about a defective GPU. After one
+of them, the node counts as bad. An Xid is an error number of the driver; the numbers are from NVIDIA's "XID Errors".
+The Xids 13, 31, 43 and 45 are left out, because they mostly result from errors of the program."""
 _PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed by peer|MpiTimeout")
-"""Messages of torch's backends if another rank was lost. C++ errors of the backends have no Python types, so the text
-is matched. Messages of Gloo contain the name of a source file."""
+"""Messages of torch's communication backends if another rank was lost. C++ errors of the backends have no Python types,
+so the text is matched. Messages of Gloo contain the path of a source file, which has `gloo/` in it."""
 
 
 def explain_error(error: BaseException) -> tuple[ExitCode, str]:
-    """Return the exit code and the message of an error. The message has a traceback, unless the user can correct it."""
+    """Return the exit code and the message of an error.
+
+    The message is a traceback, except for a UserError and for a storage error, such as a full disk.
+    """
     if isinstance(error, UserError):
         return error.exit_code, format_error(error)
     if (storage := find_storage_error(error)) is not None:
@@ -60,7 +63,16 @@ def explain_error(error: BaseException) -> tuple[ExitCode, str]:
 def write_error_report(
     run: Run, stage: str, rank_info: RankInfo, code: ExitCode, message: str, host: str | None = None
 ) -> None:
-    """Write the error for the supervisor. If the file cannot be written, only the log has the error."""
+    """Write `error-rank-N.json` for the supervisor. If the file cannot be written, only the log contains the error.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_info: the rank that failed.
+        code: the exit code of the rank. For STOPPED nothing is written.
+        message: the message of the error.
+        host: the host of the rank; None for this host.
+    """
     if code == ExitCode.STOPPED:
         return
     task = get_array_task(stage, rank_info)
@@ -72,16 +84,17 @@ def write_error_report(
 
 
 def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
-    """Print the error of a rank that runs without a supervisor, and end the other ranks.
+    """Print the error of a rank that runs without a supervisor, and make sure that the other ranks end.
 
-    A rank that only lost a peer waits a second and prints one line. torchrun and mpirun end the other ranks. By
-    default, srun does not, and with NCCL the ranks may hang for half an hour. The job step is therefore killed after
-    `PEER_EXIT_S`.
+    A rank that only lost another rank waits a second, so that the cause is printed first, and prints one line. torchrun
+    and mpirun end the other ranks by themselves. By default, srun does not, and with NCCL the ranks may hang for half
+    an hour. The job step is therefore killed after `PEER_EXIT_S`.
     """
     if code == ExitCode.PEER_LOST:
         time.sleep(1)
         message = f"lost another rank ({message.splitlines()[-1]})"
     elif (step := read_step_id(os.environ)) is not None and rank_info.launcher == "srun":
+        # "$0" is the step
         wait_and_kill = ["sh", "-c", f'sleep {PEER_EXIT_S}; exec scancel --signal=KILL "$0"', step]
         null = subprocess.DEVNULL
         subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
@@ -91,13 +104,13 @@ def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
 def retry_command(run: Run, cause: str | None, message: str = "") -> str:
     """Return the command that continues a run after a stage failed.
 
-    The command has `--update-code` if the error may be in the user's module. It has `key=…` for each config key that
-    the message names and that `resume` can change now.
+    The command has `--update-code` if the error may be in the user's module. It has `key=value` for each config key
+    that the message advises to change and that `resume` can change now.
 
     Args:
-        run: The run, or a point of a sweep.
-        cause: The cause in the event of the failure; None if there is none.
-        message: The message in that event.
+        run: the run, or a point of a sweep.
+        cause: the cause in the `failed` event; None if there is no event.
+        message: the message in the `failed` event.
     """
     changes = _find_advised_changes(run, cause, message)
     update = ["--update-code"] if _may_be_module_error(run, cause, message, changes) else []
@@ -105,16 +118,16 @@ def retry_command(run: Run, cause: str | None, message: str = "") -> str:
 
 
 def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
-    """Return lines that say what to do after a failure, and the command that then continues the run.
+    """Return a text with what to do after a failure, and the command that then continues the run.
 
     The arguments are those of :func:`retry_command`.
     """
     retry = retry_command(run, cause, message)
     training_output = find_training_output(run.sweep_or_self.path)
     changes = _find_advised_changes(run, cause, message)
-    again = "correct it and give the same command again"
+    config_remedy = "correct it and give the same command again"
     if training_output is not None:
-        again = "correct it and submit it under another run.name"
+        config_remedy = "correct it and submit it under another run.name"
     if cause == "storage":
         return f"{_describe_storage_remedy(run, message)}, then: {retry}"
     if cause == "bad_checkpoint":
@@ -124,16 +137,18 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         continuation = f" and continues from {training_output}, which the old code made" if training_output else ""
         lines.append(f"the run executes a copy of the code ({run.code_dir}); --update-code replaces it{continuation}")
         if training_output is None or run.sweep_or_self is not run:
-            lines.append(f"if the config is wrong instead: {again}")
+            lines.append(f"if the config is wrong instead: {config_remedy}")
         return "\n".join(lines)
     if run.config.data.filter and _FILTER_ERROR.search(message):
         return f"correct the function {run.config.data.filter} (data.filter), then: {retry}"
     if changes:
-        key = ", ".join(change.partition("=")[0] for change in changes)
-        lines = [f"to continue with another {key}: {retry}"]
-        return "\n".join([*lines, f"or, if the config is wrong: {again}"] if training_output is None else lines)
+        keys = ", ".join(change.partition("=")[0] for change in changes)
+        lines = [f"to continue with another {keys}: {retry}"]
+        if training_output is None:
+            lines.append(f"or, if the config is wrong: {config_remedy}")
+        return "\n".join(lines)
     if cause == "user_error":
-        return f"after you have corrected the error: {retry}\nif the config is wrong: {again}"
+        return f"after you have corrected the error: {retry}\nif the config is wrong: {config_remedy}"
     if cause == "bad_input":
         return f"after you have restored or repaired the files: {retry}"
     copied = run.config.model.target or ("Sluice's own code" if cause == "crashed" else None)
@@ -141,13 +156,15 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
     return f"to try again: {retry}{hint}"
 
 
+# Error messages advise changes of the config in plain text, such as "set train.micro_batch=2". The patterns below find
+# these keys and values.
 _KEY = r"(?<![\w./-])(?P<key>[a-z][a-z_]*(?:\.\w+)+)(?![\w/]|\.\w)"
 _VERBS = "set|give|use|take|choose|change|correct|add|raise|increase|enlarge|lower|decrease|reduce|shorten|allow|name"
 _ARTICLES = "an? |the |another |other |more |fewer |larger |smaller |higher |longer |shorter "
 _ADVISED = re.compile(rf"\b(?:{_VERBS}) (?:{_ARTICLES})*{_KEY}(?:(?:=|: )(?P<value>[\w./+-]*\w))?", re.IGNORECASE)
 """A key that a message advises to change, possibly with the new value."""
 _ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
-"""The only possible value, in a message about a wrong one."""
+"""The only possible value, in a message about an invalid value."""
 _FILTER_ERROR = re.compile(r"(?:^|error(?:\[[\w.]+\])?: )data\.filter: ", re.MULTILINE)
 """An error of the function of `data.filter`. Runs of older code write it without the error code."""
 _NEVER_CHANGED = ("run.", "model.target", "data.filter")
@@ -155,7 +172,11 @@ _NEVER_CHANGED = ("run.", "model.target", "data.filter")
 
 
 def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str]:
-    """Return the `key=value` that a message advises, with `…` for a value that it does not name."""
+    """Return the changes `key=value` that a message advises. If the message names no value, the value is `…`.
+
+    If a message about a user error or a time limit contains no advice, all keys in the message are returned. Keys on
+    which existing output depends are left out, because `resume` cannot change them.
+    """
     if cause is None:
         return []
     values = {match["key"]: match["value"] for match in _ADVISED.finditer(message) if _is_key(match["key"])}
@@ -164,12 +185,12 @@ def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str
         values = {key: None for key in keys if _is_key(key) and not key.startswith("recovery.")}
     if len(values) == 1 and (choice := _ONLY_CHOICE.findall(message)):
         values = {key: value or (choice[0] if len(choice) == 1 else None) for key, value in values.items()}
-    free = [key for key in values if find_dependent_output(run.sweep_or_self.path, key) is None]
-    return [f"{key}={values[key] or PLACEHOLDER}" for key in free]
+    changeable = [key for key in values if find_dependent_output(run.sweep_or_self.path, key) is None]
+    return [f"{key}={values[key] or PLACEHOLDER}" for key in changeable]
 
 
 def _is_key(key: str) -> bool:
-    """Return True for a config key, not a section, if another value may prevent the error."""
+    """Return True if `key` is a config key, not a section, and another value of the key may prevent the error."""
     if key.startswith("model.options."):
         return True
     return not key.startswith(_NEVER_CHANGED) and key in list_keys(()) and not list_section_keys(tuple(key.split(".")))
@@ -183,7 +204,7 @@ def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Seq
 
 
 def _describe_module_remedy(run: Run, message: str) -> str:
-    """Return what to correct: the file and line in the user's module, if a traceback in the message has one."""
+    """Return what to correct in the user's module: the file and line of the last frame in the message's traceback."""
     target = str(run.config.model.target)
     package = re.escape(f"{run.code_dir}/{target.partition('.')[0]}")
     frames = re.findall(rf'File "({package}\b[^"]*)", line (\d+)', message)
@@ -194,12 +215,13 @@ def _describe_module_remedy(run: Run, message: str) -> str:
 
 
 def _describe_storage_remedy(run: Run, message: str) -> str:
-    """Return what to do about the file system that a message names."""
+    """Return what to do about the full file system that a message names."""
     match = re.search("cannot (?:use|write) (.+?): (?:no space is left|the disk quota)", message)
     if match is None:
         return "once the file system accepts files again"
-    path = run.path / match[1]  # the path in the message may be absolute
-    folder = path if path.is_dir() else path.parent  # it may be on the disk of another machine
+    path = run.path / match[1]  # an absolute path in the message stays as it is
+    folder = path if path.is_dir() else path.parent
+    # inside the run, name a folder that exists; other paths may be on the disk of another machine
     while run.path in folder.parents and not folder.is_dir():
         folder = folder.parent
     return f"free space in {folder}"

@@ -41,10 +41,10 @@ CATEGORIES = (
     previous   request   job       first step                                             last step     end of the
     end                  starts                                                                         attempt
 
-idle           no user had requested that the stage continues
-queue          requested and waiting: for nodes, or for the delay after a requeue
+idle           the stage had ended, and no user had requested to continue it
+queue          requested, but waiting for nodes or for the delay after a requeue
 startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
-compute        steps that count; for stages without steps, all of their running time
+compute        computation of steps that count; for stages without steps, all of their running time
 data           waiting for the next batch
 communication  communication that does not overlap with computation, if it is measured
 evaluation     evaluation on held-out data by the train stage (`train.evaluate_every`)
@@ -66,7 +66,9 @@ _METRIC_OF_CATEGORY = {
 STEP_TIME_KEYS = ("step", "step_time_s", *_METRIC_OF_CATEGORY.values())
 """Keys of a line of metrics.jsonl that the ledger reads."""
 _REQUESTS = (Submitted, Resumed)
+"""Events that request the stage to run."""
 _NO_END = "no end recorded"
+"""The cause of an attempt without an end event."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class JobRun:
 
 @dataclass
 class AttemptTimes:
-    """How one attempt of a stage, or of one task of its array, spent its time."""
+    """The account of one attempt of a stage, or of one task of its array: how the attempt spent its time."""
 
     stage: str
     task: int | None
@@ -104,12 +106,12 @@ def build_ledger(
     running: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
 ) -> list[AttemptTimes]:
-    """Return the attempts of the stages, in the order of `stages`, task by task.
+    """Return the accounts of all attempts, in the order of `stages`, task by task.
 
     Args:
         events: all events of the run.
         metrics: the lines of metrics.jsonl.
-        stages: the stages.
+        stages: the stages to account.
         now: the current time in seconds since 1970.
         running: the stages that are running now. Their last attempt lasts until `now`.
         jobs: the runs of Slurm jobs, if accounting reports them.
@@ -117,17 +119,17 @@ def build_ledger(
     ledger: list[AttemptTimes] = []
     for stage in stages:
         definition = STAGES[stage]
-        of_stage = [event for event in events if event.stage == stage or isinstance(event, Resumed)]
+        stage_events = [event for event in events if event.stage == stage or isinstance(event, Resumed)]
         ready_times = [
             event.timestamp for event in events if event.stage in definition.depends_on and isinstance(event, Done)
         ]
-        tasks = {event.task for event in of_stage if isinstance(event, Started)}
+        tasks = {event.task for event in stage_events if isinstance(event, Started)}
         for task in sorted(tasks, key=lambda task: math.inf if task is None else task):
-            of_task = [event for event in of_stage if not isinstance(event, AttemptEvent) or event.task == task]
+            task_events = [event for event in stage_events if not isinstance(event, AttemptEvent) or event.task == task]
             if task is None:  # the job after an array waits for the whole array
                 ready_times += [attempt.end_time for attempt in ledger if attempt.stage == stage]
             steps = metrics if definition.is_training else ()
-            ledger += _account_attempts(stage, task, of_task, steps, max(ready_times, default=0.0), jobs)
+            ledger += _account_attempts(stage, task, task_events, steps, max(ready_times, default=0.0), jobs)
             last = ledger[-1]
             if stage in running and last.cause == _NO_END:
                 last.seconds["compute" if last.seconds["compute"] else "startup"] += max(0.0, now - last.end_time)
@@ -144,7 +146,16 @@ def _account_attempts(
     ready_time: float,
     jobs: Sequence[JobRun],
 ) -> list[AttemptTimes]:
-    """Return the attempts of a task. `ready_time`: when all stages and tasks on which it depends were done."""
+    """Return the accounts of the attempts of a stage, or of one task of its array.
+
+    Args:
+        stage: the stage.
+        task: the index of the array task; None for a job without an array.
+        events: the events of the stage or task, oldest first.
+        metrics: the lines of metrics.jsonl; empty for a stage without steps.
+        ready_time: when all stages and tasks on which the first attempt depends were done, in seconds since 1970.
+        jobs: the runs of Slurm jobs.
+    """
     before, attempts = split_into_attempts(events)
     is_training = STAGES[stage].is_training
     accounts: list[AttemptTimes] = []
@@ -152,11 +163,11 @@ def _account_attempts(
         state = read_stage_state(attempt_events)
         start_event = state.start_event
         assert start_event is not None
-        started = start_event.timestamp
-        requested = next((event.timestamp for event in before if isinstance(event, _REQUESTS)), started)
-        begin = accounts[-1].end_time if accounts else min(started, max(requested, ready_time))
-        job = _find_job_run(jobs, start_event, started)
-        job_start = max(begin, min(started, job.start_time) if job else started)
+        attempt_start = start_event.timestamp
+        first_request = next((event.timestamp for event in before if isinstance(event, _REQUESTS)), attempt_start)
+        begin = accounts[-1].end_time if accounts else min(attempt_start, max(first_request, ready_time))
+        job = _find_job_run(jobs, start_event, attempt_start)
+        job_start = max(begin, min(attempt_start, job.start_time) if job else attempt_start)
         queue_start = min(max(_find_request_time(before, begin), begin), job_start)
         first_step_time = next(
             (event.timestamp for kind in (Ready, Restored) for event in attempt_events if isinstance(event, kind)), None
@@ -164,9 +175,9 @@ def _account_attempts(
         end = state.end_event
         if end is not None and not end.noticed_later:
             possible_ends = [end.timestamp]
-        elif job and job.end_time:  # the supervisor died with the job, and accounting has the time
+        elif job and job.end_time:  # the supervisor died with the job, and accounting has the end time of the job
             possible_ends = [job.end_time]
-        else:  # the last event or step that was recorded
+        else:  # use the last event or step that the attempt recorded
             possible_ends = [
                 event.timestamp
                 for event in attempt_events
@@ -186,7 +197,7 @@ def _account_attempts(
         else:
             account.seconds["startup" if is_training else "compute"] = account.end_time - job_start
         accounts.append(account)
-        before = attempt_events
+        before = attempt_events  # the events between two attempts are those after the start of the earlier attempt
     return accounts
 
 
@@ -198,7 +209,16 @@ def _divide_running_time(
     lost_steps: list[StepLine],
     events: Sequence[Event],
 ) -> None:
-    """Divide the running time of an attempt with steps into categories."""
+    """Divide the running time of an attempt with steps into categories, in `account.seconds`.
+
+    Args:
+        account: the account of the attempt, with its end time.
+        job_start: when the job started, in seconds since 1970.
+        first_step_time: when the first step began, in seconds since 1970.
+        kept_steps: the lines of the steps that count.
+        lost_steps: the lines of the steps that were repeated later.
+        events: the events of the attempt.
+    """
     seconds = account.seconds
     available_s = account.end_time - first_step_time
     seconds["startup"] = first_step_time - job_start
@@ -207,7 +227,7 @@ def _divide_running_time(
             seconds[category] += spent_s
     seconds["lost"] = sum(line["step_time_s"] for line in lost_steps)
     steps_s = sum(seconds[name] for name in _STEP_CATEGORIES)
-    if steps_s > available_s:  # the clocks of hosts differ, but the steps cannot take longer than the attempt
+    if steps_s > available_s:  # the steps cannot take longer than the attempt, but the clocks of hosts may differ
         for name in _STEP_CATEGORIES:
             seconds[name] *= available_s / steps_s
         steps_s = available_s
@@ -218,7 +238,7 @@ def _divide_running_time(
 
 
 def split_step_time(line: StepLine) -> dict[str, float]:
-    """Return the seconds of a step by category. They add up to the duration of the step."""
+    """Return the seconds of a step by category. Their sum is the duration of the step."""
     seconds = {"compute": 0.0}
     remaining_s = float(line["step_time_s"])
     for category, key in _METRIC_OF_CATEGORY.items():
@@ -232,31 +252,40 @@ def _assign_steps(
 ) -> list[tuple[list[StepLine], list[StepLine]]]:
     """Return for each attempt the lines of its steps: those of steps that count, and those of steps that were repeated.
 
-    An attempt that restores step s writes lines from s + 1. It moves earlier lines beyond s to its `lost_work` event.
-    A line therefore belongs to the newest attempt that began before its step.
+    An attempt that restores step s writes lines from s + 1. It moves existing lines after s to its `lost_work` event.
+    A line therefore belongs to the newest attempt so far that restored an earlier step than the step of the line.
     """
-    steps: list[tuple[list[StepLine], list[StepLine]]] = [([], []) for _ in attempts]
+    steps_by_attempt: list[tuple[list[StepLine], list[StepLine]]] = [([], []) for _ in attempts]
     restored_steps: list[float] = []
+    """The step that each attempt so far restored; infinity for an attempt that did not begin to train."""
 
-    def assign(line: StepLine, is_lost: bool) -> None:
-        attempt = next((n for n in reversed(range(len(restored_steps))) if restored_steps[n] < line["step"]), None)
-        if attempt is not None:
-            steps[attempt][is_lost].append(line)
+    def add_to_attempt(line: StepLine, is_lost: bool) -> None:
+        """Add the line of a step to the attempt that wrote it."""
+        for number in reversed(range(len(restored_steps))):
+            if restored_steps[number] < line["step"]:
+                kept_steps, lost_steps = steps_by_attempt[number]
+                (lost_steps if is_lost else kept_steps).append(line)
+                return
 
     for events in attempts:
         for event in events:
             if isinstance(event, LostWork):
                 for lost_line in event.lines:
-                    assign(lost_line, True)
-        restored = [event.step for event in events if isinstance(event, Restored | Ready)]
-        restored_steps.append(restored[-1] if restored else math.inf)
+                    add_to_attempt(lost_line, is_lost=True)
+        own_steps = [event.step for event in events if isinstance(event, Restored | Ready)]
+        restored_steps.append(own_steps[-1] if own_steps else math.inf)
     for line in metrics:
-        assign(line, False)
-    return steps
+        add_to_attempt(line, is_lost=False)
+    return steps_by_attempt
 
 
 def _find_request_time(before: Sequence[Event], begin: float) -> float:
-    """Return when the user, or a retry of the stage, requested the next attempt."""
+    """Return when the next attempt was requested, in seconds since 1970: by a retry, or by a user.
+
+    Args:
+        before: the events before the start of the next attempt.
+        begin: the end of the previous account, which is also the result for a retry, or if no request is found.
+    """
     for event in before:
         if isinstance(event, RetryEvent):
             return begin
@@ -268,9 +297,13 @@ def _find_request_time(before: Sequence[Event], begin: float) -> float:
 
 
 def _find_job_run(jobs: Sequence[JobRun], started: Started, start_time: float) -> JobRun | None:
-    """Return the run of its Slurm job in which an attempt began: the last run that had started by then.
+    """Return the run of a Slurm job in which an attempt began; None if accounting does not have it.
 
-    A supervisor may make several attempts in one run of a job. Only the first of them begins with the job.
+    Args:
+        jobs: the runs of Slurm jobs.
+        started: the start event of the attempt.
+        start_time: the time of this event, in seconds since 1970. The last run that started before it is returned, with
+            a tolerance of 2 s.
     """
     job_id = started.slurm_job or started.job_id
     possible = [job for job in jobs if job.job_id == job_id and job.start_time <= start_time + 2]
@@ -283,18 +316,21 @@ def sum_categories(attempts: Sequence[AttemptTimes]) -> dict[str, float]:
 
 
 def compute_ratios(seconds: Mapping[str, float]) -> tuple[float, float]:
-    """Return two measures of efficiency, each from 0 to 1 (0 if no time has passed).
+    """Return two measures of efficiency, the effective training time ratio (ETTR) and the forward progress.
+
+    Both are from 0 to 1, and 0 if no time has passed.
+
 
     The measures follow Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA
     2025, arXiv 2410.21680), section II. Repeated steps and the costs of a restart are unproductive, and so is the first
-    start-up. The paper's model of the ETTR also counts the time for writing checkpoints.
+    start-up. The paper's model of the ETTR also counts the time for writing checkpoints as unproductive.
 
     Args:
         seconds: seconds by category.
 
     Returns:
-        The effective training time ratio: productive time divided by the time scheduled or in the queue, without idle
-        time. And the forward progress: productive time divided by scheduled time.
+        The ETTR: productive time divided by the time in jobs and in the queue, without idle time. The forward progress:
+        productive time divided by the time in jobs.
     """
     productive = sum(seconds[name] for name in PRODUCTIVE_CATEGORIES)
     scheduled = sum(spent for name, spent in seconds.items() if name not in WAITING_CATEGORIES)

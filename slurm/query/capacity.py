@@ -1,13 +1,13 @@
 """Check before submission that the cluster can run what a run's stages request.
 
 If sbatch refuses a job in the middle of a chain, the jobs before it are already queued. It also accepts some requests
-that no node can ever satisfy; such jobs wait forever. Three checks prevent this:
+that no node can ever satisfy; such jobs wait forever. Three checks find such requests early:
 
-- :func:`check_capacity`: some nodes of the partition have the requested resources (`sinfo`).
+- :func:`check_capacity`: enough nodes of one partition have the requested resources (`sinfo`).
 - :func:`check_limits`: array sizes and the number of jobs are within the limits of the cluster and the user's QOS.
 - :func:`find_placement_problem`: the ranks of a tensor parallel group share a node. It also runs at the start of a job.
 
-If Slurm does not answer a query, the check is skipped, and sbatch decides.
+If Slurm does not answer a query, the check that needs the answer is skipped, and sbatch decides.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ from slurm.query.slurm_commands import cluster_settings, parse_key_values, read_
 
 TIMEOUT_S = 5.0
 _FORMAT = "%P|%D|%c|%m|%f|%G"
+"""sinfo's columns: partition, number of nodes, CPUs and memory (MB) of each node, features, generic resources."""
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """Nodes of a partition that have the same resources. A resource is infinite if sinfo's output cannot be parsed."""
+class NodeGroup:
+    """Nodes of a partition that have the same resources on each node.
+
+    A resource is infinite if sinfo prints only a lower bound, or something that cannot be parsed.
+    """
 
     partition: str
     count: int
@@ -49,20 +53,20 @@ class Nodes:
 class _Requirement:
     """One resource that a job requests on each node."""
 
-    is_met: Callable[[Nodes], bool]
+    is_met: Callable[[NodeGroup], bool]
     description: str
     """The amount and the config keys that request it: `8 CPUs (…)`."""
-    amount: Callable[[Nodes], float] | None
-    """How much of the resource a node has; None if it is not a number."""
+    amount: Callable[[NodeGroup], float] | None
+    """Returns how much of the resource a node has; None for features, which have no amount."""
     keys: str
-    """The config keys to change."""
+    """The config keys to change, such as `site.mem_gb`."""
 
 
-def parse_nodes(output: str) -> list[Nodes]:
-    """Parse the output of `sinfo --exact --format=%P|%D|%c|%m|%f|%G`; malformed lines are left out."""
+def parse_nodes(output: str) -> list[NodeGroup]:
+    """Parse the output of `sinfo --exact` with the columns `_FORMAT`; malformed lines are left out."""
     rows = [cells for line in output.splitlines() if len(cells := line.strip().split("|")) == 6]
     return [
-        Nodes(
+        NodeGroup(
             partition.rstrip("*"), int(count), _parse_number(cpus), _parse_number(memory),
             frozenset(re.findall(r"[^,()]+", features)) - {"null"}, _parse_gpus(gres),
         )
@@ -72,7 +76,7 @@ def parse_nodes(output: str) -> list[Nodes]:
 
 
 def _parse_number(text: str) -> float:
-    """Return a number that sinfo printed. It is infinity for `4+`, which is only a lower bound, and for other text."""
+    """Return a number that sinfo printed; infinity for `4+`, which is only a lower bound, and for other text."""
     return float(text) if text.isdigit() else math.inf
 
 
@@ -92,10 +96,11 @@ def _parse_gpus(gres: str) -> dict[str, float]:
 def has_features(constraint: str, features: frozenset[str]) -> bool:
     """Return True if a node with these features may be part of an allocation with this constraint (sbatch(1)).
 
-    If the constraint has counts (`a*2`), or alternatives that all nodes must share (`[a|b]`), a node needs only some of
-    the features. If the constraint cannot be parsed, the result is True.
+    If the constraint has counts (`[a*2&b*4]`), one of the features is enough, because other nodes may have the others.
+    Brackets without counts (`[a|b]`) are treated as parentheses. If the constraint cannot be parsed, the result is
+    True.
     """
-    text = re.sub(r"\*\d+", "", constraint).translate(str.maketrans("[,", "(&")).replace("]", ")")
+    text = re.sub(r"\*\d+", "", constraint).translate(str.maketrans("[],", "()&"))
     if re.search(r"\*\d+", constraint):
         text = text.replace("&", "|")
     tokens = re.findall(r"[()&|]|[^()&|\s]+", text)
@@ -129,80 +134,91 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
         is_met = evaluate_or()
     except (ValueError, IndexError):
         return True
-    return is_met or bool(tokens)
+    return is_met or bool(tokens)  # tokens that are left could not be parsed
 
 
 def check_capacity(run: Run) -> None:
-    """Raise UserError if a stage that is not done requests more than the nodes have according to sinfo."""
+    """Raise UserError if a stage requests more than the nodes have according to sinfo.
+
+    Stages that are done are not checked, except in a sweep. No error is raised if sinfo fails, or if Slurm can power on
+    cloud nodes, which sinfo does not show while they are powered off.
+    """
     output = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
-    if not (groups := parse_nodes(output or "")):
+    node_groups = parse_nodes(output or "")
+    if not node_groups:
         return
     for stage in run.config.active_stages:
-        reason = find_unsatisfiable_request(run.config, stage, groups)
-        if reason is None or (
-            run.config.sweep is None and stages.load_stage_module(stage).missing_outputs(run) is None
-        ):
+        reason = find_unsatisfiable_request(run.config, stage, node_groups)
+        if reason is None:
             continue
-        if read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)"):
-            return  # sinfo does not show cloud nodes that are powered off
+        # in a sweep, the outputs of some stages are in the points, so `run` does not show whether they are done
+        is_done = run.config.sweep is None and stages.load_stage_module(stage).missing_outputs(run) is None
+        if is_done:
+            continue
+        can_power_on_nodes = read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)")
+        if can_power_on_nodes:
+            return
         raise UserError("slurm.unsatisfiable_request", reason)
 
 
-def find_unsatisfiable_request(config: Config, stage: str, groups: Sequence[Nodes]) -> str | None:
-    """Return why no nodes can satisfy the request of a stage, with the keys to change; None if some nodes may.
+def find_unsatisfiable_request(config: Config, stage: str, node_groups: Sequence[NodeGroup]) -> str | None:
+    """Return why no partition can satisfy the request of a stage, with the keys to change; None if one may.
 
     Args:
         config: the config.
         stage: the stage.
-        groups: the nodes of the cluster.
+        node_groups: the nodes of all partitions of the cluster.
     """
     site = config.resolve_site(stage)
     min_nodes = config.stages.get_resources(stage).min_nodes
     requested = site.partition or os.environ.get("SBATCH_PARTITION")
     # if no partition is requested, Slurm uses the default partition, or a plugin selects one
-    partitions = requested.split(",") if requested else sorted({group.partition for group in groups if group.count})
+    non_empty_groups = [group for group in node_groups if group.count]
+    partitions = requested.split(",") if requested else sorted({group.partition for group in non_empty_groups})
     groups_by_partition = {
-        name: [group for group in groups if group.partition == name and group.count] for name in partitions
+        name: [group for group in non_empty_groups if group.partition == name] for name in partitions
     }
     if not all(groups_by_partition.values()):
         return None  # sinfo does not show one of the partitions
     requirements = _list_requirements(config, stage)
-    max_matching = max(
-        sum(group.count for group in of_partition if all(each.is_met(group) for each in requirements))
-        for of_partition in groups_by_partition.values()
-    )
+
+    def count_matching_nodes(groups: Sequence[NodeGroup]) -> int:
+        """Return how many nodes meet all requirements."""
+        return sum(group.count for group in groups if all(each.is_met(group) for each in requirements))
+
+    max_matching = max(map(count_matching_nodes, groups_by_partition.values()))  # a job runs in one partition
     if max_matching >= min_nodes:
         return None
-    place = f"partition {requested}" if requested else "the cluster"
-    candidates = [group for of_partition in groups_by_partition.values() for group in of_partition]
+    location = f"partition {requested}" if requested else "the cluster"
+    candidates = [group for groups in groups_by_partition.values() for group in groups]
     alternative = f" or {_find_key(config, stage, 'partition')}"
-    for each in requirements:
-        if not any(map(each.is_met, candidates)):
-            limit = f"; the most is {max(map(each.amount, candidates)):,.0f}" if each.amount else ""
-            return f"{stage}: no node of {place} has {each.description}{limit}. Change {each.keys}{alternative}"
+    for requirement in requirements:
+        if not any(map(requirement.is_met, candidates)):
+            limit = f"; the most is {max(map(requirement.amount, candidates)):,.0f}" if requirement.amount else ""
+            problem = f"no node of {location} has {requirement.description}{limit}"
+            return f"{stage}: {problem}. Change {requirement.keys}{alternative}"
     if max_matching == 0:
-        combination = " and ".join(each.description for each in requirements)
-        return f"{stage}: no node of {place} has {combination}. Change one of these{alternative}"
-    problem = f"only {max_matching} nodes of {place} fit"
+        combination = " and ".join(requirement.description for requirement in requirements)
+        return f"{stage}: no node of {location} has {combination}. Change one of these{alternative}"
+    problem = f"only {max_matching} nodes of {location} fit"
     return f"{stage}: stages.{stage}.nodes is {min_nodes}, and {problem}. Change stages.{stage}.nodes{alternative}"
 
 
 def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
-    """Return what the job of a stage requests on each node."""
+    """Return the resources that the job of a stage requests on each node: CPUs, memory, GPUs and features."""
     site = config.resolve_site(stage)
     resources = config.stages.get_resources(stage)
     requirements = []
     cpus = resources.processes_per_node * (site.cpus_per_task or 1)
     if cpus > 1 and not site.sbatch.keys() & {"overcommit", "ntasks-per-core", "ntasks-per-socket"}:
-        keys = (
-            [f"stages.{stage}.tasks_per_node: {resources.processes_per_node}"] if STAGES[stage].is_distributed else []
-        )
+        factors: dict[str, int] = {}
+        if STAGES[stage].is_distributed:
+            factors[f"stages.{stage}.tasks_per_node"] = resources.processes_per_node
         if site.cpus_per_task:
-            keys.append(f"{_find_key(config, stage, 'cpus_per_task')}: {site.cpus_per_task}")
-        names = " or ".join(key.partition(":")[0] for key in keys)
-        description = f"{cpus:,} CPUs ({' × '.join(keys)})"
+            factors[_find_key(config, stage, "cpus_per_task")] = site.cpus_per_task
+        description = f"{cpus:,} CPUs ({' × '.join(f'{key}: {value}' for key, value in factors.items())})"
         requirements.append(
-            _Requirement(lambda nodes: nodes.cpus >= cpus, description, lambda nodes: nodes.cpus, names)
+            _Requirement(lambda nodes: nodes.cpus >= cpus, description, lambda nodes: nodes.cpus, " or ".join(factors))
         )
     if site.mem_gb:
         memory_mb = math.ceil(site.mem_gb * 1024)
@@ -214,14 +230,14 @@ def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
     if (gpus := site.gpus_per_node) and site.gpus_as != "none":
         gpu_type = (site.gpu_type or "").lower()
 
-        def count_gpus(nodes: Nodes) -> float:
+        def count_gpus(nodes: NodeGroup) -> float:
             return nodes.gpus.get(gpu_type, 0.0) if gpu_type else sum(nodes.gpus.values())
 
         key = _find_key(config, stage, "gpus_per_node")
         type_hint = f", site.gpu_type: {site.gpu_type}" if gpu_type else ""
-        description = f"{gpus} GPU{'s' * (gpus > 1)} ({key}: {gpus}{type_hint})"
-        names = key + " or site.gpu_type" * bool(gpu_type)
-        requirements.append(_Requirement(lambda nodes: count_gpus(nodes) >= gpus, description, count_gpus, names))
+        description = f"{gpus} GPU{'s' if gpus > 1 else ''} ({key}: {gpus}{type_hint})"
+        keys = f"{key} or site.gpu_type" if gpu_type else key
+        requirements.append(_Requirement(lambda nodes: count_gpus(nodes) >= gpus, description, count_gpus, keys))
     if constraint := site.constraint:
         key = _find_key(config, stage, "constraint")
         description = f"the features {constraint} ({key})"
@@ -232,7 +248,10 @@ def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
 
 
 def _find_key(config: Config, stage: str, name: str) -> str:
-    """Return the key of the config that sets a request: that of the stage, of all data jobs, or of the site."""
+    """Return the config key that sets a resource of a stage: `stages.STAGE.X`, `site.data_jobs.X` or `site.X`.
+
+    `name` is the last part of the key, such as `mem_gb`.
+    """
     if getattr(config.stages.get_resources(stage), name) is not None:
         return f"stages.{stage}.{name}"
     if not STAGES[stage].is_distributed and getattr(config.site.data_jobs, name) is not None:
@@ -241,9 +260,10 @@ def _find_key(config: Config, stage: str, name: str) -> str:
 
 
 def assign_ranks_to_nodes(tasks: Sequence[int], distribution: str) -> list[int]:
-    """Return the node of each rank, by the rules of srun(1), `--distribution`.
+    """Return the index of the node of each rank, by the rules of srun(1), `--distribution`.
 
-    `block` fills a node before the next one. `plane=N` assigns N ranks to each node in turn; `cyclic` assigns one rank.
+    `block` fills a node before the next one. `plane=N` assigns N ranks to each node in turn, and `cyclic` assigns one
+    rank to each node in turn.
 
     Args:
         tasks: how many ranks each node can run.
@@ -262,6 +282,7 @@ def assign_ranks_to_nodes(tasks: Sequence[int], distribution: str) -> list[int]:
 
 
 def _parse_plane_size(distribution: str) -> int | None:
+    """Return N for the distribution `plane=N`; None for other distributions."""
     match = re.match(r"plane=(\d+)", distribution.lower())
     return int(match[1]) if match else None
 
@@ -271,13 +292,13 @@ def describe_placement_problem(
 ) -> str | None:
     """Return why the ranks of a stage do not fit the granted nodes; None if they fit.
 
-    The allocation may have more nodes than necessary, because srun uses the first ones.
+    The allocation may have more nodes than necessary; srun then uses the first nodes.
 
     Args:
         stage: the stage.
         nodes: the number of nodes that the stage uses.
         per_node: the number of ranks on each node.
-        tensor: the size of a tensor-parallel group, which divides `per_node`.
+        tensor: the number of ranks in a tensor-parallel group. It divides `per_node`.
         tasks: how many tasks each granted node can run.
         distribution: the value of `--distribution`; None for the default (block).
     """
@@ -287,8 +308,9 @@ def describe_placement_problem(
             f"{', '.join(map(str, tasks))} tasks: request --nodes={nodes} --ntasks-per-node={per_node}, or set "
             f"stages.{stage}.nodes and stages.{stage}.tasks_per_node to what was granted"
         )
-    plane = _parse_plane_size(distribution or "")
-    if plane and per_node % plane:  # srun would fill the planes unevenly: 3 and 1 ranks instead of 2 and 2
+    plane_size = _parse_plane_size(distribution or "")
+    # with planes of 3, srun would put the 4 ranks of two nodes as 3 and 1 instead of 2 and 2
+    if plane_size and per_node % plane_size:
         return (
             f"--distribution={distribution} makes planes that do not divide the ranks per node ({per_node}): request "
             "--distribution=block (site.distribution)"
@@ -314,7 +336,10 @@ def find_planned_placement_problem(config: Config) -> str | None:
 
 
 def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
-    """Return why `size` ranks of a stage do not fit this allocation; None if they fit, or if it is unknown."""
+    """Return why `size` ranks of a stage do not fit this job's allocation; None if they fit.
+
+    The result is also None for a stage without a process group, and if the allocation is unknown.
+    """
     granted = read_granted_tasks(os.environ)
     if not STAGES[stage].is_distributed or granted is None:
         return None
@@ -324,14 +349,15 @@ def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
 
 
 _TIMEOUT_S = 10.0
+"""Time limit of each query of a limit."""
 
 
 def check_limits(config: Config, planned: Mapping[str, Sequence[int]]) -> None:
-    """Raise UserError if Slurm would refuse one of the planned jobs.
+    """Raise UserError if the planned jobs exceed a limit on array sizes or on the number of jobs in the queue.
 
     Args:
         config: the config.
-        planned: for each stage, the number of tasks of each submission; 1 for a job without an array.
+        planned: for each stage, the number of array tasks of each job to submit; 1 for a job without an array.
     """
     if not any(map(sum, planned.values())):
         return
@@ -365,7 +391,9 @@ def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], set
 def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], cluster: str) -> None:
     """Raise UserError if the user would have more jobs in the queue than MaxSubmitJobs allows.
 
-    The QOS has the limit. If it has none, the limit of the association applies.
+    The limit of the job's QOS applies (MaxSubmitJobsPerUser). If the QOS has no limit, the limit of the user's
+    association with the account applies. No error is raised if the job's partition has a QOS: its limits take
+    precedence, and they are not read.
     """
     columns = "DefaultAccount,Account,Partition,DefaultQOS,MaxSubmitJobs"
     associations = _read_sacctmgr(
@@ -379,7 +407,7 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
         requested = {name: _find_requested(config, stage, name) for name in ("account", "partition", "qos")}
         for default, account, partition, default_qos, limit in associations if sum(sizes) else ():
             if account != (requested["account"] or default) or partition not in ("", requested["partition"]):
-                continue
+                continue  # the association is not used for this stage
             qos = requested["qos"] or default_qos or "normal"
             key = ("QOS", qos)
             text = limit_by_qos.get(qos, "")
@@ -413,14 +441,20 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
 
 
 def _find_requested(config: Config, stage: str, name: str) -> str | None:
-    """Return the account, partition or QOS that a stage's job requests: from the config, or from SBATCH_* variables."""
+    """Return the account, partition or QOS (`name`) that a stage's job requests; None for Slurm's default.
+
+    Options of the config take precedence over SBATCH_* variables.
+    """
     site = config.resolve_site(stage)
     value = getattr(site, name) or site.sbatch.get(name) or os.environ.get(f"SBATCH_{name.upper()}")
     return None if value is None else str(value)
 
 
 def _has_partition_qos(partition: str | None) -> bool:
-    """Return True if a partition (None: any partition) has a partition QOS. Its limits take precedence over others."""
+    """Return True if a partition has a QOS of its own (None: if any partition has one), or if Slurm does not respond.
+
+    The limits of a partition's QOS take precedence over those of the job's QOS.
+    """
     output = run_slurm_command("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
     return any(parse_key_values(line).get("QoS", "N/A") != "N/A" for line in (output or "QoS=unknown").splitlines())
 

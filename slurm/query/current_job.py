@@ -4,10 +4,10 @@
 
 - It shows a `PreemptTime` from the start of a preemption's grace period.
 - Once the job is requeued, `Restarts` is one more than at the start of this process, and `PreemptTime` is gone.
-- After a plain `scancel` neither is shown.
+- After a plain `scancel`, `PreemptTime` is not shown and `Restarts` is unchanged.
 - The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then distinguishes a
-  preemption with PreemptMode=CANCEL from `scancel` in the grace period. The same holds for a limit that ends before the
-  job's own time limit, such as the end of a reservation.
+  preemption with PreemptMode=CANCEL from `scancel` in the grace period. It also shows a TIMEOUT before the job's own
+  time limit, such as at the end of a reservation.
 
 Nodes that failed are recorded in `bad_nodes.jsonl` of the run. For `recovery.exclude_hours`, new jobs exclude them by
 `--exclude`, and requeued jobs by `scontrol update` of their ExcNodeList.
@@ -57,30 +57,31 @@ class JobInfo:
     time_left_s: float | None
     """Seconds until the time limit, by the controller's clock. None if there is no limit or the job has not started."""
     is_batch: bool
-    """Whether it was submitted with sbatch. Only batch jobs can be requeued."""
+    """Whether the job was submitted with sbatch. Only batch jobs can be requeued."""
     start: str = ""
-    """When it started, as Slurm writes it."""
+    """When the job last started, as Slurm writes times."""
     exit_code: int = 0
-    """The exit code of its batch script; 0 before it exits."""
+    """The exit code of the batch script; 0 before the script exits."""
     partition: str = ""
     qos: str = ""
     may_requeue: bool = True
-    """Whether it may be requeued (sbatch --requeue)."""
+    """Whether the job may be requeued (sbatch --requeue)."""
     excluded_nodes: str = ""
-    """The nodes that it may not run on, as a host list."""
+    """The nodes on which the job may not run, as a host list."""
     submit_time: float = 0.0
-    """When it was submitted or last requeued, in seconds since 1970."""
+    """When the job was submitted or last requeued, in seconds since 1970."""
 
 
 def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
     """Return what the controller shows about a job.
 
-    A busy controller refuses some queries, so the query is repeated for `patience_s` seconds. Without an answer, the
-    supervisor could report a wrong cause for a stop.
+    A busy controller refuses some queries, so a failed query is repeated for `patience_s` seconds. Without an answer,
+    the supervisor could report a wrong cause for a stop. While the job is COMPLETING, its state is replaced by the
+    final state in accounting, if there is one.
 
     Args:
         job_id: the id of a job (`12`) or of a task of an array (`12_3`).
-        patience_s: how long to repeat the query.
+        patience_s: how long to repeat a query that fails.
 
     Returns:
         The job; None if the controller does not respond in time.
@@ -93,7 +94,7 @@ def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
         time.sleep(0.5)
     info = parse_job_info(output)
     if info.state == "COMPLETING":
-        # such as `CANCELLED by 0`; accounting may lag and still show RUNNING, which is ignored
+        # sacct prints, for example, `CANCELLED by 0`; accounting may lag and still show RUNNING, which is ignored
         states = (run_slurm_command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()
         if states and states[0] in CAUSE_BY_STATE:
             info = replace(info, state=states[0])
@@ -102,35 +103,35 @@ def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
 
 def parse_job_info(output: str) -> JobInfo:
     """Parse the output of `scontrol show job`."""
-    shown = parse_key_values(output)
+    fields = parse_key_values(output)
     time_left_s = None
-    with suppress(ValueError):  # UNLIMITED
-        time_left_s = float(parse_time_limit(shown.get("TimeLimit", "")) - parse_time_limit(shown.get("RunTime", "")))
-    state = shown.get("JobState", "UNKNOWN")
-    exit_code = shown.get("ExitCode", "").split(":")[0]
-    excluded_nodes = shown.get("ExcNodeList", "")
+    with suppress(ValueError):  # TimeLimit may be UNLIMITED
+        time_left_s = float(parse_time_limit(fields.get("TimeLimit", "")) - parse_time_limit(fields.get("RunTime", "")))
+    state = fields.get("JobState", "UNKNOWN")
+    exit_code = fields.get("ExitCode", "").split(":")[0]
+    excluded_nodes = fields.get("ExcNodeList", "")
     return JobInfo(
         state=state,
-        restarts=int(shown["Restarts"]) if shown.get("Restarts", "").isdigit() else 0,
-        is_preempted=state == "PREEMPTED" or shown.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
+        restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
+        is_preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         time_left_s=time_left_s,
-        is_batch=shown.get("BatchFlag", "0") != "0",  # more than 1 if Slurm has requeued the job after its end
-        start=shown.get("StartTime", ""),
-        partition=shown.get("Partition", ""),
-        qos=shown.get("QOS", ""),
-        may_requeue=shown.get("Requeue") != "0",
+        is_batch=fields.get("BatchFlag", "0") != "0",  # more than 1 if Slurm has requeued the job after its end
+        start=fields.get("StartTime", ""),
+        partition=fields.get("Partition", ""),
+        qos=fields.get("QOS", ""),
+        may_requeue=fields.get("Requeue") != "0",
         excluded_nodes=excluded_nodes if excluded_nodes != "(null)" else "",
-        submit_time=parse_slurm_time(shown.get("SubmitTime", "")),
+        submit_time=parse_slurm_time(fields.get("SubmitTime", "")),
         exit_code=int(exit_code) if exit_code.isdigit() else 0,
     )
 
 
 def query_accounted_state(job_id: str, start: str) -> str | None:
-    """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it has none.
+    """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it is not recorded.
 
     Args:
         job_id: a job, or a task of an array, that has been requeued. Accounting has a row for each of its runs.
-        start: when the run of interest started, as Slurm writes it.
+        start: when that run of the job started, as Slurm writes times.
     """
     output = run_slurm_command("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
     rows = (line.split("|") for line in output.splitlines())
@@ -139,23 +140,23 @@ def query_accounted_state(job_id: str, start: str) -> str | None:
 
 
 def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
-    """Return the nodes that are down or do not respond to the controller.
+    """Return the nodes that are down or do not respond to the controller; none if the controller does not respond.
 
     Args:
-        nodes: the nodes to check, as a host list.
-        since: a time as Slurm writes it. If given, the result also contains nodes on which slurmd started later: they
-            failed and are up again.
+        nodes: the nodes to check, as a host list; "" for none.
+        since: a time as Slurm writes times. If given, the result also contains nodes on which slurmd started after
+            `since`: these nodes failed and are up again.
     """
     failed = set()
     output = run_slurm_command("scontrol", "show", "node", "--oneliner", nodes) if nodes else None
     for line in (output or "").splitlines():
-        shown = parse_key_values(line)
-        state = shown.get("State", "")
-        slurmd_start = shown.get("SlurmdStartTime", "")
+        fields = parse_key_values(line)
+        state = fields.get("State", "")
+        slurmd_start = fields.get("SlurmdStartTime", "")
         is_down = "DOWN" in state or "*" in state or "NOT_RESPONDING" in state
         has_restarted = bool(since) and slurmd_start[:1].isdigit() and slurmd_start > since
         if is_down or has_restarted:
-            failed.add(shown["NodeName"])
+            failed.add(fields["NodeName"])
     return sorted(failed)
 
 
@@ -163,11 +164,11 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     """Requeue the job of this process.
 
     Slurm then ends this run of the job: it sends SIGTERM, and SIGKILL after KillWait. The SIGTERM may kill `scontrol`
-    before it reports success. A failure of `scontrol` therefore counts only if Slurm shows that the job was not
+    before it reports success. If `scontrol` fails, the job's number of restarts therefore decides whether the job was
     requeued. The list of excluded nodes can only be changed before the SIGKILL.
 
     Args:
-        job_id: the job.
+        job_id: the id of the job.
         restarts: how often the job was requeued before.
         exclude: the new list of excluded nodes; None to leave the list unchanged.
 
@@ -194,21 +195,24 @@ def record_bad_node(run: Run, host: str, cause: str) -> None:
 def select_bad_nodes(
     runs: Sequence[Run], now: float, nodes: Mapping[str, bool], already_excluded: Iterable[str], min_nodes: int
 ) -> list[str]:
-    """Return the bad nodes to exclude: the newest ones of the last `exclude_hours`, at most `exclude_at_most`.
+    """Return the bad nodes to exclude, the last recorded first.
+
+    These are nodes that were recorded in the last `recovery.exclude_hours`, at most `recovery.exclude_at_most`.
 
     Args:
-        runs: the runs whose records count.
+        runs: the runs with the records of bad nodes. The config of the first run is used.
         now: the current time, in seconds since 1970.
         nodes: the nodes of the partition, and whether jobs can start on them. Slurm refuses a list with other nodes.
-        already_excluded: nodes that the user excludes.
+        already_excluded: nodes that are excluded anyway.
         min_nodes: the number of nodes that the job needs. At least this many usable nodes are never excluded.
     """
     limits = runs[0].config.recovery
     records = sorted((record for run in runs for record in _read_bad_nodes(run)), key=lambda record: -record["time"])
-    recent = [_node_name(r["host"], nodes) for r in records if now - r["time"] < limits.exclude_hours * 3600]
+    recent_nodes = [_node_name(r["host"], nodes) for r in records if now - r["time"] < limits.exclude_hours * 3600]
+    candidates = [node for node in dict.fromkeys(recent_nodes) if node in nodes]
     usable = {node for node, is_usable in nodes.items() if is_usable} - set(already_excluded)
     selected: list[str] = []
-    for node in [node for node in dict.fromkeys(recent) if node in nodes][: limits.exclude_at_most]:
+    for node in candidates[: limits.exclude_at_most]:
         if node not in usable or len(usable) > min_nodes:
             selected.append(node)
             usable.discard(node)
@@ -216,7 +220,11 @@ def select_bad_nodes(
 
 
 def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
-    """Return the `--exclude` option of a new job for `stage` of these runs; None if it excludes no nodes."""
+    """Return the `--exclude` option of a new job for `stage` of `runs`; None if the job excludes no nodes.
+
+    The option contains `site.sbatch.exclude` and the bad nodes. If `site.sbatch.exclude` is a file, no bad nodes are
+    added.
+    """
     site = runs[0].config.resolve_site(stage)
     configured = str(site.sbatch.get("exclude") or "")
     bad_nodes: list[str] = []
@@ -231,10 +239,11 @@ def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
 def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None:
     """Return the new ExcNodeList of a job that is requeued.
 
-    Nodes that the user excludes stay in the list. Bad nodes leave it after `exclude_hours`, so it may become empty.
+    Nodes that the user excludes stay in the list. Bad nodes are removed from the list after `recovery.exclude_hours`.
 
     Returns:
-        The new list; None if the list does not change or Slurm does not respond.
+        The new list, "" if no node is excluded any more; None if the list does not change, no bad node was ever
+        recorded, or Slurm does not respond.
     """
     current = expand_hostlist(info.excluded_nodes) if info.excluded_nodes else []
     records = list(_read_bad_nodes(run))
@@ -272,7 +281,7 @@ def _list_nodes(partition: str | None) -> dict[str, bool]:
 
 
 def _node_name(host: str, nodes: Mapping[str, bool]) -> str:
-    """Return Slurm's name of a host. The hostname may be longer (`n1.cluster` for the node `n1`)."""
+    """Return Slurm's name of a host, whose hostname may be longer (`n1.cluster` for the node `n1`)."""
     return host if host in nodes else host.partition(".")[0]
 
 

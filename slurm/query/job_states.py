@@ -5,18 +5,18 @@ file system use the same ids. Callers therefore pass a :class:`RecordedJob`. Wha
 
 - Proven: squeue shows a job with this id, on this cluster, with the run's comment. Only such a job is cancelled,
   changed or waited for. A requeue changes the job's times, but neither its id nor its comment.
-- Similar: only cluster, id, user, name and submit time agree, because many sites keep no comments in accounting. That
-  is enough to find out how the job ended.
+- Similar: only cluster, id, user, name and submit time agree, because many sites keep no comments in accounting. A
+  similar job is enough to find out how the recorded job ended.
 
 One query costs one `squeue -t all --me`, which shows jobs until MinJobAge after their end. The controller applies only
 the filter `--me` (or a single id) itself; with a list of ids it sends the whole queue. `sacct` then shows the jobs that
 squeue does not; it lags by about a second. A second `squeue` is needed for jobs of another user. A job that neither
-shows is UNKNOWN, and the run directory decides; the same holds if the controller does not respond. All commands of a
-query share one time limit.
+command shows is UNKNOWN, and so are all jobs if the controller does not respond. The state of an UNKNOWN job's stage is
+then taken from the run directory. All commands of a query share one time limit.
 
 A submission writes the event `submitting` with a random key before it calls sbatch, and `submitted` with the job's id
-afterwards. A submission that has only the first event is open: its job may exist. The job is found by the key, which is
-an argument of its batch script (squeue's `%o`, accounting's SubmitLine).
+afterwards. A submission that has only the first event is unconfirmed: its job may exist. The job is found by the key,
+which is an argument of its batch script (squeue's `%o`, accounting's SubmitLine).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _KEY = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
 _COMMENT_END = "\x1f"
 """Separates comment and command in squeue's rows. Neither contains it (slurm/submit/sbatch.py)."""
 _STATES_BEFORE_RESTART = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
-"""States in which accounting shows the end of a run of a job that was requeued at that moment."""
+"""States in accounting of one run of a job that may be followed by another run, because Slurm requeued the job."""
 
 
 @dataclass(frozen=True)
@@ -115,33 +115,36 @@ class RecordedJob:
     """The index of an array task. None for a whole job or array, or if `job_id` already contains the index."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether the submission is open: its job has no known id, may not exist, and can only be found by its key."""
+    def is_unconfirmed(self) -> bool:
+        """Whether the submission is unconfirmed: its job has no known id, and may not exist."""
         return not self.job_id
 
-    def resolve_job_id(self, shown: JobState) -> str:
-        """Return the id of this job as events write it, from `shown`, which is this job or one of its tasks."""
-        return array_job_id(shown.job_id) + ("" if self.array_task is None else f"_{self.array_task}")
+    def resolve_job_id(self, row: JobState) -> str:
+        """Return the id of this job in the form that events use. `row`: this job, or one of its tasks."""
+        return array_job_id(row.job_id) + ("" if self.array_task is None else f"_{self.array_task}")
 
-    def is_proven_by(self, shown: JobState) -> bool:
-        """Return True if the job that Slurm shows under this id or key is this job."""
-        if self.cluster not in (None, shown.cluster):
+    def is_proven_by(self, row: JobState) -> bool:
+        """Return True if `row`, which has this job's id, or in an unconfirmed submission any id, is this job."""
+        if self.cluster not in (None, row.cluster):
             return False
-        if not self.is_open:
-            return shown.comment in self.comments
-        is_task = self.array_task is None or shown.job_id == self.resolve_job_id(shown)
+        if not self.is_unconfirmed:
+            return row.comment in self.comments
+        is_task = self.array_task is None or row.job_id == self.resolve_job_id(row)
         script_dirs = (f" {comment.removeprefix(COMMENT_PREFIX)}/jobs/" for comment in self.comments)
-        is_of_this_run = any(folder in f" {shown.command}" for folder in script_dirs)  # not of a copy of the run
-        return is_task and is_of_this_run and self.key == shown.key
+        is_of_this_run = any(folder in f" {row.command}" for folder in script_dirs)  # not of a copy of the run
+        return is_task and is_of_this_run and self.key == row.key
 
-    def is_similar_to(self, shown: JobState) -> bool:
-        """Return True if `shown` may be this job: its comment is missing, cut off or replaced, but the rest agrees."""
-        is_of_some_run = shown.comment.startswith(COMMENT_PREFIX)
-        if is_of_some_run and not any(comment.startswith(shown.comment) for comment in self.comments):
+    def is_similar_to(self, row: JobState) -> bool:
+        """Return True if `row` may be this job: cluster, user, name and submit time agree.
+
+        The comment of `row` may be missing, truncated, or replaced by one that is not of Sluice.
+        """
+        has_sluice_comment = row.comment.startswith(COMMENT_PREFIX)
+        if has_sluice_comment and not any(comment.startswith(row.comment) for comment in self.comments):
             return False
-        is_same_cluster = shown.cluster is not None and self.cluster == shown.cluster
-        is_same_name = (self.uid, self.name) == (shown.uid, shown.name)
-        return is_same_cluster and is_same_name and abs(self.submit_time - shown.submit_time) <= SUBMIT_TIME_TOLERANCE_S
+        is_same_cluster = row.cluster is not None and self.cluster == row.cluster
+        is_same_name = (self.uid, self.name) == (row.uid, row.name)
+        return is_same_cluster and is_same_name and abs(self.submit_time - row.submit_time) <= SUBMIT_TIME_TOLERANCE_S
 
 
 def require_response(states: Iterable[JobState]) -> None:
@@ -155,29 +158,29 @@ def require_response(states: Iterable[JobState]) -> None:
 
 
 def query_job_states(
-    jobs: Iterable[RecordedJob], forgotten: dict[RecordedJob, JobState] | None = None
+    jobs: Iterable[RecordedJob], final_states: dict[RecordedJob, JobState] | None = None
 ) -> dict[RecordedJob, JobState]:
     """Return the state of each job.
 
-    An array counts as one job: it has the state of a task that may still run, otherwise that of a failed task.
+    An array counts as one job: it has the state of a task that may still run, otherwise the state of a failed task.
 
     Args:
         jobs: the jobs.
-        forgotten: for callers that query repeatedly. Final states of jobs that squeue no longer shows are kept here,
-            and these jobs are not queried again.
+        final_states: a cache for callers that query repeatedly. The final states of jobs that squeue no longer shows
+            are added. Jobs in this dictionary are not queried again.
     """
-    return find_jobs(jobs, frozenset(), forgotten)[0]
+    return find_jobs(jobs, frozenset(), final_states)[0]
 
 
 def find_jobs(
-    jobs: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState] | None = None
+    jobs: Iterable[RecordedJob], comments: Set[str], final_states: dict[RecordedJob, JobState] | None = None
 ) -> tuple[dict[RecordedJob, JobState], list[JobState] | None]:
-    """Query jobs, and find jobs that no event of a run names.
+    """Query the states of jobs, and find other jobs with the comments of runs.
 
     Args:
         jobs: the jobs.
         comments: comments of runs.
-        forgotten: see :func:`query_job_states`.
+        final_states: see :func:`query_job_states`.
 
     Returns:
         The state of each job, and a list of other jobs of this user: those that have one of `comments`, have not ended
@@ -185,36 +188,40 @@ def find_jobs(
     """
     is_in_job = bool(os.environ.get("SLURM_JOB_ID"))
     deadline = time.monotonic() + (TIMEOUT_S if is_in_job else slurm_commands.INTERACTIVE_TIMEOUT_S)
-    known = {} if forgotten is None else forgotten
-    remaining = sorted(set(jobs) - known.keys(), key=lambda job: job.job_id)
+    if final_states is None:
+        final_states = {}
+    remaining = sorted(set(jobs) - final_states.keys(), key=lambda job: job.job_id)
     cluster = slurm_commands.cluster_name() if remaining or comments else None
     if cluster is None:
-        return {**known, **{job: JobState(job.job_id, UNKNOWN, NOT_RESPONDING) for job in remaining}}, None
+        unknown_states = {job: JobState(job.job_id, UNKNOWN, NOT_RESPONDING) for job in remaining}
+        return {**final_states, **unknown_states}, None
     query = _Query(cluster, remaining, deadline)
     if query.matches or comments:
-        query.ask_controller(query.matches, "--me", needs_all_of_user=bool(comments))
-    if unmatched := [job for job in query.unmatched_jobs() if not job.is_open]:
-        query.ask_accounting(unmatched)
-    if open_submissions := [job for job in query.unmatched_jobs() if job.is_open]:
-        query.ask_accounting_by_key(open_submissions)
-    if of_others := [job for job in query.unmatched_jobs() if job.uid != os.getuid() and not job.is_open]:
-        query.ask_controller(of_others)
+        query.query_squeue(query.matches, "--me", includes_other_jobs=bool(comments))
+    if unmatched := [job for job in query.unmatched_jobs() if not job.is_unconfirmed]:
+        query.query_sacct(unmatched)
+    if unconfirmed := [job for job in query.unmatched_jobs() if job.is_unconfirmed]:
+        query.query_sacct_by_key(unconfirmed)
+    if of_other_users := [job for job in query.unmatched_jobs() if job.uid != os.getuid() and not job.is_unconfirmed]:
+        query.query_squeue(of_other_users)
     states = {job: query.get_state(job) for job in remaining}
-    for job in set(remaining) - query.matches.keys() | set(unmatched):
-        if not states[job].is_active and states[job].reason != NOT_RESPONDING and not job.is_open:
-            known[job] = states[job]
+    jobs_of_other_clusters = set(remaining) - query.matches.keys()
+    for job in jobs_of_other_clusters | set(unmatched):
+        if not states[job].is_active and states[job].reason != NOT_RESPONDING and not job.is_unconfirmed:
+            final_states[job] = states[job]
     if query.unclaimed is None:
-        return {**known, **states}, None
-    commented = (shown for shown in query.unclaimed if shown.comment in comments and shown.state not in FINAL_STATES)
-    return {**known, **states}, [shown for shown in commented if not any(_is_same_job(job, shown) for job in known)]
+        return {**final_states, **states}, None
+    commented = (row for row in query.unclaimed if row.comment in comments and row.state not in FINAL_STATES)
+    other_jobs = [row for row in commented if not any(_is_same_job(job, row) for job in final_states)]
+    return {**final_states, **states}, other_jobs
 
 
-def _is_same_job(job: RecordedJob, shown: JobState) -> bool:
-    return array_job_id(job.job_id) == array_job_id(shown.job_id) and job.is_proven_by(shown)
+def _is_same_job(job: RecordedJob, row: JobState) -> bool:
+    return array_job_id(job.job_id) == array_job_id(row.job_id) and job.is_proven_by(row)
 
 
 class _Query:
-    """One query: it runs the commands, and matches the rows that they print with the jobs.
+    """One query of Slurm: it runs squeue and sacct, and assigns the rows that they print to the recorded jobs.
 
     Args:
         cluster: the local cluster.
@@ -226,39 +233,40 @@ class _Query:
         self.cluster = cluster
         self._deadline = deadline
         self.matches: dict[RecordedJob, list[JobState]] = {job: [] for job in jobs if job.cluster in (None, cluster)}
-        """For each job of this cluster, what Slurm shows of it: several rows for the tasks of an array."""
+        """For each job of this cluster, the rows that show the job: several rows for the tasks of an array."""
         self._jobs_by_id = {
             job_id: list(group) for job_id, group in groupby(self.matches, key=lambda job: job.job_id) if job_id
         }
-        self._open = [job for job in self.matches if job.is_open]
+        self._unconfirmed = [job for job in self.matches if job.is_unconfirmed]
         self.unclaimed: list[JobState] | None = []
-        """Other jobs that squeue shows; None if it did not respond."""
+        """Rows of squeue that are none of the jobs; None if squeue did not respond."""
 
     def unmatched_jobs(self) -> list[RecordedJob]:
         """Return the jobs that no command has shown yet."""
-        return [job for job, shown in self.matches.items() if not shown]
+        return [job for job, rows in self.matches.items() if not rows]
 
     def _find_by_id(self, job_id: str) -> list[RecordedJob]:
+        """Return the recorded jobs with this id; for an array task that is not recorded, those with the array's id."""
         return self._jobs_by_id.get(job_id, self._jobs_by_id.get(array_job_id(job_id), []))
 
-    def _find_open(self, shown: JobState) -> list[RecordedJob]:
-        return [job for job in self._open if job.is_proven_by(shown)]
+    def _find_unconfirmed(self, row: JobState) -> list[RecordedJob]:
+        return [job for job in self._unconfirmed if job.is_proven_by(row)]
 
     def _time_remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def ask_controller(self, jobs: Iterable[RecordedJob], *filters: str, needs_all_of_user: bool = False) -> None:
-        """Match what squeue shows. If it does not respond, the jobs are UNKNOWN.
+    def query_squeue(self, jobs: Iterable[RecordedJob], *filters: str, includes_other_jobs: bool = False) -> None:
+        """Call squeue, and assign its rows to the jobs. If squeue does not respond, `jobs` are UNKNOWN.
 
         Args:
             jobs: the jobs to find.
-            filters: arguments of squeue.
-            needs_all_of_user: whether to also list jobs that are not in `jobs`.
+            filters: arguments of squeue, such as `--me`.
+            includes_other_jobs: whether to also list jobs that are not in `jobs`, in `unclaimed`.
         """
         jobs = dict.fromkeys(jobs)
         columns = f"%i|%T|%r|%N|{self.cluster}|%U|%V|%j|%k{_COMMENT_END}%o"
         command = ["squeue", "-h", "-r", "-t", "all", "-o", columns, *filters]
-        if len(jobs) < _MAX_IDS_OF_SQUEUE and not needs_all_of_user and not any(job.is_open for job in jobs):
+        if len(jobs) < _MAX_IDS_OF_SQUEUE and not includes_other_jobs and not any(job.is_unconfirmed for job in jobs):
             command += ["-j", _join_ids(jobs)]
         output = slurm_commands.run_slurm_command(
             *command, timeout_s=self._time_remaining_s(), nothing_found=NO_SUCH_JOB
@@ -266,94 +274,105 @@ class _Query:
         if output is None:
             self.unclaimed = None
             self.matches |= {job: [JobState(job.job_id, UNKNOWN, NOT_RESPONDING)] for job in jobs}
-        for shown in _parse_rows(output):
-            self._match_row_of_controller(shown)
+        for row in _parse_rows(output):
+            self._match_squeue_row(row)
 
-    def _match_row_of_controller(self, shown: JobState) -> None:
-        """Add one row of squeue to the job that it shows."""
-        candidates = self._find_by_id(shown.job_id)
-        if proven := [job for job in candidates if job.is_proven_by(shown)]:
-            # two jobs of a run may have had the same id: the row shows the one that was submitted last
-            self.matches[max(proven, key=lambda job: job.submit_time)].append(shown)
+    def _match_squeue_row(self, row: JobState) -> None:
+        """Assign one row of squeue: to the job that the row proves, to an unconfirmed submission, or to `unclaimed`.
+
+        A row without proof is also assigned to similar jobs. If that row is active, the state of the job is UNKNOWN.
+        """
+        candidates = self._find_by_id(row.job_id)
+        if proven := [job for job in candidates if job.is_proven_by(row)]:
+            # two jobs of a run may have had the same id: the row shows the job that was submitted last
+            self.matches[max(proven, key=lambda job: job.submit_time)].append(row)
             return
-        if open_submissions := self._find_open(shown):
-            for job in open_submissions:
-                self.matches[job].append(shown)
+        if unconfirmed := self._find_unconfirmed(row):
+            for job in unconfirmed:
+                self.matches[job].append(row)
             return
         if self.unclaimed is not None:
-            self.unclaimed.append(shown)
-        for job in [job for job in candidates if job.is_similar_to(shown)]:
+            self.unclaimed.append(row)
+        for job in [job for job in candidates if job.is_similar_to(row)]:
             problem = (
-                f"job {shown.job_id} has the id, name, user and time of a job of this run, but not the comment that "
-                f"would prove it ({job.comments[0]}). Sluice does not change it; to end it: scancel {shown.job_id}"
+                f"job {row.job_id} has the id, name, user and time of a job of this run, but not the comment that "
+                f"would prove it ({job.comments[0]}). Sluice does not change it; to end it: scancel {row.job_id}"
             )
-            has_ended = shown.state in FINAL_STATES
-            self.matches[job].append(shown if has_ended else replace(shown, state=UNKNOWN, reason=problem))
+            has_ended = row.state in FINAL_STATES
+            self.matches[job].append(row if has_ended else replace(row, state=UNKNOWN, reason=problem))
 
-    def ask_accounting(self, jobs: Iterable[RecordedJob]) -> None:
-        """Match what accounting shows. Each run of a requeued job has a row.
+    def query_sacct(self, jobs: Iterable[RecordedJob]) -> None:
+        """Call sacct with job ids, and assign its rows to the jobs. Each run of a requeued job has a row.
 
         Rows of jobs that have not ended are ignored, because accounting never learns of jobs that a controller lost.
-        Half of the remaining time is left for another squeue.
+        sacct may use half of the remaining time; the other half is left for another squeue.
         """
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,Comment"
         newest_runs: dict[RecordedJob, dict[str, JobState]] = {}
         output = query_accounting(_join_ids(jobs), columns, timeout_s=self._time_remaining_s() / 2)
-        for shown in sorted(_parse_rows(output), key=lambda shown: shown.submit_time):
-            for job in self._find_by_id(shown.job_id):
-                previous = newest_runs.setdefault(job, {}).get(shown.job_id)
-                # the submit time of a later run of the job is the time of the requeue, so it need not agree
-                compared = shown if previous is None else replace(shown, submit_time=job.submit_time)
-                may_follow = previous is None or previous.state in _STATES_BEFORE_RESTART
-                if job.is_similar_to(compared) and may_follow:
-                    newest_runs[job][shown.job_id] = shown
+        for row in sorted(_parse_rows(output), key=lambda row: row.submit_time):
+            for job in self._find_by_id(row.job_id):
+                previous = newest_runs.setdefault(job, {}).get(row.job_id)
+                # the submit time of a later run is the time of the requeue; only that of the first run must agree
+                compared = row if previous is None else replace(row, submit_time=job.submit_time)
+                is_first_or_later_run = previous is None or previous.state in _STATES_BEFORE_RESTART
+                if job.is_similar_to(compared) and is_first_or_later_run:
+                    newest_runs[job][row.job_id] = row
         for job, tasks in newest_runs.items():
             if all(task.state in FINAL_STATES for task in tasks.values()):
                 self.matches[job] += tasks.values()
 
-    def ask_accounting_by_key(self, jobs: Sequence[RecordedJob]) -> None:
-        """Match jobs of open submissions that have ended and that squeue no longer shows."""
+    def query_sacct_by_key(self, jobs: Sequence[RecordedJob]) -> None:
+        """Call sacct for unconfirmed submissions, and assign the ended jobs that have their keys."""
         since = datetime.fromtimestamp(min(job.submit_time for job in jobs) - SUBMIT_TIME_TOLERANCE_S)
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,SubmitLine"
         names = ",".join(sorted({job.name for job in jobs}))
         command = ["sacct", "-n", "-P", "-X", "-S", since.isoformat(timespec="seconds"), f"--name={names}"]
         output = slurm_commands.run_slurm_command(*command, "-o", columns, timeout_s=self._time_remaining_s() / 2)
         for row in _parse_rows(output):
-            shown = replace(row, command=row.comment, comment="")
-            if shown.state in FINAL_STATES:
-                for job in self._find_open(shown):
-                    self.matches[job].append(shown)
+            ended_job = replace(row, command=row.comment, comment="")  # the last column is SubmitLine here
+            if ended_job.state in FINAL_STATES:
+                for job in self._find_unconfirmed(ended_job):
+                    self.matches[job].append(ended_job)
 
     def get_state(self, job: RecordedJob) -> JobState:
-        """Return the state of a job. For an array, this is a task that may still run, otherwise one that failed."""
+        """Return the state of a job. For an array, this is the state of one task.
+
+        A running task is preferred, then another active task, then a task that did not complete.
+        """
         if job not in self.matches:
             return JobState(job.job_id, UNKNOWN, f"jobs of cluster {job.cluster} are not visible on {self.cluster}")
-        shown = self.matches[job] or [JobState(job.job_id, UNKNOWN)]
-        first = min(shown, key=lambda s: (not s.is_active, s.state in ("COMPLETED", UNKNOWN), s.state != "RUNNING"))
-        return replace(first, job_id=job.job_id or (first.job_id and job.resolve_job_id(first)))
+        rows = self.matches[job] or [JobState(job.job_id, UNKNOWN)]
+        row = min(
+            rows, key=lambda row: (not row.is_active, row.state in ("COMPLETED", UNKNOWN), row.state != "RUNNING")
+        )
+        job_id = job.job_id
+        if not job_id and row.job_id:  # the job of an unconfirmed submission was found
+            job_id = job.resolve_job_id(row)
+        return replace(row, job_id=job_id)
 
 
 def query_accounting(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Return what sacct prints about jobs: a row for each run of each job.
+    """Return the output of sacct about jobs: a row for each run of each job. The result is "" if sacct fails.
 
     Args:
-        ids: job ids, separated by commas; many are queried in parts.
+        ids: job ids, separated by commas. More than `_IDS_PER_SACCT` ids are queried in several calls.
         columns: sacct's columns.
-        timeout_s: the time limit for all parts together.
+        timeout_s: the time limit for all calls together.
     """
     all_ids = ids.split(",")
     deadline = time.monotonic() + timeout_s
     command = ("sacct", "-n", "-P", "-X", "-D", "-o", columns, "-j")
     output = ""
     for first in range(0, len(all_ids), _IDS_PER_SACCT):
-        part = ",".join(all_ids[first : first + _IDS_PER_SACCT])
+        ids_of_call = ",".join(all_ids[first : first + _IDS_PER_SACCT])
         remaining_s = max(0.0, deadline - time.monotonic())
-        output += slurm_commands.run_slurm_command(*command, part, timeout_s=remaining_s) or ""
+        output += slurm_commands.run_slurm_command(*command, ids_of_call, timeout_s=remaining_s) or ""
     return output
 
 
 def cancel_jobs(jobs: Iterable[JobState]) -> None:
-    """Cancel the jobs that have not ended. The caller must just have queried that they belong to the run."""
+    """Cancel the jobs that have not ended. The caller must just have checked that all of them belong to the run."""
     if ids := [job.job_id for job in jobs if job.is_active or job.is_unsatisfiable]:
         slurm_commands.run_slurm_command("scancel", *ids)
 

@@ -9,12 +9,12 @@ The answer depends on the controller's version:
 
 Only an exit of the job removes the mark. The mark remains after `scontrol requeue`, or if Slurm requeues the job at the
 end of the grace period. The next exit of the job, maybe hours later, then causes one surplus requeue (ticket 25682,
-fixed during 26.05). Therefore a job should exit in its grace period, and a stage must recognize a start after its end
-(:func:`requeues_preempted_jobs`).
+fixed during 26.05). Therefore a job should exit in its grace period. A job must also expect that it is started although
+its stage has already ended (:func:`requeues_preempted_jobs`).
 
-However, each exit in a grace period counts as a failed launch. The fifth one (MaxBatchRequeue) leaves the job held
+However, each exit in a grace period counts as a failed launch. The fifth exit (MaxBatchRequeue) leaves the job held
 forever (`launch failure limit exceeded requeued held`; seen on 24.11). A job therefore exits only a few times without
-a request, and then requests to be requeued: one surplus start is better than a job that is held forever.
+`scontrol requeue`. Later it requests the requeue: one surplus start is better than a job that is held forever.
 
     python -m slurm.query.preemption JOB    # for batch scripts: fails if this job must request a requeue
 """
@@ -31,16 +31,16 @@ from slurm.query.slurm_commands import parse_key_values, read_slurm_config, run_
 REQUEUES_SINCE = (24, 5)
 """From this version on, Slurm requeues a preempted job that exits in its grace period."""
 MIN_REMAINING_EXITS = 2
-"""The number of exits that must remain before the limit: this one, and one for a surplus requeue at the end."""
+"""The number of exits that must remain before the limit: this exit, and one for a surplus requeue at the end."""
 
 
 def controller_version(config: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the version of the controller, such as (24, 11). `scontrol` itself may have another version."""
+    """Return the controller's version from its configuration, such as (24, 11); () if the version is unknown."""
     return tuple(int(part) for part in re.findall(r"\d+", config.get("SLURM_VERSION", ""))[:2])
 
 
 def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) -> bool:
-    """Return True if a job should exit in order to be requeued, rather than request it.
+    """Return True if a job should simply exit in order to be requeued; False if it must request the requeue.
 
     Args:
         config: the controller's configuration.
@@ -48,11 +48,12 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
         info: the job.
     """
     limit = config.get("MaxBatchRequeue", "5")
-    # every restart is counted as an exit in a grace period, although some were not; this errs on the safe side
-    remaining = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts
-    will_be_requeued = info.is_preempted and info.may_requeue and set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
+    # every restart counts as an exit in a grace period, although some were not: the estimate is on the safe side
+    remaining_exits = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts
+    is_requeue_mode = set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
+    will_be_requeued = info.is_preempted and info.may_requeue and is_requeue_mode
     is_new_enough = controller_version(config) >= REQUEUES_SINCE
-    return will_be_requeued and is_new_enough and remaining >= MIN_REMAINING_EXITS
+    return will_be_requeued and is_new_enough and remaining_exits >= MIN_REMAINING_EXITS
 
 
 def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
@@ -60,8 +61,8 @@ def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
 
     Args:
         info: the job.
-        exclude: the new list of excluded nodes; None for no change. The list can only be changed after a requested
-            requeue, so the result is False if one is given.
+        exclude: the new list of excluded nodes; None for no change. With a new list the result is False, because the
+            list can only be changed after `scontrol requeue`.
     """
     if not info.is_preempted or exclude is not None:
         return False
@@ -70,12 +71,12 @@ def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
 
 
 def requeues_preempted_jobs() -> bool:
-    """Return True if this controller may requeue a job after its stage ended, because the job was preempted before."""
+    """Return True if this controller may start a job again after its stage ended, because of an earlier preemption."""
     return controller_version(read_slurm_config()) >= REQUEUES_SINCE
 
 
 def _read_preempt_mode(config: Mapping[str, str], info: JobInfo) -> str:
-    """Return the PreemptMode of the job's partition or QOS (slurm.conf(5), PreemptType)."""
+    """Return the PreemptMode of the job's partition or QOS (slurm.conf(5), PreemptType); "" if nothing is preempted."""
     preempt_type = config.get("PreemptType")
     if preempt_type == "preempt/partition_prio":
         output = run_slurm_command("scontrol", "--oneliner", "show", "partition", info.partition)
@@ -88,5 +89,5 @@ def _read_preempt_mode(config: Mapping[str, str], info: JobInfo) -> str:
 
 
 if __name__ == "__main__":
-    own_job = read_job_info(sys.argv[1])
-    sys.exit(0 if own_job is not None and is_requeued_on_exit(own_job, None) else 1)
+    job_info = read_job_info(sys.argv[1])
+    sys.exit(0 if job_info is not None and is_requeued_on_exit(job_info, None) else 1)

@@ -1,4 +1,8 @@
-"""Find the jobs of a run: the jobs that its events describe, which of them exist now, and jobs that no event names."""
+"""Find the jobs of a run: the jobs that its events name, which of them exist now, and jobs that no event names.
+
+A submission is unconfirmed while its events do not name a job (slurm/query/job_states.py). A stray job has the comment
+of the run, but belongs to none of its submissions.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def job_comment(run: Path) -> str:
 
 
 def job_identity(job_name: str, **fields: Any) -> dict[str, Any]:
-    """Return the fields of an event that distinguish its job from other jobs with the same id."""
+    """Return the fields of an event that distinguish its job from other jobs with the same id, and `fields`."""
     return {"cluster": slurm_commands.cluster_name(), "uid": os.getuid(), "job_name": job_name, **fields}
 
 
@@ -85,7 +89,9 @@ def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> Reco
 def list_submissions(
     run: Run, events: Sequence[SubmissionEvent] | None = None
 ) -> list[tuple[Submitting | Submitted, RecordedJob]]:
-    """Return the submissions of a run to Slurm, also open ones, oldest first. Each has its newest event and its job.
+    """Return the submissions of a run to Slurm, oldest first. Each has its newest event and its job.
+
+    Unconfirmed submissions are included; submissions that failed (`not_submitted`) are not.
 
     Args:
         run: the run.
@@ -104,14 +110,17 @@ def list_submissions(
 
 
 def list_recorded_jobs(run: Run) -> list[tuple[Submitting | Submitted, RecordedJob]]:
-    """Return the jobs that were submitted for a run, oldest first, with their events. Open submissions are left out."""
-    return [(event, job) for event, job in list_submissions(run) if not job.is_open]
+    """Return the jobs that events of a run name, oldest first, with these events.
+
+    Unconfirmed submissions are left out.
+    """
+    return [(event, job) for event, job in list_submissions(run) if not job.is_unconfirmed]
 
 
 def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
     """Return the events that may concern the job that now has this id on this cluster.
 
-    Older events than the last submission with this id concern another job, and so do events of other clusters.
+    Events before the last submission with this id concern another job, and so do events of other clusters.
     """
     cluster = slurm_commands.cluster_name()
     array_id = array_job_id(job_id)
@@ -125,7 +134,8 @@ def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
 def find_first_submissions(events: Sequence[Event]) -> list[int]:
     """Return the indices of the first `submitted` event of each submission key in `events`.
 
-    If the event is missing when a job starts, the job writes it. submit.py may then write it a second time.
+    A submission may have two such events: if the event is missing when a job starts, the job writes the event, and
+    submit.py may write the event later.
     """
     first: dict[str | int, int] = {}
     for number, event in enumerate(events):
@@ -135,9 +145,10 @@ def find_first_submissions(events: Sequence[Event]) -> list[int]:
 
 
 def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
-    """Return True if a job that Slurm still lists will end and its stage will not be retried.
+    """Return True if a job that Slurm still lists will end, and its stage will not be retried.
 
-    That is the case if a user requested a stop, if the job is COMPLETING, or if its attempt has an end event.
+    That is the case if a user requested a stop, if the job is COMPLETING, or if its attempt has an end event. A pending
+    job, and a job whose last attempt will be retried, will not end.
     """
     events = events_since_submission(run.read_events(stage), job.job_id)
     # an event of the job itself, or of a task of this array
@@ -157,21 +168,21 @@ class SubmittedJob:
 
     run: Path
     stage: str
-    """Empty for a job that only its comment assigns to the run, and whose stage is unknown."""
+    """Empty if the stage of a stray job is unknown."""
     job_id: str
-    """Empty if the submission is open and no job of it was found."""
+    """Empty if the submission is unconfirmed and no job of it was found."""
     state: JobState
     step: int | None = None
     """If the job evaluates a checkpoint during the run (slurm/supervise/background.py), the step of that checkpoint. No
     job in the chain depends on this job."""
     event: Submitting | Submitted | None = None
-    """The event of its submission: `Submitting` if the submission is open. None if no event names the job."""
+    """The event of its submission: `Submitting` if the submission is unconfirmed. None if no event names the job."""
     is_stray: bool = False
-    """Whether the job has the run's comment, but no submission of the run made it."""
+    """Whether the job has the run's comment, but belongs to no submission of the run."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether an event names the job."""
+        """Whether a `submitted` event names the job."""
         return not isinstance(self.event, Submitting) and not self.is_stray
 
     @property
@@ -180,25 +191,26 @@ class SubmittedJob:
         return self.event is not None and (self.event.tasks or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
-def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
+def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
     """Return the jobs of `runs`, oldest first, with their states from one query.
 
-    These are the jobs in their events, jobs of open submissions, and jobs that have the comment of a run but that no
-    event names. The last kind is omitted if the runs were last executed without Slurm.
+    These are the jobs of all submissions, also unconfirmed ones, and jobs that have the comment of a run but that no
+    event names. Jobs without an event are left out if the runs were last executed without Slurm. If Slurm does not
+    respond and no submission is recorded, the result is one job in the state UNKNOWN.
 
     Args:
         runs: a run, or a sweep and its points.
-        forgotten: see :func:`slurm.query.job_states.query_job_states`.
+        final_states: see :func:`slurm.query.job_states.query_job_states`.
     """
-    events = [run.read_events(None, SubmissionEvent) for run in runs]
+    events_of_runs = [run.read_events(None, SubmissionEvent) for run in runs]
     submissions = [
         (run, event, job)
-        for run, of_run in zip(runs, events, strict=True)
-        for event, job in list_submissions(run, of_run)
+        for run, events in zip(runs, events_of_runs, strict=True)
+        for event, job in list_submissions(run, events)
     ]
-    executor = _find_last_executor(event for of_run in events for event in of_run)
+    executor = _find_last_executor(event for events in events_of_runs for event in events)
     run_by_comment = {job_comment(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
-    states, unclaimed = find_jobs((job for *_, job in submissions), run_by_comment.keys(), forgotten)
+    states, unclaimed = find_jobs((job for *_, job in submissions), run_by_comment.keys(), final_states)
     submitted = [
         SubmittedJob(run.path, event.stage, states[job].job_id, states[job], event.step, event)
         for run, event, job in submissions
@@ -206,37 +218,41 @@ def find_run_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState] | 
     if unclaimed is None and executor == "slurm" and not submitted:
         return [SubmittedJob(runs[0].path, "", "", JobState("", UNKNOWN, NOT_RESPONDING))]
     # unclaimed tasks of an array count as one job, unless an event names another task of the array
-    strays: dict[str, JobState] = {}
+    unrecorded: dict[str, JobState] = {}
     recorded_arrays = {array_job_id(job.job_id) for *_, job in submissions if job.job_id}
-    for shown in unclaimed or ():
-        array_id = array_job_id(shown.job_id)
-        job_id = shown.job_id if array_id in recorded_arrays else array_id
-        if job_id not in strays or shown.is_active:
-            strays[job_id] = shown
+    for listed in unclaimed or ():
+        array_id = array_job_id(listed.job_id)
+        job_id = listed.job_id if array_id in recorded_arrays else array_id
+        if job_id not in unrecorded or listed.is_active:
+            unrecorded[job_id] = listed
     return submitted + [
-        _make_unrecorded_job(run_by_comment[shown.comment], runs, job_id, shown) for job_id, shown in strays.items()
+        _make_unrecorded_job(run_by_comment[listed.comment], runs, job_id, listed)
+        for job_id, listed in unrecorded.items()
     ]
 
 
-def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, shown: JobState) -> SubmittedJob:
-    """Return a job that no submission names. If the job has started, its `started` event has the run and the stage.
+def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, listed: JobState) -> SubmittedJob:
+    """Return a job that no submission event names.
+
+    If an attempt of the job has started, its `started` event has the run and the stage, and the job counts as
+    unconfirmed. Otherwise the job is a stray job. Its stage is taken from its script or its name.
 
     Args:
-        comment_run: the run that its comment names.
-        runs: the runs whose events may have its start.
-        job_id: the id of the job, or of the whole array that `shown` is a task of.
-        shown: the job as squeue shows it.
+        comment_run: the run in the job's comment.
+        runs: the runs to search for a `started` event of the job.
+        job_id: the id of the job; if tasks of an array count as one job, the id of the array.
+        listed: the job, or a task of the array, as squeue shows it.
     """
-    array_id = array_job_id(shown.job_id)
+    array_id = array_job_id(listed.job_id)
     for run in runs:
         for event in run.read_events(None, Started):
             started_id = event.slurm_job or ""
-            # the tasks of an array over the points of a sweep start in the runs of the points
+            # an array over the points of a sweep starts in the runs of the points, and counts there as single tasks
             is_task_of_array = run is comment_run and job_id == array_job_id(started_id)
-            if started_id != shown.job_id and not is_task_of_array:
+            if started_id != listed.job_id and not is_task_of_array:
                 continue
-            is_same_cluster = event.cluster in (None, shown.cluster)
-            if not is_same_cluster or event.timestamp < shown.submit_time - SUBMIT_TIME_TOLERANCE_S:
+            is_same_cluster = event.cluster in (None, listed.cluster)
+            if not is_same_cluster or event.timestamp < listed.submit_time - SUBMIT_TIME_TOLERANCE_S:
                 continue
             submitting = Submitting(
                 time="",
@@ -246,15 +262,15 @@ def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, sho
                 kind="afterok",
                 tasks=1,
                 key="",
-                cluster=shown.cluster,
-                uid=shown.uid,
-                job_name=shown.name,
+                cluster=listed.cluster,
+                uid=listed.uid,
+                job_name=listed.name,
             )
-            started_as = array_id if run is comment_run else started_id
-            return SubmittedJob(run.path, event.stage, started_as, shown, None, submitting)
-    names = (re.search(r"/jobs/(\w+)/[^/]*$", shown.command), re.match(r"(\w+)-", shown.name))
-    stage = next((match[1] for match in names if match and match[1] in STAGES), "")
-    state = JobState(job_id, shown.state, shown.reason)
+            job_id_of_run = array_id if run is comment_run else started_id
+            return SubmittedJob(run.path, event.stage, job_id_of_run, listed, None, submitting)
+    stage_matches = (re.search(r"/jobs/(\w+)/[^/]*$", listed.command), re.match(r"(\w+)-", listed.name))
+    stage = next((match[1] for match in stage_matches if match and match[1] in STAGES), "")
+    state = JobState(job_id, listed.state, listed.reason)
     return SubmittedJob(comment_run.path, stage, job_id, state, is_stray=True)
 
 
@@ -263,11 +279,11 @@ def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob
 
     Args:
         stage: the stage.
-        active: its jobs that run or may still run, oldest first.
+        active: the active jobs of the stage, oldest first.
 
     Returns:
-        The job; None if there is none. The result is also None if there is only the array that shares the stage's work,
-        without the job that completes it.
+        The job; None if no job is active. The result is also None if only the array that shares the stage's work is
+        active, without the job after the array that completes the stage.
     """
     if STAGES[stage].is_training:  # later jobs of this stage are successor jobs
         return next(iter(active), None)
@@ -284,18 +300,20 @@ def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> Submitt
 
 
 def describe_stray_job(job: SubmittedJob) -> str:
-    """Return a message about a job that has the run's comment, and that no event of the run names."""
+    """Return a message about a stray job."""
     state = job.state.state.lower()
     return f"job {job.job_id} ({state}) has the comment of this run, but no submission of the run made it"
 
 
 def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
-    """Return messages about jobs that may belong to the run, and that Sluice therefore does not change."""
+    """Return why the states of jobs are unknown, each reason once, such as a job that only may belong to the run."""
     return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == UNKNOWN and job.state.reason))
 
 
 def list_running_work(run: Run) -> list[str]:
-    """Return descriptions of the stages of a run and its sweep points that hold a lock, or of its running jobs.
+    """Return descriptions of the stages that run now, in a run and its sweep points.
+
+    These are the stages that hold a lock. If no stage holds one, these are the running jobs.
 
     Raises:
         UserError: the controller does not respond.

@@ -1,7 +1,7 @@
 """Slurm's commands: run them, parse what they print, and recognize messages that have no machine-readable form.
 
-Every call has a time limit, because a controller that is down blocks its commands. The columns, `Key=value` fields and
-exit codes of the commands come first; the patterns of messages at the end are for the rest.
+Every call has a time limit, because the commands block while the controller is down. If a command has columns,
+`Key=value` fields or an exit code, these are used. Otherwise its messages are matched with the patterns at the end.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pipeline.base.errors import UserError
 
 TIMEOUT_S = 30
 INTERACTIVE_TIMEOUT_S = 10.0
-"""How long a user waits before a message says that the controller does not respond."""
+"""The time limit if a user waits for the command. After it, the controller counts as not responding."""
 NOT_RESPONDING = "no Slurm controller answers here"
 _USER_VARIABLES = ("SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT")
-"""Variables with which users filter and format Slurm's commands; they would change the output that is parsed here."""
+"""Prefixes of variables with which users filter and format the output of Slurm's commands. They are removed, because
+the output is parsed."""
 _RETRY_DELAY_S = 30.0
 """The pause before a controller that did not respond is queried for its settings again."""
 
@@ -34,12 +35,13 @@ _RETRY_DELAY_S = 30.0
 def run_slurm_command(
     *command: str, timeout_s: float | None = None, nothing_found: re.Pattern[str] | None = None
 ) -> str | None:
-    """Return the output of a Slurm command; None if it fails or does not end in time.
+    """Return the output of a Slurm command; None if the command fails or does not end in time.
 
     Args:
         command: the command and its arguments.
         timeout_s: the time limit; `TIMEOUT_S` if None.
-        nothing_found: an error message that only means that there is nothing to show.
+        nothing_found: a pattern of error messages. If one matches, the command has only found nothing and counts as
+            successful.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_USER_VARIABLES)}
     try:
@@ -53,11 +55,11 @@ def run_slurm_command(
 
 
 def is_slurm_responding() -> bool:
-    """Return True if there is a Slurm to submit to, False if there is none.
+    """Return True if a Slurm controller responds, False if this machine belongs to no Slurm cluster.
 
     Raises:
-        UserError: this machine belongs to a cluster, but the controller does not respond. Work for the nodes of the
-            cluster must then not start on this machine.
+        UserError: if this machine belongs to a cluster, but the controller does not respond. The caller must then not
+            run the stages on this machine instead.
     """
     if shutil.which("sbatch") is None:
         return False
@@ -81,14 +83,19 @@ def is_slurm_responding() -> bool:
 # -- the cluster -------------------------------------------------------------------------------------------------------
 
 _settings_by_conf: dict[str | None, dict[str, str]] = {}
+"""Settings of the controllers, by the value of SLURM_CONF."""
 _retry_times: dict[str | None, float] = {}
+"""When a controller that did not respond may be queried again, by the value of SLURM_CONF."""
 
 
 def cluster_name() -> str | None:
-    """Return the name of the local cluster, from this job or from the controller; None if it does not respond.
+    """Return the name of the local cluster, from this job's environment or from the controller.
+
+    Returns:
+        The name; None if the controller does not respond.
 
     Raises:
-        UserError: the environment sends Slurm's commands to another cluster.
+        UserError: if the environment sends Slurm's commands to another cluster.
     """
     if os.environ.get("SLURM_JOB_ID") and (name := os.environ.get("SLURM_CLUSTER_NAME")):
         return name
@@ -97,22 +104,22 @@ def cluster_name() -> str | None:
 
 
 def require_single_cluster(env: Mapping[str, str]) -> None:
-    """Raise UserError if variables in `env` send Slurm's commands to another cluster than the local one."""
+    """Raise UserError if variables in `env` send Slurm's commands to a cluster other than the local cluster."""
     for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
         value = env.get(name, "")
         if value not in ("", env.get("SLURM_CLUSTER_NAME")):
             raise UserError(
                 "slurm.other_cluster",
-                f"{name}={value}: all jobs of a run must be on the local cluster, because they are visible only there: "
-                "unset the variable and log in to that cluster (sbatch -M is not supported)",
+                f"{name}={value}: all jobs of a run must be on the local cluster (sbatch -M is not supported). Unset "
+                f"the variable; to use the cluster {value}, log in to it",
             )
 
 
 def cluster_settings() -> dict[str, str]:
-    """Return the settings of the local cluster; empty if the controller does not respond.
+    """Return the settings of the local cluster (slurm.conf); empty if the controller does not respond.
 
-    They are queried once. If the controller does not respond, it is not queried again for half a minute. A caller that
-    polls therefore does not wait for the time limit each time.
+    The settings are queried once and then cached. If the controller does not respond, it is not queried again for
+    `_RETRY_DELAY_S`. A caller that polls therefore does not wait for the time limit each time.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf not in _settings_by_conf and time.monotonic() >= _retry_times.get(conf, 0.0):
@@ -125,7 +132,7 @@ def cluster_settings() -> dict[str, str]:
 
 
 def read_slurm_config(timeout_s: float | None = None) -> dict[str, str]:
-    """Return slurm.conf as the controller has it, and its version; empty if it does not respond."""
+    """Return the settings of slurm.conf, and the controller's version; empty if the controller does not respond."""
     return parse_slurm_config(run_slurm_command("scontrol", "show", "config", timeout_s=timeout_s) or "")
 
 
@@ -154,15 +161,16 @@ def parse_slurm_time(text: str) -> float:
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 #
-# The docstring of each pattern names the versions that were seen to print it. If another version words a message
+# "Seen" in the docstring of a pattern lists the versions that print the message. If another version words the message
 # differently, the pattern does not match. The reported cause is then less specific, but not wrong.
 
 SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
-"""How a task of a step ended: its host, its number and a description. If several tasks ended, it is the first number.
+"""How a task of a step ended: host, task number and a description. If several tasks ended, the number is the first one.
 
 Seen: Slurm 22.05, 24.11."""
 SRUN_EXITED = re.compile(r"exit code (\d+)")
-"""The exit code of a task. If a signal killed the task, the description has the name of the signal: `SIGNAL_BY_NAME`.
+"""The exit code of a task, in the description of `SRUN_TASK`. If a signal killed the task, the description has the name
+of the signal instead (`SIGNAL_BY_NAME`).
 
 Seen: Slurm 22.05, 24.11."""
 SRUN_OUT_OF_MEMORY = re.compile("Out Of Memory")
@@ -174,7 +182,7 @@ STEPD_OUT_OF_MEMORY = re.compile(r"slurmstepd: error: .*oom[-_]kill event", re.I
 
 Seen: Slurm's documentation only."""
 SRUN_ERROR = re.compile("error: ")
-"""A line of srun that says why nothing was started.
+"""A line of srun that explains why nothing was started.
 
 Seen: Slurm 22.05, 24.11."""
 SBATCH_ERROR = re.compile("^sbatch: (?:error: |fatal: )?(?!Try )(.+)$", re.MULTILINE)
@@ -184,7 +192,8 @@ not match.
 Seen: Slurm 22.05, 24.11."""
 SBATCH_NO_REPLY = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nection (?:fail|re)|shutdown|not respond")
 """sbatch received no reply (`Socket timed out on send/recv operation`, `Unable to contact slurm controller (connect
-failure)`). The controller may have accepted the job. The other texts are in slurm_errno.c.
+failure)`). The controller may have accepted the job. The other alternatives match further messages of slurm_errno.c.
+
 
 Seen: Slurm 22.05."""
 CONTROLLER_UP = re.compile(" is UP")

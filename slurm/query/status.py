@@ -1,11 +1,13 @@
 """Determine the state of the stages of a run, for `status`, `logs`, `report` and trackers.
 
-:func:`determine_state` combines the outputs of a stage with what Slurm reports about its job. A job that is COMPLETED
-while an output is missing has failed, and so has a job that ended before its supervisor started. If Slurm reports
-nothing (no accounting, no controller), the run directory decides: events, locks and outputs.
+:func:`determine_state` combines the outputs of a stage with what Slurm reports about its job. If an output is missing,
+the stage is not done, even if its job is COMPLETED. If Slurm reports nothing (no accounting, no controller), the state
+is taken from the run directory: events, locks and outputs.
 
-:class:`StatusPoller` reads the run directory every two seconds, which is cheap. It queries Slurm if the directory has
-new events, otherwise after 2 s, growing to 30 s while nothing changes.
+:class:`StatusPoller` reads the run directory at each poll, which is cheap. It queries Slurm at once if the directory
+has new events. Otherwise it waits for 2 s between queries, growing to 30 s while nothing changes.
+
+A stray job has the comment of the run, but belongs to none of its submissions (slurm/query/run_jobs.py).
 """
 
 from __future__ import annotations
@@ -67,11 +69,11 @@ POLL_INTERVAL_S = 2.0
 QUERY_INTERVALS_S = (2.0, 30.0)
 """The shortest and the longest time between two queries of Slurm."""
 MAX_IDLE_POLLS = 5
-"""After this many polls in a row without an active stage, a run counts as ended. Between two stages, no stage may be
-active for a moment: without Slurm that takes seconds on a busy machine, and file systems may show outputs late."""
+"""After this many polls in a row without an active stage, a run counts as ended. No stage may be active for a moment
+between two stages. Without Slurm, this gap takes seconds on a busy machine, and file systems may show outputs late."""
 GPU_COMPARISON_S = 120.0
 """GPUs are compared by their telemetry of the last two minutes, or 12 samples."""
-_MAX_GPUS_NAMED = 3
+_MAX_SLOW_GPUS_SHOWN = 3
 _OPTIONAL_COLUMNS = (
     "last stop",
     "idle",
@@ -88,6 +90,7 @@ _OPTIONAL_COLUMNS = (
 )
 """Columns that are left out if the terminal is narrow, in this order. Slurm's reason and the sum of all hours stay."""
 _END_OF_SHORT_PROGRESS = r"(?<=units): |; "
+"""Pattern of the text after which a progress description is cut off in the table."""
 
 
 # -- last stop ---------------------------------------------------------------------------------------------------------
@@ -113,7 +116,8 @@ _CAUSE_DESCRIPTIONS = {
     "signal": "a signal",
     "stopped": "a signal",
 }
-"""`requeued` has no description: the cause is not known."""
+"""Descriptions that follow `after`, by cause. The cause `requeued` has none, because it only says that Slurm requeued
+the job."""
 _CONTINUATIONS: Mapping[type[RetryEvent], str] = {
     Requeued: "requeued",
     Retried: "restarted",
@@ -124,14 +128,14 @@ _SUBMITTED_AGAIN = "submitted again"
 
 @dataclass(frozen=True)
 class LastStop:
-    """How the newest attempt that ended before its stage was done has ended."""
+    """How the last attempt ended that ended before its stage was done."""
 
     cause: str | None
     """An exit code's name, a signal, or what requested the stop; None if unknown."""
     step: int | None
     """The step at which the ranks stopped on request, otherwise the newest checkpoint; None if there is neither."""
     is_graceful: bool
-    """Whether the ranks stopped at a step boundary, on request."""
+    """Whether the ranks stopped at a step boundary, on request, and saved this step."""
     continuation: str | None = None
     """How the stage continues, such as `requeued`; None if it does not."""
     attempts: int = 1
@@ -150,25 +154,27 @@ class LastStop:
         step = ""
         if self.step is not None:
             step = f"at step {self.step} " if self.is_graceful else f"with a checkpoint of step {self.step} "
-        return f"{step}({self.attempts} attempt{'s'[: self.attempts - 1]})"
+        return f"{step}({self.attempts} attempt{'s' if self.attempts > 1 else ''})"
 
 
 def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
     """Return how a stage last stopped; None if it did not stop, or is done.
 
+    If the stage is an array, this is the stop of the task with the most attempts.
+
     Args:
         events: all events of the stage, oldest first.
-        pending_job: the job of the stage that is pending, if there is one: then no attempt is running.
+        pending_job: the id of the stage's pending job; None if there is none. While a job is pending, no attempt runs.
     """
     events_of_task: dict[int | None, list[Event]] = {}
     for event in events:
         task = event.task if isinstance(event, AttemptEvent) else None
         events_of_task.setdefault(task, []).append(event)
     # events without a task concern the whole stage: submissions, and the job after an array
-    is_one_task = len(events_of_task) == 1
+    has_one_task = len(events_of_task) == 1
     stops = [
-        _find_last_stop_of_task(of_task, pending_job if is_one_task or task is None else None)
-        for task, of_task in events_of_task.items()
+        _find_last_stop_of_task(task_events, pending_job if has_one_task or task is None else None)
+        for task, task_events in events_of_task.items()
     ]
     return max((stop for stop in stops if stop is not None), key=lambda stop: stop.attempts, default=None)
 
@@ -202,11 +208,12 @@ class StageStatus:
     state: str
     """Slurm's state while the job is active (running, pending …), otherwise how the stage ended (done, failed …).
 
-    held: the user or an administrator must release the job. never: its dependency can no longer be satisfied."""
+    held: the user or an administrator must release the job. never: the job will never start, because its dependency can
+    no longer be satisfied."""
     problem: str
     """What is wrong; "" if nothing is."""
     is_active: bool
-    """Whether the stage is running, or pending for something that can happen."""
+    """Whether the stage is running, or may still start without a command of the user."""
     cells: Mapping[str, str]
     """What the table shows besides stage and state: column → text."""
     slowdowns: str
@@ -214,11 +221,14 @@ class StageStatus:
     last_stop: LastStop | None = None
     """How the stage last stopped, if it is not done."""
     missing_jobs: str = ""
-    """Jobs of this stage that are not in the queue while other jobs of the run are, and jobs without a record."""
+    """Which jobs of this stage are missing in the queue; "" if none is. For the first stage, also stray jobs."""
 
     @property
     def last_stop_summary(self) -> str:
-        """How the stage last stopped and continues: `requeued after preemption`; "" if `problem` says more."""
+        """How the stage last stopped and continues: `requeued after preemption`.
+
+        "" if the stage has not stopped, is done, or ended with a `problem`, which then contains the cause.
+        """
         stop = self.last_stop
         if stop is None or self.state == "done" or (self.problem and not self.is_active):
             return ""
@@ -228,7 +238,7 @@ class StageStatus:
     def last_stop_sentence(self) -> str:
         """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`.
 
-        "" if the stage has not stopped, or if `problem` says more.
+        "" in the same cases as `last_stop_summary`.
         """
         stop = self.last_stop
         if stop is None or not self.last_stop_summary:
@@ -244,7 +254,7 @@ def _join(*parts: str) -> str:
 
 
 class StateSummary(NamedTuple):
-    """The state of a stage; the fields are those of `StageStatus`."""
+    """The state of a stage. The fields have the same meaning as in `StageStatus`."""
 
     state: str
     problem: str
@@ -257,10 +267,10 @@ def determine_state(
     """Return the state of a stage.
 
     Args:
-        missing: why its outputs do not validate; None if they do.
+        missing: why the outputs of the stage do not validate; None if they do.
         is_locked: whether a process holds the lock of the stage.
-        events: its events since it was last submitted.
-        job: its newest Slurm job.
+        events: the events of the stage since its last submission.
+        job: the Slurm job to show for the stage; None without Slurm, or if there is no job.
     """
     recorded = read_stage_state(events)
     slurm_state = "" if job is None or job.state == UNKNOWN else job.state
@@ -304,9 +314,8 @@ def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], 
     """Return the state of a stage that is done for all checkpoints so far, while the train stage is not done."""
     if is_locked or (job is not None and (job.is_active or job.is_unsatisfiable)):
         return determine_state("the training is not done", is_locked, events, job)
-    is_cancelled = (job is not None and job.state == "CANCELLED") or read_stage_state(
-        events
-    ).user_request == "cancelled"
+    is_job_cancelled = job is not None and job.state == "CANCELLED"
+    is_cancelled = is_job_cancelled or read_stage_state(events).user_request == "cancelled"
     return StateSummary("cancelled" if is_cancelled or run.cancelled_file.exists() else "waiting", "", False)
 
 
@@ -316,11 +325,15 @@ class StatusPoller:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.point_statuses: list[StageStatus] = []
-        """For each point of a sweep, its first stage that is not done, otherwise its last stage."""
-        self._forgotten: dict[RecordedJob, JobState] = {}
+        """For each point of a sweep, the status of its first stage that is not done; if all are done, of its last."""
+        self._final_states: dict[RecordedJob, JobState] = {}
+        """Jobs that Slurm's queue no longer shows; they are not queried again."""
         self._jobs: Sequence[SubmittedJob] = ()
-        self._done: dict[tuple[Path, str], StageStatus] = {}
-        self._last_query: object = None
+        """The jobs of the run and its points, from the last query."""
+        self._done_statuses: dict[tuple[Path, str], StageStatus] = {}
+        """Statuses of the stages that are done, by run and stage; they are not determined again."""
+        self._last_query_result: tuple[int, Sequence[SubmittedJob], bool] | None = None
+        """Number of events, jobs, and whether a sweep point was active, at the last query."""
         self._event_count = -1
         self._query_interval_s = QUERY_INTERVALS_S[0]
         self._next_query_time = 0.0
@@ -328,7 +341,7 @@ class StatusPoller:
     def poll(self) -> list[StageStatus]:
         """Return the current status of each stage, by the current config."""
         if self.run.reload_config():
-            self._done.clear()
+            self._done_statuses.clear()
         event_count = len(self.run.read_events())
         if event_count != self._event_count or time.monotonic() >= self._next_query_time:
             self._event_count = event_count
@@ -339,31 +352,34 @@ class StatusPoller:
         """Return the status of each stage from the run directory and `jobs`. Slurm is not queried."""
         self._jobs = jobs
         statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
-        by_point = [
+        run_statuses = list(statuses.values())
+        statuses_by_point = [
             list(self._read_stages(point, stages.list_point_stages(), statuses).values())
             for point in list_points(self.run)
         ]
-        of_run = list(statuses.values())
-        is_active = any(status.is_active for each in (of_run, *by_point) for status in each)
-        paths = {self.run.path, *(each[0].run.path for each in by_point)}
-        own_jobs = [job for job in jobs if job.run in paths]
-        is_slurm_responding = not any(job.state.reason == NOT_RESPONDING for job in own_jobs)
-        if own_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
-            by_point = [
-                [replace(status, missing_jobs=self._find_missing_jobs(status)) for status in each] for each in by_point
-            ]
-            of_run = [replace(status, missing_jobs=self._find_missing_jobs(status)) for status in of_run]
-        strays = [describe_stray_job(job) for job in own_jobs if job.is_stray and job.state.is_active]
-        of_run[0] = replace(of_run[0], missing_jobs="; ".join(filter(None, [of_run[0].missing_jobs, *strays])))
+        is_active = any(status.is_active for each in (run_statuses, *statuses_by_point) for status in each)
+        paths = {self.run.path, *(point_statuses[0].run.path for point_statuses in statuses_by_point)}
+        run_jobs = [job for job in jobs if job.run in paths]  # `jobs` may contain jobs of other runs
+        is_slurm_responding = not any(job.state.reason == NOT_RESPONDING for job in run_jobs)
+        if run_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
+            run_statuses = self._add_missing_jobs(run_statuses)
+            statuses_by_point = list(map(self._add_missing_jobs, statuses_by_point))
+        strays = [describe_stray_job(job) for job in run_jobs if job.is_stray and job.state.is_active]
+        first = run_statuses[0]
+        run_statuses[0] = replace(first, missing_jobs="; ".join(filter(None, [first.missing_jobs, *strays])))
         self.point_statuses = []
-        for each in by_point:
-            current = next((status for status in each if status.state != "done"), each[-1])
-            missing_jobs = [f"{status.stage} {status.missing_jobs}" for status in each if status.missing_jobs]
+        for point_statuses in statuses_by_point:
+            current = next((status for status in point_statuses if status.state != "done"), point_statuses[-1])
+            missing_jobs = [f"{status.stage} {status.missing_jobs}" for status in point_statuses if status.missing_jobs]
             self.point_statuses.append(replace(current, missing_jobs="; ".join(missing_jobs)))
-        return of_run
+        return run_statuses
+
+    def _add_missing_jobs(self, statuses: Sequence[StageStatus]) -> list[StageStatus]:
+        """Return the statuses with `missing_jobs` filled in."""
+        return [replace(status, missing_jobs=self._find_missing_jobs(status)) for status in statuses]
 
     def _find_missing_jobs(self, status: StageStatus) -> str:
-        """Return a message if jobs of an unfinished stage are not in the queue; "" if none is missing."""
+        """Return a message if a job of a stage that is not done is missing in the queue; "" if none is missing."""
         jobs = [job for job in self._jobs if (job.run, job.stage) == (status.run.path, status.stage)]
         active = [job for job in jobs if job.state.is_active and not job.is_stray]
         last = find_awaited_job(status.stage, [job for job in active if job.step is None])
@@ -372,7 +388,8 @@ class StatusPoller:
             last_event = events[-1] if events else None
             error = last_event.message if isinstance(last_event, NotSubmitted) else None
             subject = "the job that completes it is " if any(job.is_array_of_parts for job in active) else ""
-            return f"{subject}not submitted{f': {error}' if error else ''}"
+            reason = f": {error}" if error else ""
+            return f"{subject}not submitted{reason}"
         if self.run.config.site.requeue or self.run.config.sweep is not None or not STAGES[status.stage].is_training:
             return ""  # only the train stage has a successor job, and only if the site forbids requeueing
         if last is None or find_successor(last, active) or is_job_ending(status.run, status.stage, last.state):
@@ -385,64 +402,73 @@ class StatusPoller:
         return any(status.is_active for status in self.point_statuses)
 
     def _read_stages(self, run: Run, names: Sequence[str], shared: Mapping[str, StageStatus]) -> dict[str, StageStatus]:
-        """Return the status of these stages of a run. `shared` has the stages of the sweep that they depend on."""
+        """Return the statuses of some stages of a run.
+
+        Args:
+            run: the run, or a point of a sweep.
+            names: the names of the stages.
+            shared: for a point, the statuses of the sweep's stages on which these stages depend.
+        """
         statuses: dict[str, StageStatus] = {}
         for stage in names:
             parents = {name: statuses.get(name) or shared[name] for name in STAGES[stage].depends_on}
             follows_unfinished = any(self._may_change_later(name, parents[name]) for name in parents)
-            status = self._done.get((run.path, stage)) or self._read_stage(run, stage, follows_unfinished)
+            status = self._done_statuses.get((run.path, stage)) or self._read_stage(run, stage, follows_unfinished)
             stopped = [name for name, parent in parents.items() if parent.state != "done" and not parent.is_active]
             # Slurm reports a dependency that cannot be satisfied only for the next job in the chain
             if status.is_active and status.cells["reason"] == "Dependency" and stopped:
                 problem = f"job {status.cells['job']} waits for {', '.join(stopped)}"
                 status = replace(status, state="never", is_active=False, problem=problem)
             if status.state == "done":
-                self._done[run.path, stage] = status
+                self._done_statuses[run.path, stage] = status
             statuses[stage] = status
         return statuses
 
     def _query_slurm(self) -> None:
+        """Query the jobs, if the run uses Slurm. Lengthen the interval of the queries if nothing has changed."""
         runs = (self.run, *list_points(self.run))
-        self._jobs = find_run_jobs(runs, self._forgotten) if uses_slurm(self.run) else []
+        self._jobs = find_run_jobs(runs, self._final_states) if uses_slurm(self.run) else []
         result = (self._event_count, self._jobs, self.has_active_point)
         shortest_s, longest_s = QUERY_INTERVALS_S
-        is_unchanged = result == self._last_query
+        is_unchanged = result == self._last_query_result
         self._query_interval_s = min(longest_s, 1.5 * self._query_interval_s) if is_unchanged else shortest_s
-        self._last_query = result
+        self._last_query_result = result
         self._next_query_time = time.monotonic() + self._query_interval_s
 
     @staticmethod
     def _may_change_later(stage: str, status: StageStatus) -> bool:
-        """Return whether later checkpoints may still change the outputs of a stage."""
-        follows_training = STAGES[stage].is_training or any(
-            STAGES[name].is_training for name in STAGES[stage].depends_on
-        )
-        return follows_training and status.state != "done"
+        """Return True if later checkpoints may still change the outputs of a stage."""
+        depends_on_training = any(STAGES[name].is_training for name in STAGES[stage].depends_on)
+        return (STAGES[stage].is_training or depends_on_training) and status.state != "done"
 
     def _read_stage(self, run: Run, stage: str, follows_unfinished: bool) -> StageStatus:
-        """Return the status of a stage. `follows_unfinished`: whether a parent stage may still write checkpoints."""
-        work = stages.load_stage_module(stage)
+        """Return the status of a stage. `follows_unfinished`: whether later checkpoints may still change its inputs."""
+        stage_module = stages.load_stage_module(stage)
         events = run.read_events(stage)
         missing = stages.quick_missing_outputs(run, stage)
         lock_holder = run.lock_holder(stage)
-        progress = work.progress(run)
+        progress = stage_module.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
-        jobs = [job for job in jobs if job.job_id or job.state.reason]  # an open submission has no job yet
-        shown = _choose_job(jobs)
-        job = shown.state if shown else None
+        jobs = [job for job in jobs if job.job_id or job.state.reason]  # an unconfirmed submission has no job yet
+        shown_job = _choose_job(jobs)
+        job = shown_job.state if shown_job else None
         last_submission = max(find_first_submissions(events), default=-1)
         recent_events = events[last_submission + 1 :]
         is_locked = lock_holder is not None
         state, problem, is_active = determine_state(missing, is_locked, recent_events, job)
         if state == "done" and follows_unfinished:
             state, problem, is_active = _determine_state_so_far(run, is_locked, recent_events, job)
-        if shown is not None and state == "failed" and not any((run.jobs_dir / stage).glob(f"{shown.job_id}*_log.out")):
+        if (
+            shown_job is not None
+            and state == "failed"
+            and not any((run.jobs_dir / stage).glob(f"{shown_job.job_id}*_log.out"))
+        ):
             check = format_command("doctor", str(run.path.parent), "--check-nodes")
             problem += f" and wrote no log. Check that nodes see the run: {check}"
-        if state == "waiting" and hasattr(work, "missing_inputs"):
+        if state == "waiting" and hasattr(stage_module, "missing_inputs"):
             problem = stages.missing_inputs(run, stage) or ""
         if state == "waiting" and run.cancelled_file.exists():
-            state = "cancelled"  # before it started
+            state = "cancelled"  # the stage was cancelled before it started
         active_job = job if is_active else None
         is_running = state == "running"
         recorded = read_stage_state(events)
@@ -450,10 +476,10 @@ class StatusPoller:
         if is_running and recorded.start_event is not None and recorded.end_event is None:
             seconds += time.time() - recorded.start_event.timestamp
         starts_of_task = Counter(event.task for event in events if isinstance(event, Started))
-        # a short form: slurm/submit/local_runner.py prints the whole text when a stage ends, and so does the report
+        # the table shows a short form; slurm/submit/local_runner.py and the report print the whole description
         short_progress = re.split(_END_OF_SHORT_PROGRESS, progress.description)[0]
         cells = {
-            "job": shown.job_id if shown else "",
+            "job": shown_job.job_id if shown_job else "",
             "reason": active_job.reason if active_job and active_job.state == "PENDING" else "",
             "nodes": (active_job.nodes if active_job else "") or (lock_holder.host if lock_holder else ""),
             "step": f"{progress.completed}/{progress.total}" if STAGES[stage].is_training else short_progress,
@@ -471,9 +497,10 @@ class StatusPoller:
 
 
 def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """Return the job of a stage to show.
+    """Return the job of a stage that the table shows; None if there is none.
 
-    It is a running job if there is one, otherwise the first active job, an unsatisfiable job, or the last job.
+    This is the first running job. Without one, it is the first pending job, the first job that can never start, or the
+    last job, in this order.
     """
     active = [job for job in jobs if job.state.is_active]
     running = [job for job in active if job.state.state != "PENDING"]
@@ -482,7 +509,13 @@ def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
 
 
 def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Event]) -> str:
-    """Return a description of the ranks and GPUs that are now slower than the others, in a running attempt."""
+    """Return a description of the ranks and GPUs that are now slower than the others; "" if there are none.
+
+    Args:
+        run: the run.
+        started: the start of the current attempt; GPU samples before it are ignored.
+        events: the events of the stage.
+    """
     ranks = [
         f"rank {event.rank} on {event.host} takes {event.ratio} × the time of its peers"
         for event in find_current_stragglers(events)
@@ -491,8 +524,8 @@ def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Even
     span_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
     begin = max(started.timestamp if started else 0.0, time.time() - span_s)
     gpus = list_slow_gpus(run.path, begin, max_samples=math.ceil(span_s / interval_s))
-    more = [f"and {len(gpus) - _MAX_GPUS_NAMED} more GPUs"] if len(gpus) > _MAX_GPUS_NAMED else []
-    return "; ".join([*ranks, *gpus[:_MAX_GPUS_NAMED], *more])
+    more = [f"and {len(gpus) - _MAX_SLOW_GPUS_SHOWN} more GPUs"] if len(gpus) > _MAX_SLOW_GPUS_SHOWN else []
+    return "; ".join([*ranks, *gpus[:_MAX_SLOW_GPUS_SHOWN], *more])
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -503,12 +536,13 @@ def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Tab
 
     Args:
         cells: rows of cells; the first row is the header.
-        width: columns that do not fit are left out in the order of `_OPTIONAL_COLUMNS`. If that is not enough, nothing
-            is truncated: print with `soft_wrap`, and the terminal wraps the lines.
+        width: the width of the terminal; None if unlimited. If the table is wider, columns are left out in the order
+            of `_OPTIONAL_COLUMNS`. Cells are never truncated: print the table with `soft_wrap`.
     """
     columns = {column[0]: column for column in zip(*cells, strict=True)}
 
     def required_width() -> int:
+        """Return the width of the remaining columns, with two spaces between them."""
         return sum(max(map(cell_len, column)) + 2 for column in columns.values()) - 2
 
     for name in _OPTIONAL_COLUMNS:
@@ -528,7 +562,7 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
 
     Args:
         run: the run. If it is not a sweep, the table is empty.
-        statuses: one for each point (`StatusPoller.point_statuses`).
+        statuses: the statuses of the points, in the order of the sweep (`StatusPoller.point_statuses`).
     """
     if run.config.sweep is None:
         return []
@@ -545,7 +579,7 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
         rows.append((main_metric, cells, get_extra_metrics(result or {})))
     main_name = "bits per byte" if run.config.model.target is None else "held-out loss"
     rows.sort(key=lambda row: row[0])
-    extra_names = list(rows[0][2])  # of the best point; if that was not evaluated, no point was
+    extra_names = list(rows[0][2])  # of the best point; if the best point was not evaluated, none was
     table = [["point", *values_of_points[0], "state", "steps", "loss", main_name, *extra_names]]
     for _, cells, extra in rows:
         table.append([*cells, *(f"{extra[name]:.4f}" if name in extra else "-" for name in extra_names)])
@@ -554,24 +588,25 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
 
 def _group_points(descriptions: Iterable[tuple[StageStatus, str]]) -> list[str]:
     """Return each description once, with the points to which it applies. Empty descriptions are left out."""
-    points_of: dict[str, list[str]] = {}
+    points_by_description: dict[str, list[str]] = {}
     for status, description in descriptions:
         if description:
-            points_of.setdefault(description, []).append(status.run.path.name)
+            points_by_description.setdefault(description, []).append(status.run.path.name)
     return [
-        f"point{'s'[: len(names) - 1]} {', '.join(names)}: {description}" for description, names in points_of.items()
+        f"point{'s' if len(points) > 1 else ''} {', '.join(points)}: {description}"
+        for description, points in points_by_description.items()
     ]
 
 
 def describe_failures(statuses: Sequence[StageStatus]) -> list[str]:
-    """Return the problems of the points of a sweep, each once."""
+    """Return the problems of the points of a sweep, each once with the points to which it applies."""
     return _group_points(
         (status, f"{status.stage} {status.state} {status.problem}") for status in statuses if status.problem
     )
 
 
 def describe_point_stops(statuses: Sequence[StageStatus]) -> list[str]:
-    """Return how the points of a sweep last stopped, each description once."""
+    """Return how the points of a sweep last stopped, each description once with the points to which it applies."""
     return _group_points(
         (status, f"{status.stage} {status.state}, {status.last_stop_summary}")
         for status in statuses
@@ -582,7 +617,8 @@ def describe_point_stops(statuses: Sequence[StageStatus]) -> list[str]:
 def describe_missing_jobs(
     run: Run, statuses: Sequence[StageStatus], point_statuses: Sequence[StageStatus]
 ) -> list[str]:
-    """Return which jobs of the chain are missing or unexpected, and the command that completes the chain."""
+    """Return which jobs of the chain are missing or stray, and the command that completes the chain; [] if none is."""
+
     messages = [f"{status.stage}: {status.missing_jobs}" for status in statuses if status.missing_jobs]
     messages += _group_points((status, status.missing_jobs) for status in point_statuses)
     return [*messages, f"to complete the chain: {run.resume_command}"] if messages else []

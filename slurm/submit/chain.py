@@ -51,11 +51,11 @@ from slurm.query.run_jobs import (
     is_job_ending,
 )
 from slurm.query.slurm_commands import NOT_RESPONDING
-from slurm.submit.sbatch import resolve_open_submissions
+from slurm.submit.sbatch import confirm_submissions
 
 CANCEL_WAIT_S = 60.0
-"""How long `cancel` waits for another process that is submitting jobs of the run. That process stops before the next
-job."""
+"""How long `cancel` waits for another process that is submitting jobs of the run. The other process finds the request
+to cancel before its next job, and stops."""
 
 
 def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
@@ -90,9 +90,9 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
 
 
 class Chain:
-    """The jobs of one run and its sweep points, and the submission of the missing ones.
+    """The jobs of one run and its sweep points. Submits the jobs that are missing.
 
-    A key of the dictionaries below is the path of a run (or sweep point) and a stage.
+    The keys `(path, stage)` of the dictionaries below contain the path of the run or of a sweep point.
 
     Args:
         run: the run.
@@ -107,22 +107,25 @@ class Chain:
         self.retries_failed = retries_failed
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.active_jobs: dict[tuple[Path, str], list[SubmittedJob]] = {}
-        """The jobs that run or may still run."""
+        """The jobs that run or may still run. Evaluations of checkpoints during the run are left out."""
         self.awaited_jobs: dict[tuple[Path, str], str] = {}
-        """The job that later stages wait for."""
+        """The id of the job for which later stages wait."""
         self.ending_jobs: dict[tuple[Path, str], str] = {}
-        """The job that is still saving; another job starts after its end."""
+        """The id of a job that is still saving because a user stopped it. A new job starts after its end."""
         self.incomplete_arrays: dict[tuple[Path, str], str] = {}
-        """The array in the queue that lacks the job after it, which completes the stage."""
-        self.missing_successors: dict[tuple[Path, str], str] = {}
-        """The train job in the queue that lacks its successor job."""
+        """The id of an array in the queue. The job after the array, which completes the stage, is missing."""
+        self.jobs_without_successor: dict[tuple[Path, str], str] = {}
+        """The id of a train job in the queue. Its successor job is missing."""
         self.queued: dict[str, list[str]] = {}
-        """For each stage, the jobs that are in the queue, old and new."""
+        """By stage, the ids of all jobs in the queue: those that were found, and those that this chain submitted."""
         self.needed: dict[str, list[Run]] = {}
-        """For each stage, what to submit it for: the run, or sweep points."""
+        """By stage, the run directories for which the stage must be submitted: the run, or sweep points."""
 
     def inspect_jobs(self) -> None:
-        """Find the jobs that exist, decide what to submit, and cancel the jobs that can never start.
+        """Find the jobs that exist, decide what to submit, and cancel the jobs that will be replaced.
+
+        Replaced are stray jobs, jobs whose dependency can never be satisfied, and pending jobs of stages that are
+        submitted again.
 
         Raises:
             UserError: as :func:`submit_chain`.
@@ -140,46 +143,56 @@ class Chain:
         for stage, stage_spec in self.run.config.active_stages.items():
             targets = self.points if self.points and stage_spec.is_per_point else [self.run]
             self.needed[stage] = [target for target in targets if self._needs_submission(target, stage)]
-            for target in self.needed[stage]:  # the pending jobs of the stage wait for a job that is replaced
+            for target in self.needed[stage]:  # other pending jobs of the stage wait for a job that is replaced
                 array = self.incomplete_arrays.get((target.path, stage))
                 superseded += (job for job in self.active_jobs.get((target.path, stage), ()) if job.job_id != array)
         if self.points:
-            incomplete = {target.path for targets in self.needed.values() for target in targets}
-            complete = {point.path for point in self.points} - incomplete
-            active = complete & {path for path, _ in self.awaited_jobs}
-            self.say(f"sweep     {len(self.points)} points: {len(complete - active)} done, {len(active)} active")
-        ending = set(self.ending_jobs.values())
-        self._cancel([job for job in superseded if job.job_id not in ending])
-        cancelled = {job.job_id for job in superseded if job.job_id not in ending}
+            paths_to_submit = {target.path for targets in self.needed.values() for target in targets}
+            other_paths = {point.path for point in self.points} - paths_to_submit
+            active_paths = other_paths & {path for path, _ in self.awaited_jobs}
+            done_count = len(other_paths - active_paths)
+            self.say(f"sweep     {len(self.points)} points: {done_count} done, {len(active_paths)} active")
+        ending_ids = set(self.ending_jobs.values())
+        cancelled_jobs = [job for job in superseded if job.job_id not in ending_ids]
+        self._cancel(cancelled_jobs)
+        cancelled_ids = {job.job_id for job in cancelled_jobs}
         for (_, stage), stage_jobs in self.active_jobs.items():
-            remaining = [job.job_id for job in stage_jobs if job.job_id not in cancelled]
-            self.queued.setdefault(stage, []).extend(remaining)
+            remaining_ids = [job.job_id for job in stage_jobs if job.job_id not in cancelled_ids]
+            self.queued.setdefault(stage, []).extend(remaining_ids)
 
     def count_planned_tasks(self) -> dict[str, list[int]]:
-        """Return the number of tasks of each submission, by stage.
+        """Return the number of tasks of each job to submit, by stage; 1 for a job without an array.
 
         This assumes that all sweep points that need a stage wait for the same array.
         """
         planned: dict[str, list[int]] = {}
         for stage, targets in self.needed.items():
-            planned[stage] = [1] if (self.run.path, stage) in self.missing_successors else []
+            planned[stage] = [1] if (self.run.path, stage) in self.jobs_without_successor else []
             if targets and targets[0] is not self.run:
                 planned[stage].append(len(targets))
             elif targets:
                 tasks = self.run.config.stages.get_resources(stage).array_tasks
-                arrays = [tasks] if tasks > 1 and (self.run.path, stage) not in self.incomplete_arrays else []
-                planned[stage] += [*arrays, 1, *([1] if self._has_successors(stage) else [])]
+                if tasks > 1 and (self.run.path, stage) not in self.incomplete_arrays:
+                    planned[stage].append(tasks)
+                planned[stage].append(1)
+                if self._has_successors(stage):
+                    planned[stage].append(1)
         return planned
 
     def describe_incomplete_chain(self, remaining_stages: Sequence[str]) -> list[str]:
-        """Return messages after a job could not be submitted: what is queued, what is missing, how to complete it.
+        """Return messages for the user after a job could not be submitted.
+
+        The messages list what is queued, what is missing, and the command that completes the chain. If nothing is
+        queued, there are no messages.
 
         Args:
-            remaining_stages: the stage of that job and all later stages.
+            remaining_stages: the stage of the failed submission, and all later stages.
         """
         queued = [f"{stage} ({', '.join(dict.fromkeys(jobs))})" for stage, jobs in self.queued.items() if jobs]
         missing = [stage for stage in remaining_stages if self.needed[stage]] or list(remaining_stages[:1])
-        return queued and [
+        if not queued:
+            return []
+        return [
             f"in the queue: {', '.join(queued)}; not submitted, or only in part: {', '.join(missing)}",
             f"to complete the chain: {self.run.resume_command}",
             f"to cancel what is in the queue: {format_command('cancel', self.run.name)}",
@@ -188,7 +201,12 @@ class Chain:
     def _needs_submission(self, target: Run, stage: str) -> bool:
         """Return True if a stage of the run or of a sweep point must be submitted.
 
-        That is the case if the stage is not done and no active job will complete it.
+        That is the case if the stage is not done and no active job will complete it. A stage is also submitted again if
+        it depends on a stage that is submitted again. The method also fills `awaited_jobs`, `ending_jobs`,
+        `incomplete_arrays` and `jobs_without_successor`.
+
+        Raises:
+            UserError: if the stage failed and failed stages are not retried.
         """
         stage_module = stages.load_stage_module(stage)
         active = self.active_jobs.get((target.path, stage), [])
@@ -226,14 +244,14 @@ class Chain:
         if target is self.run:
             self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
             if self._has_successors(stage) and find_successor(job, active) is None:
-                self.missing_successors[target.path, stage] = job.job_id
+                self.jobs_without_successor[target.path, stage] = job.job_id
 
     def _list_parents(self, target: Run, stage: str) -> list[tuple[Run, str]]:
         """Return the stages on which a stage depends, each with its run: the same run, or the sweep."""
         return [(target if STAGES[name].is_per_point else self.run, name) for name in STAGES[stage].depends_on]
 
     def _list_awaited_jobs(self, target: Run, stage: str) -> list[str]:
-        """Return the jobs that a job of this stage must wait for."""
+        """Return the ids of the jobs on which a job of this stage must depend."""
         keys = ((parent.path, name) for parent, name in self._list_parents(target, stage))
         return [self.awaited_jobs[key] for key in keys if key in self.awaited_jobs]
 
@@ -242,25 +260,40 @@ class Chain:
         return STAGES[stage].is_training and not self.points and not self.run.config.site.requeue
 
     def submit(self, stage: str) -> None:
-        """Submit the missing jobs of a stage: one job, or an array for all sweep points that wait for the same jobs."""
-        if job := self.missing_successors.get((self.run.path, stage)):
-            self._submit_successor(stage, job)
-        groups: dict[tuple[str, ...], list[Run]] = {}
+        """Submit the missing jobs of a stage.
+
+        Sweep points that wait for the same jobs become one array. So do points that wait for all tasks of an array, in
+        the same order (`aftercorr`). Every other point gets its own job.
+        """
+        if job_id := self.jobs_without_successor.get((self.run.path, stage)):
+            self._submit_successor(stage, job_id)
+        targets_by_arrays: dict[tuple[str, ...], list[Run]] = {}
         for target in self.needed[stage]:
             arrays = tuple(map(array_job_id, self._list_awaited_jobs(target, stage)))
-            groups.setdefault(arrays, []).append(target)
-        for arrays, targets in groups.items():
-            after = [self._list_awaited_jobs(target, stage) for target in targets]
-            if all(jobs == after[0] for jobs in after):
-                self._submit(stage, targets, after[0])
-            elif after == [[f"{array}_{task}" for array in arrays] for task in range(len(targets))]:
+            targets_by_arrays.setdefault(arrays, []).append(target)
+        for arrays, targets in targets_by_arrays.items():
+            after_by_target = [self._list_awaited_jobs(target, stage) for target in targets]
+            corresponding_tasks = [[f"{array}_{task}" for array in arrays] for task in range(len(targets))]
+            if all(after == after_by_target[0] for after in after_by_target):
+                self._submit(stage, targets, after_by_target[0])
+            elif after_by_target == corresponding_tasks:
                 self._submit(stage, targets, arrays, "aftercorr")
             else:
-                for target, jobs in zip(targets, after, strict=True):
-                    self._submit(stage, [target], jobs)
+                for target, after in zip(targets, after_by_target, strict=True):
+                    self._submit(stage, [target], after)
 
     def _submit(self, stage: str, targets: Sequence[Run], after: Sequence[str], kind: str = "afterok") -> None:
-        """Submit a job or an array for `targets`, with a dependency of type `kind` on the jobs `after`."""
+        """Submit the job or array of a stage for `targets`, which are the run or sweep points.
+
+        If the stage itself is an array, the job after the array is also submitted. If the site does not requeue jobs, a
+        train job gets a successor job.
+
+        Args:
+            stage: the stage.
+            targets: the run, or sweep points.
+            after: the ids of the jobs on which the job depends.
+            kind: the type of the dependency.
+        """
         run = self.run
         points = targets if run not in targets else ()
         if not after:
@@ -270,57 +303,61 @@ class Chain:
                 kind = "afterany"
         tasks = run.config.stages.get_resources(stage).array_tasks
         suffix = f", after {', '.join(after)}" if after else ""
-        array = self.incomplete_arrays.get((run.path, stage))
-        if array is not None:
-            self.say(f"{stage:9} job {array}: array, in the queue already")
+        array_id = self.incomplete_arrays.get((run.path, stage))
+        if array_id is not None:
+            self.say(f"{stage:9} job {array_id}: array, in the queue already")
         elif tasks > 1:
-            array = self._sbatch(stage, after, kind, tasks=tasks)
-            self.say(f"{stage:9} job {array}: array of {tasks}{suffix}")
-        if array is not None:
-            after = [array]
+            array_id = self._sbatch(stage, after, kind, tasks=tasks)
+            self.say(f"{stage:9} job {array_id}: array of {tasks}{suffix}")
+        if array_id is not None:
+            after = [array_id]
             kind = "afterany"
-            suffix = f": validates, after {array}"
-        job = self._sbatch(stage, after, kind, points=points)
+            suffix = f": validates, after {array_id}"
+        job_id = self._sbatch(stage, after, kind, points=points)
         for task, target in enumerate(targets):
-            self.awaited_jobs[target.path, stage] = f"{job}_{task}" if len(targets) > 1 else job
+            self.awaited_jobs[target.path, stage] = f"{job_id}_{task}" if len(targets) > 1 else job_id
         if points:
             pairing = ", task by task" if kind == "aftercorr" else ""
             name = f"point {points[0].path.name}" if len(points) == 1 else f"array over {len(points)} points"
             suffix = f": {name}{suffix}{pairing}"
-        self.say(f"{stage:9} job {job}{suffix}")
+        self.say(f"{stage:9} job {job_id}{suffix}")
         if not points and self._has_successors(stage):
-            self._submit_successor(stage, job)
+            self._submit_successor(stage, job_id)
 
-    def _submit_successor(self, stage: str, job: str) -> None:
-        successor = self._sbatch(stage, [job], "afternotok")
-        self.say(f"{stage:9} job {successor}: the successor, continues if {job} does not succeed")
+    def _submit_successor(self, stage: str, job_id: str) -> None:
+        """Submit the successor job, which continues a stage if the job `job_id` does not succeed."""
+        successor_id = self._sbatch(stage, [job_id], "afternotok")
+        self.say(f"{stage:9} job {successor_id}: the successor, continues if {job_id} does not succeed")
 
     # Only these methods change anything; `resume --dry-run` overrides them (cli/resume.py).
 
     def _find_jobs(self) -> list[SubmittedJob]:
-        return resolve_open_submissions((self.run, *self.points), self.say)
+        """Return the jobs of the run and its points, after confirming unconfirmed submissions."""
+        return confirm_submissions((self.run, *self.points), self.say)
 
     def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
+        """Cancel jobs. The user is only told about stray jobs."""
         for job in jobs:
             if job.is_stray:
                 self.say(f"job {job.job_id} is cancelled")
         cancel_jobs(job.state for job in jobs)
 
     def _sbatch(self, stage: str, after: Sequence[str], kind: str, **options: Any) -> str:
+        """Submit one job or array, and return its id. `options`: further arguments of `submit_stage`."""
         from slurm.submit.sbatch import submit_stage
 
-        self.run.check_not_cancelled()  # it may have been cancelled since the last job
-        job = submit_stage(self.run, stage, after, kind=kind, say=self.say, **options)
-        self.queued.setdefault(stage, []).append(job)
-        return job
+        self.run.check_not_cancelled()  # the user may have cancelled the run since the last submission
+        job_id = submit_stage(self.run, stage, after, kind=kind, say=self.say, **options)
+        self.queued.setdefault(stage, []).append(job_id)
+        return job_id
 
 
 def reset_for_resume(run: Run, *, replaces_jobs: bool) -> None:
-    """Clear requests to stop and retry budgets, because the user ran `resume`.
+    """Remove the requests to stop or cancel, and reset the retry budgets, because the user ran `resume`.
 
     Args:
         run: the run.
-        replaces_jobs: whether to cancel the pending jobs, because a changed config needs new ones.
+        replaces_jobs: whether to cancel the pending jobs, because the changed config requires new jobs.
     """
     for target in (run, *create_points(run)):
         target.clear_requests()
@@ -336,33 +373,35 @@ def cancel_run(run: Run) -> list[str]:
         target.write_request(target.cancelled_file)
         target.append_event(CancelRequested())
     with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # a process that is submitting jobs stops before the next job
-        jobs, notes = cancel_pending_jobs(run)
+        job_ids, notes = cancel_pending_jobs(run)
     running = []
     for target, stage in product(targets, STAGES):
         if holder := target.lock_holder(stage):
             holder.terminate()
             running.append(stage)
     outcome = f"{', '.join(running)} saves and exits" if running else "nothing was running on this machine"
-    if jobs:
-        outcome = f"jobs {', '.join(jobs)} end"
+    if job_ids:
+        outcome = f"jobs {', '.join(job_ids)} end"
     elif NOT_RESPONDING in notes:
         outcome = "running jobs save and exit; pending jobs stay in the queue and end as soon as they start"
     return [f"{run.name} is cancelled: {outcome}", *notes]
 
 
 def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
-    """Cancel the pending jobs of a run. Running supervisors read the request in the run directory, and save.
+    """Cancel the pending jobs and the stray jobs of a run.
+
+    Running jobs are not cancelled: their supervisors find the request to cancel in the run directory, save and exit.
 
     Returns:
-        The ids of all jobs of the run, and messages about jobs that are not cancelled.
+        The ids of all jobs of the run in the queue, and messages about what is unknown or unconfirmed.
     """
     targets = (run, *list_points(run))
     messages: list[str] = []
     run_jobs = find_run_jobs(targets)
     if not any(job.state.reason == NOT_RESPONDING for job in run_jobs):
         try:
-            run_jobs = resolve_open_submissions(targets, messages.append, known=run_jobs)
-        except UserError as error:  # another process waits for sbatch
+            run_jobs = confirm_submissions(targets, messages.append, jobs=run_jobs)
+        except UserError as error:  # another process is still calling sbatch
             messages.append(str(error))
     jobs = [job for job in run_jobs if job.state.is_active or job.state.is_unsatisfiable]
     cancel_jobs(job.state for job in jobs if job.state.state == "PENDING" or job.is_stray)

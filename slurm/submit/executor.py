@@ -19,11 +19,14 @@ Executor = Literal["auto", "slurm", "allocation", "local"]
 
 
 def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
-    """Resolve `auto`: where `run` was executed before, otherwise where this process can execute it.
+    """Return the executor to use: `executor`, or for `auto` a suitable one.
+
+    `auto` selects Slurm for a run that was last submitted to Slurm, otherwise the allocation of this process if there
+    is one. Without an allocation, a new run uses Slurm if it responds, and other runs use this machine.
 
     Args:
-        executor: what the user selected.
-        run: an existing run; None for a new one.
+        executor: the executor that the user selected.
+        run: an existing run; None for a new run.
 
     Raises:
         UserError: if the selected executor is not available, or `run` was executed in an allocation that has ended.
@@ -53,13 +56,13 @@ def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
         return "allocation"
     if run is None:
         return "slurm" if is_slurm_responding() else "local"
-    started = [event for target in (run, *list_points(run)) for event in target.read_events(None, Started)]
-    last_start = max(started, key=lambda event: event.time, default=None)
-    job = None if last_start is None else last_start.slurm_job
-    if job and is_slurm_responding():
+    starts = [event for target in (run, *list_points(run)) for event in target.read_events(None, Started)]
+    last_start = max(starts, key=lambda event: event.time, default=None)
+    job_id = None if last_start is None else last_start.slurm_job
+    if job_id and is_slurm_responding():
         raise UserError(
             "run.allocation_ended",
-            f"{run.name} ran inside job {job} (salloc or a script): resume it inside an allocation, or use --executor "
-            "slurm to submit jobs or --executor local for this machine",
+            f"{run.name} ran inside job {job_id} (salloc or a script): resume it inside an allocation, or use "
+            "--executor slurm to submit jobs or --executor local for this machine",
         )
     return "local"

@@ -1,6 +1,7 @@
 """Run the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
 
-- A stage that is done is skipped. If another process runs a stage, this process follows it: it prints the progress.
+- A stage that is done is skipped. If another process runs a stage, this process follows the stage: it prints the
+  progress until the stage ends.
 - Ctrl-C or SIGTERM stops the stage, for all processes that follow it. The stage saves, and the command that resumes it
   is printed. After a second Ctrl-C this process exits, while the stage finishes its save.
 - In a batch job (chain.sbatch), Slurm sends the signal. The stage is stopped, and this process follows it to its end.
@@ -82,13 +83,16 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
 
 
 def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:
-    """Run a stage that is not done, or follow the process that runs it, and report how it ended.
+    """Run a stage that is not done, or follow another process that runs it. Print how the stage ended.
 
     Args:
         run: the run.
         stage: the stage.
-        flag: set by the signals of this process.
+        flag: set when this process receives a signal.
         console: for messages.
+
+    Returns:
+        The exit code of the stage; STOPPED if this process stopped following the stage.
     """
     from slurm.submit.submitit_job import submit_locally
 
@@ -99,7 +103,10 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
     job: Any = None
 
     def should_follow() -> bool:
-        """Return True while the stage runs. Forward the first signal to the stage; return False after the second."""
+        """Return True while the stage runs, and request a stop of the stage at the first signal.
+
+        After the second signal, the result is False, except in a batch job.
+        """
         nonlocal was_stop_requested
         is_running = not job.done() if job else run.lock_holder(stage) is not None
         if not is_running:
@@ -134,9 +141,9 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if state.end_event is None:
             is_run_by_other = job and not state.start_event and run.lock_holder(stage)
             if is_run_by_other or stage_module.missing_outputs(run) is None:
-                continue  # the stage is done, or another process started an attempt at the same moment: follow that
+                continue  # the stage is done, or another process started an attempt at the same moment: follow it
         if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
-            continue  # it was already stopping when this process started to follow it; run it again
+            continue  # the stage was already stopping before this process followed it: run the stage again
         return report_stage_end(run, stage, state, seconds, job, say)
 
 
@@ -162,10 +169,10 @@ def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, jo
     Args:
         run: the run.
         stage: the stage.
-        state: the state of the stage.
-        seconds: how long it ran.
-        job: the job of submitit; None if another process started the stage.
-        say: prints a message.
+        state: the state of the stage after its end.
+        seconds: how long this process followed the stage.
+        job: the submitit job; None if another process started the stage.
+        say: prints a message to the user.
     """
     end = state.end_event
     description = stages.load_stage_module(stage).progress(run).description

@@ -6,9 +6,9 @@ the file `site.secrets`: submitit quotes options, this module quotes the set-up 
 rejects values that sbatch would still misread.
 
 Each submission has a random key. The event `submitting` is written before sbatch is called, and `submitted` after it.
-If the second event is missing, submit.py was killed or sbatch did not respond. The job may exist, and the submission is
-open. :func:`resolve_open_submissions` records the job if Slurm has one with this key; otherwise it abandons the
-submission.
+If the second event is missing, submit.py was killed or sbatch did not respond. The submission is then unconfirmed: its
+job may exist. :func:`confirm_submissions` records the job if Slurm has one with this key. Otherwise it marks the
+submission as failed.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ MAX_SBATCH_CALLS = 2
 SBATCH_TIMEOUT_S = 300.0
 """How long sbatch may take. It retries for two minutes if the controller is busy."""
 JOB_SBATCH_TIMEOUT_S = 60.0
-"""The same limit if a job calls sbatch, or waits for another process that does. The job has other work to do."""
+"""The same limit if a job calls sbatch, or waits for another process that calls it. The job has other work to do."""
 RECHECK_DELAYS_S = (1.0, 2.0, 3.0)
-"""Pauses between queries before a submission is abandoned. A controller that was suspended may accept the job of an
-sbatch that no longer runs, a moment after it responds again."""
+"""Pauses between the queries that must show no job before a submission counts as failed. A controller that was
+suspended may accept the job of a killed sbatch a moment after it responds again."""
 MAX_QUERIES = 20
-"""Maximum number of queries, because other processes may keep submitting jobs of the run. Jobs that appear later are
-ignored."""
+"""Maximum number of queries. Other processes may keep submitting jobs of the run; jobs that appear after the last query
+are ignored."""
 POLL_S = 0.5
 SUBMISSION_KEY_VARIABLE = "SLUICE_SUBMISSION"
 """The environment variable of a job that holds the key of its submission."""
@@ -77,7 +77,7 @@ _ACCOUNT_AND_PARTITION = ("account", "constraint", "partition", "qos", "reservat
 
 
 def job_name(config: Config, stage: str) -> str:
-    """Return the name of a stage's jobs. The stage comes first because squeue shows eight letters."""
+    """Return the name of a stage's jobs. The stage comes first because squeue shows only the first eight letters."""
     return f"{stage}-{config.run.name}"
 
 
@@ -85,13 +85,14 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     """Return submitit's parameters for a job of a stage.
 
     Args:
-        run: the run; its paths go into the script.
+        run: the run; the script contains its paths.
         config: the run's config, possibly with secrets masked.
         stage: the stage that the job runs.
-        after: a Slurm dependency such as `afterok:12:13`.
+        after: a Slurm dependency such as `afterok:12:13`; None for no dependency.
 
     Raises:
-        UserError: if options exclude each other, or sbatch cannot represent a value.
+        UserError: if options exclude each other, sbatch cannot represent a value, or the ranks of the train stage do
+            not fit the requested nodes.
     """
     site = config.resolve_site(stage)
     resources = config.stages.get_resources(stage)
@@ -114,7 +115,8 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
         "wckey": None,
     }
     options: dict[str, Any] = {}
-    if config.track.mail:  # END only for the last stage: Slurm sends this mail at each requeue (sbatch(1), --mail-type)
+    if config.track.mail:
+        # END only for the last stage, because Slurm also sends the END mail at each requeue (sbatch(1), --mail-type)
         is_last_stage = stage == list(config.active_stages)[-1]
         options["mail-user"] = config.track.mail
         options["mail-type"] = f"FAIL,INVALID_DEPEND{',END' if is_last_stage else ''}"
@@ -151,7 +153,8 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
 def _build_setup_lines(run: Run, config: Config, stage: str, exports: Mapping[str, str]) -> list[str]:
     """Return the shell lines that run before the supervisor.
 
-    The lines of `site.setup` follow the exports, so they take precedence. They cannot change which code runs.
+    The lines of `site.setup` follow the exports and can override them. The lines that select the code come after
+    `site.setup`, so it cannot change which code runs.
     """
     # `set --` removes the argument, which scripts that site.setup sources would otherwise see
     lines = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']
@@ -167,20 +170,23 @@ def _build_pickle_lines(folder: Path) -> list[str]:
 
     The job itself makes the link, because submit.py may have been killed just after sbatch accepted the job.
     """
-    pickle = f'{shlex.quote(str(folder))}/"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}'
-    job = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
-    target = f'"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}_submitted.pkl"'
+    quoted_folder = shlex.quote(str(folder))
+    pickle_name = f"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}"
+    job_id = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
+    given_up = f'{quoted_folder}/"{pickle_name}_given_up.pkl"'
+    link = f'{quoted_folder}/"{job_id}_submitted.pkl"'
     return [
-        f'[ ! -e {pickle}_given_up.pkl" ] || {{ echo "this job was replaced by another one and exits"; exit 0; }}',
-        f'[ -z "${SUBMISSION_KEY_VARIABLE}" ] || ln -sf {target} {shlex.quote(str(folder))}/"{job}_submitted.pkl"',
+        # the pickle was renamed by mark_not_submitted()
+        f'[ ! -e {given_up} ] || {{ echo "this job was replaced by another one and exits"; exit 0; }}',
+        f'[ -z "${SUBMISSION_KEY_VARIABLE}" ] || ln -sf "{pickle_name}_submitted.pkl" {link}',
     ]
 
 
 def _check_representable(run: Path, values: Mapping[str, Any]) -> None:
     """Raise UserError for values that sbatch misreads even if they are quoted (measured on Slurm 22.05).
 
-    A line break ends an option. A backslash is dropped. Text that is not UTF-8 cannot be written. A `%` in the path of
-    a log is a pattern.
+    A line break ends an option. A backslash is dropped. Text that is not UTF-8 cannot be written. sbatch replaces a `%`
+    in the path of a log by a job property.
     """
     for key, value in values.items():
         if isinstance(value, str) and (bad := re.search(r"[\\\x00-\x1f\x7f\ud800-\udfff]", value)):
@@ -199,10 +205,10 @@ def _make_executor(run: Run, config: Config, stage: str, after: str | None = Non
     """Return submitit's executor for one job of a stage. `after`: a Slurm dependency such as `afterok:12:13`."""
     from slurm.submit.submitit_job import BatchExecutor
 
-    home = run.code_dir.resolve().parent  # for a sweep point, this is the sweep
-    executed = dict.fromkeys(map(str, (home, home / "code", run.path)))
-    ownership_check = make_ownership_script(map(shlex.quote, executed))
-    # `exec`: a shell would die of a signal that is sent to the batch script alone
+    code_owner = run.code_dir.resolve().parent  # the run; for a sweep point, the sweep
+    checked_paths = dict.fromkeys(map(str, (code_owner, code_owner / "code", run.path)))
+    ownership_check = make_ownership_script(map(shlex.quote, checked_paths))
+    # `exec` replaces the shell, because a signal that Slurm sends to the batch script alone would kill the shell
     python = f"{ownership_check}\nexec {shlex.quote(get_job_python(config.site))}"
     executor = BatchExecutor(run.jobs_dir / stage, python=python)
     executor.update_parameters(**build_sbatch_parameters(run, config, stage, after))
@@ -210,7 +216,7 @@ def _make_executor(run: Run, config: Config, stage: str, after: str | None = Non
 
 
 def render_batch_script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
-    """Return the sbatch script of a stage; for an array if `tasks` is more than 1. This works without Slurm."""
+    """Return the sbatch script of a stage, also on a machine without Slurm. `tasks`: more than 1 for an array."""
     from slurm.submit.submitit_job import render_script
 
     return render_script(_make_executor(run, config, stage), tasks)
@@ -229,7 +235,7 @@ def list_kept_variables(config: Config, stage: str) -> list[str]:
 
 
 class _NoReplyError(Exception):
-    """It is not known whether Slurm accepted a job."""
+    """Raised if sbatch ended without a job id and without a refusal, so the job may exist or not."""
 
     def __init__(self, key: str, reason: str, *, is_lost_reply: bool = True) -> None:
         """Create the error.
@@ -246,7 +252,7 @@ class _NoReplyError(Exception):
 
 
 def print_to_log(message: str) -> None:
-    """Print a message to standard error, which is the log of a job."""
+    """Print a message to standard error, which goes to the log of this job."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -267,19 +273,20 @@ def submit_stage(
     Args:
         run: the run; of a sweep, the sweep itself.
         stage: the stage.
-        after: the ids of the jobs that this one waits for.
+        after: the ids of the jobs on which this job depends.
         kind: the type of this dependency, such as `afterok` (sbatch(1), --dependency).
-        tasks: if more than 1, an array of this many supervisors.
-        points: the sweep points that the tasks of the array run. Each point records the submission.
+        tasks: the number of tasks; if more than 1, the job is an array, and its tasks share the work of the stage.
+        points: sweep points. The job is then an array with one task for each point, and each point records the
+            submission.
         say: prints a message to the user.
         patience_s: how long sbatch may take, and how long to wait for a controller that does not respond.
-        **event_fields: further fields of the events.
+        **event_fields: further fields of the events `submitting` and `submitted`.
 
     Returns:
         The id of the job.
 
     Raises:
-        UserError: if Slurm refuses the job or does not respond in time.
+        UserError: if Slurm refuses the job or does not respond in time, or sbatch fails for another reason.
     """
     targets = list(points) or [run]
     for _ in range(MAX_SBATCH_CALLS):
@@ -287,8 +294,8 @@ def submit_stage(
             return _submit_once(run, stage, after, kind, tasks, targets, patience_s, event_fields)
         except _NoReplyError as error:
             say(f"{stage:9} sbatch got no response ({error}); querying Slurm for the job …")
-            if (job := _find_accepted_job(stage, targets, error, say, patience_s)) is not None:
-                return job
+            if (job_id := _find_accepted_job(stage, targets, error, say, patience_s)) is not None:
+                return job_id
             reason = str(error)
             if not error.is_lost_reply:
                 raise UserError("slurm.sbatch_failed", f"{stage}: sbatch failed: {reason}") from error
@@ -308,7 +315,9 @@ def _submit_once(
     timeout_s: float,
     event_fields: Mapping[str, Any],
 ) -> str:
-    """Call sbatch once for a job, and record the submission in events.
+    """Call sbatch once for a job, and record the submission in the events of `targets`. Return the job's id.
+
+    The arguments are those of :func:`submit_stage`, except `targets`: the run, or the sweep points of the array.
 
     Raises:
         UserError: if Slurm refuses the job.
@@ -343,8 +352,8 @@ def _submit_once(
             job = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
         except UserError as error:
             for target, event in zip(targets, events, strict=True):
-                abandon_submission(target, event, str(error))
-            raise UserError(error.code, f"{stage}: {error}") from error
+                mark_not_submitted(target, event, str(error))
+            raise UserError(error.code, f"{stage}: {error}") from error  # _NoReplyError leaves them unconfirmed
         for task, (target, event) in enumerate(zip(targets, events, strict=True)):
             record_submission(target, event, f"{job}_{task}" if is_array_over_points else job)
     return job
@@ -353,7 +362,7 @@ def _submit_once(
 def _write_submission(
     run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
 ) -> tuple[Path, list[str]]:
-    """Write the batch script and one pickle for each task.
+    """Write the batch script and one pickle for each task. `targets`: the run or sweep point of each task.
 
     Returns:
         The path of the script, and the names of the SBATCH_* variables that stay in effect.
@@ -374,6 +383,13 @@ def _write_submission(
 
 def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: float, lock: int) -> str:
     """Call sbatch and return the job's id.
+
+    Args:
+        script: the batch script.
+        key: the key of the submission; the argument of the script.
+        variables: names of SBATCH_* variables that stay in effect.
+        timeout_s: how long sbatch may take.
+        lock: the descriptor of the locked script, which sbatch inherits.
 
     Raises:
         UserError: if sbatch refuses the job.
@@ -405,7 +421,7 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
 
 
 def _extract_sbatch_reason(output: str) -> str:
-    """Return the lines in which sbatch states the reason, or all output if no line comes from sbatch itself."""
+    """Return why sbatch failed, in one line: sbatch's own error lines, or all output if it contains none."""
     lines = "; ".join(line.strip() for line in output.splitlines() if line.strip())
     return "; ".join(SBATCH_ERROR.findall(output)) or lines[:1000] or "it printed no reason"
 
@@ -413,7 +429,14 @@ def _extract_sbatch_reason(output: str) -> str:
 def _find_accepted_job(
     stage: str, targets: Sequence[Run], error: _NoReplyError, say: Callable[[str], None], patience_s: float
 ) -> str | None:
-    """Return the id of the job of a submission without a reply; None if Slurm did not accept it.
+    """Return the id of the job of a submission to which sbatch got no reply; None if Slurm did not accept the job.
+
+    Args:
+        stage: the stage.
+        targets: the run, or the sweep points of the array.
+        error: the error of the submission.
+        say: prints a message to the user.
+        patience_s: how long to wait for the controller.
 
     Raises:
         UserError: if the controller does not respond within `patience_s` seconds.
@@ -425,17 +448,17 @@ def _find_accepted_job(
             f"controller has not responded since. When it responds again (squeue --me), run: "
             f"{targets[0].resume_command}. This finds the job or submits it",
         )
-    resolve_open_submissions(targets, say, patience_s)
+    confirm_submissions(targets, say, patience_s)
     recorded = [event for event in targets[0].read_events(stage, Submitted) if event.key == error.key]
     return array_job_id(recorded[0].job_id) if recorded else None
 
 
 def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
-    """Wait until the controller lists jobs.
+    """Wait until the controller responds to squeue.
 
     Args:
         patience_s: how long to wait.
-        check: called between the attempts; it may raise.
+        check: called after each failed query; it may raise an exception to end the wait.
 
     Returns:
         Whether the controller responded in time.
@@ -453,20 +476,20 @@ def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
 
 
 def submission_script_path(run: Run, stage: str, key: str) -> Path:
-    """Return the path of a submission's batch script. While sbatch runs, it and its caller hold a lock on this file."""
+    """Return the path of a submission's batch script. sbatch and its caller lock this file while sbatch runs."""
     return run.jobs_dir / stage / f"{key}_submission.sh"
 
 
 def record_submission(
     run: Run, submitting: Submitting | Submitted, job_id: str, job_submitted: float | None = None
 ) -> None:
-    """Write the event `submitted`.
+    """Write the event `submitted`, which names the job of a submission.
 
     Args:
         run: the run.
         submitting: the event that was written before sbatch was called.
         job_id: the id of the job.
-        job_submitted: when the job was submitted, in seconds since 1970, if that was not just now.
+        job_submitted: when the job was submitted, in seconds since 1970; None for now.
     """
     run.append_event(
         Submitted(
@@ -487,7 +510,7 @@ def record_submission(
 
 
 def record_own_job(run: Run, stage: str, job_id: str) -> None:
-    """Record the job of this process if submit.py could not.
+    """Write the event `submitted` for the job of this process, if its submission is still unconfirmed.
 
     Args:
         run: the run.
@@ -496,13 +519,19 @@ def record_own_job(run: Run, stage: str, job_id: str) -> None:
     """
     key = os.environ.get(SUBMISSION_KEY_VARIABLE)
     for event, job in list_submissions(run) if key else ():
-        if job.is_open and (job.key, event.stage) == (key, stage):
+        if job.is_unconfirmed and (job.key, event.stage) == (key, stage):
             task = "" if job.array_task is None else f"_{job.array_task}"
             record_submission(run, event, array_job_id(job_id) + task, job_submitted=job.submit_time)
 
 
-def abandon_submission(run: Run, submitting: Submitting, message: str) -> None:
-    """Write the event `not_submitted`, and make a job of this submission that starts later exit at once."""
+def mark_not_submitted(run: Run, submitting: Submitting, message: str) -> None:
+    """Write the event `not_submitted`. If the submission nevertheless has a job, the job exits as soon as it starts.
+
+    Args:
+        run: the run.
+        submitting: the event that was written before sbatch was called.
+        message: why the submission failed.
+    """
     stage = submitting.stage
     key = submitting.key
     task = submitting.array_task
@@ -512,80 +541,95 @@ def abandon_submission(run: Run, submitting: Submitting, message: str) -> None:
     run.append_event(NotSubmitted(stage=stage, key=key, executor="slurm", message=message))
 
 
-# ---- open submissions
+# ---- unconfirmed submissions
 
 
-def resolve_open_submissions(
+def confirm_submissions(
     runs: Sequence[Run],
     say: Callable[[str], None],
     patience_s: float = SBATCH_TIMEOUT_S,
-    known: list[SubmittedJob] | None = None,
+    jobs: list[SubmittedJob] | None = None,
 ) -> list[SubmittedJob]:
-    """Record or abandon the open submissions of `runs`, and return the jobs of `runs`.
+    """Find out which unconfirmed submissions of `runs` have created a job, and return the jobs of `runs`.
+
+    If Slurm has the job of a submission, the event `submitted` is written. If several queries show no job, the event
+    `not_submitted` is written. Stray jobs must also appear in several queries. What was seen in too few queries is left
+    out and not changed, because another process is probably still submitting it.
 
     Args:
         runs: a run, or a sweep and its points.
         say: prints a message to the user.
         patience_s: how long to wait for another process that is calling sbatch.
-        known: the jobs as they are now, if the caller has just queried them.
+        jobs: the jobs of `runs`, if the caller has just queried them.
 
     Raises:
-        UserError: if the other process is still waiting after `patience_s`, or the controller does not respond.
+        UserError: if another process is still calling sbatch after `patience_s`, or the controller does not respond.
     """
-    jobs = find_run_jobs(runs) if known is None else known
+    if jobs is None:
+        jobs = find_run_jobs(runs)
     require_response(job.state for job in jobs)
-    by_path = {run.path: run for run in runs}
-    sightings = Counter(map(_doubt_key, jobs))
+    run_by_path = {run.path: run for run in runs}
+    times_seen = Counter({_recheck_key(job) for job in jobs})
+
+    def needs_recheck(job: SubmittedJob) -> bool:
+        """Return True if more queries must confirm what this query shows."""
+        key = _recheck_key(job)
+        return key is not None and times_seen[key] <= len(RECHECK_DELAYS_S)
+
     for _ in range(MAX_QUERIES):
-        doubtful = [job for job in jobs if _doubt_key(job) and sightings[_doubt_key(job)] <= len(RECHECK_DELAYS_S)]
-        if not doubtful:
+        unsure_jobs = list(filter(needs_recheck, jobs))
+        if not unsure_jobs:
             break
-        for job in doubtful:
-            if (submitting := _open_submission_without_job(job)) is not None:
-                _wait_for_sbatch(by_path[job.run], submitting, patience_s)
-        time.sleep(RECHECK_DELAYS_S[min(sightings[_doubt_key(job)] for job in doubtful) - 1])
+        for job in unsure_jobs:
+            if (submitting := _unconfirmed_event_without_job(job)) is not None:
+                _wait_for_sbatch(run_by_path[job.run], submitting, patience_s)
+        time.sleep(RECHECK_DELAYS_S[min(times_seen[_recheck_key(job)] for job in unsure_jobs) - 1])
         jobs = find_run_jobs(runs)
         require_response(job.state for job in jobs)
-        sightings.update(map(_doubt_key, jobs))
-    resolved: list[SubmittedJob] = []
+        times_seen.update({_recheck_key(job) for job in jobs})
+    confirmed: list[SubmittedJob] = []
     for job in jobs:
-        if _doubt_key(job) and sightings[_doubt_key(job)] <= len(RECHECK_DELAYS_S):
-            continue  # the job appeared only in the last queries: another process is submitting it
-        if (submitting := _open_submission_without_job(job)) is not None:
-            abandon_submission(by_path[job.run], submitting, "no job of this submission is in the queue")
-            say(f"{job.stage:9} the submission at {submitting.time} has no job and is abandoned")
+        if needs_recheck(job):
+            continue
+        if (submitting := _unconfirmed_event_without_job(job)) is not None:
+            mark_not_submitted(run_by_path[job.run], submitting, "no job of this submission is in the queue")
+            say(f"{job.stage:9} the submission of {submitting.time} created no job; it counts as failed")
             continue
         if job.job_id and job.event is not None and not job.is_recorded:
-            record_submission(by_path[job.run], job.event, job.job_id, job_submitted=_submission_time(job))
+            record_submission(run_by_path[job.run], job.event, job.job_id, job_submitted=_submission_time(job))
             say(f"{job.stage:9} job {job.job_id} was submitted without a record; it is recorded now")
-        resolved.append(job)
-    return resolved
+        confirmed.append(job)
+    return confirmed
 
 
-def resolve_submissions_if_open(runs: Sequence[Run]) -> None:
-    """Resolve the open submissions of `runs` in a job that submits or cancels other jobs.
+def confirm_submissions_from_job(runs: Sequence[Run]) -> None:
+    """Confirm the unconfirmed submissions of `runs`, in a job that submits or cancels other jobs.
 
-    Slurm is only queried if there is an open submission.
+    Slurm is only queried if there is an unconfirmed submission.
 
     Raises:
-        UserError: as :func:`resolve_open_submissions`.
+        UserError: as :func:`confirm_submissions`.
     """
-    if any(job.is_open for run in runs for _, job in list_submissions(run)):
-        resolve_open_submissions(runs, print_to_log, JOB_SBATCH_TIMEOUT_S)
+    if any(job.is_unconfirmed for run in runs for _, job in list_submissions(run)):
+        confirm_submissions(runs, print_to_log, JOB_SBATCH_TIMEOUT_S)
 
 
-def _doubt_key(job: SubmittedJob) -> str:
-    """Return the name of a submission or job that several queries must confirm; "" if the job needs no confirmation.
+def _recheck_key(job: SubmittedJob) -> str | None:
+    """Return a name for a submission without a job, or for a stray job; None for other jobs.
 
-    While another process submits a job, a query may find the event without the job, or the job without the event.
+    Several queries must confirm them. While another process submits a job, a query may find the event without the job,
+    or the job without the event.
     """
-    if (submitting := _open_submission_without_job(job)) is not None:
+    if (submitting := _unconfirmed_event_without_job(job)) is not None:
         return f"submission {submitting.key}"
-    return f"job {job.job_id}" if job.is_stray and job.state.is_active else ""
+    return f"job {job.job_id}" if job.is_stray and job.state.is_active else None
 
 
-def _open_submission_without_job(job: SubmittedJob) -> Submitting | None:
-    """Return the event of an open submission on this cluster if none of its jobs is found; otherwise None."""
+def _unconfirmed_event_without_job(job: SubmittedJob) -> Submitting | None:
+    """Return the `submitting` event of an unconfirmed submission of which no job was found; otherwise None.
+
+    The result is also None if the submission was made on another cluster.
+    """
     event = job.event
     if job.job_id or not isinstance(event, Submitting):
         return None
@@ -593,11 +637,12 @@ def _open_submission_without_job(job: SubmittedJob) -> Submitting | None:
 
 
 def _submission_time(job: SubmittedJob) -> float:
+    """Return when a job was submitted, in seconds since 1970: the time of its event, or Slurm's submit time."""
     return job.state.submit_time if job.event is None or not job.event.time else job.event.timestamp
 
 
 def _wait_for_sbatch(run: Run, submitting: Submitting, patience_s: float) -> None:
-    """Wait while another process calls sbatch for this submission."""
+    """Wait while another process calls sbatch for this submission. Raise UserError after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while _is_sbatch_running(run, submitting.stage, submitting.key):
         if time.monotonic() >= deadline:
@@ -610,6 +655,7 @@ def _wait_for_sbatch(run: Run, submitting: Submitting, patience_s: float) -> Non
 
 
 def _is_sbatch_running(run: Run, stage: str, key: str) -> bool:
+    """Return True if a process holds the lock on the batch script of a submission."""
     for owner in (run, run.sweep_or_self):  # a point may have been submitted with its sweep
         with suppress(FileNotFoundError), open(submission_script_path(owner, stage, key), "rb") as script:
             return not try_flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """The environment of a site's jobs: variables, secrets and Python, as the site profile (`site:`) defines them.
 
-:func:`check_job_environment` checks them when a job is submitted. The batch script sets them (slurm/submit/sbatch.py).
-If no such script has run, :func:`apply_site_environment` sets them in the process itself.
+:func:`check_job_environment` checks the environment when a job is submitted. The batch script sets it
+(slurm/submit/sbatch.py). If no batch script has run, :func:`apply_site_environment` sets it in the process itself.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
         env: the environment in which the job is submitted.
 
     Raises:
-        UserError: if a variable of `site.pass` is not set, another user can read `site.secrets`, or `env` selects
-            another cluster.
+        UserError: if a variable of `site.pass` is not set, the file `site.secrets` does not exist or other users can
+            read it, or `env` selects another cluster.
     """
     require_single_cluster(env)
     if unset := [name for name in site.pass_ if not env.get(name)]:
@@ -102,7 +102,7 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
     message = shlex.quote(f"error: {_describe_exposure(path)}")
     return [
         f"{{ [[ -f {quoted} ]] && exec {{sluice_fd}}< {quoted} && "
-        # owned by this user, a regular file (81..), mode 0600 or 0400
+        # `%u %f` prints the owner and the mode in hexadecimal: 8180 is a regular file with mode 0600, 8100 with 0400
         """[[ $(stat -Lc '%u %f' "/proc/self/fd/$sluice_fd") == "$EUID 81"[08]0 ]]; } || """
         f"{{ echo {message} >&2; exit {int(ExitCode.USER_ERROR)}; }}",
         'set -a; . "/proc/self/fd/$sluice_fd"; set +a; exec {sluice_fd}<&-; unset sluice_fd',
@@ -116,12 +116,12 @@ def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
 
     Args:
         site: the site's config.
-        job_id: the job of this process.
+        job_id: the id of this process's job, as in SLUICE_JOB_ID; None outside of a job.
 
     Raises:
-        UserError: if a variable of `site.pass` is not set, or others can read `site.secrets`.
+        UserError: as :func:`check_job_environment`.
     """
-    # in a job with --export=NONE, this variable would keep all variables from its steps
+    # in a job with --export=NONE, this variable would make srun pass no variables to the job's steps
     os.environ.pop("SLURM_EXPORT_ENV", None)
     check_job_environment(site, os.environ)
     if os.environ.get("SLUICE_JOB_ID") == job_id:  # the batch script did this, and ran site.setup after it
@@ -132,10 +132,11 @@ def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
         output = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
         for line in output.split("\0"):
             name, _, value = line.partition("=")
-            os.environ[name or "_"] = value
+            os.environ[name or "_"] = value  # the empty text after the last "\0" has no name
     if site.setup:
         print(SETUP_NOT_RUN, flush=True)
 
 
 def _describe_exposure(path: Path) -> str:
+    """Return a message about a file of secrets that is not private to its user."""
     return f"site.secrets: {path} must be your own file and readable only by you: chmod 600 {path}"

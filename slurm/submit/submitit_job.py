@@ -65,7 +65,7 @@ def render_script(executor: BatchExecutor, tasks: int) -> str:
 
 
 def _make_names(stage: str, run: Run, code: Path) -> dict[str, Any]:
-    """Return the names that :data:`BECOME_SUPERVISOR` uses."""
+    """Return the values of the global names in :data:`BECOME_SUPERVISOR`."""
     return {"stage": stage, "run": str(run.path), "code": str(code)}
 
 

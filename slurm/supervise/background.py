@@ -145,16 +145,16 @@ class EvaluationSubmitter:
         newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
         if newest_step <= self._last_step or self._is_final(newest_step):
             return
-        from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
+        from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage
 
-        resolve_submissions_if_open([self.run])
+        confirm_submissions_from_job([self.run])
         submitted = [
             (event.step, job)
             for event, job in list_recorded_jobs(self.run)
             if event.stage == "evaluate" and event.step is not None
         ]
         self._last_step = max([self._last_step, *(step for step, _ in submitted)])
-        if newest_step <= self._last_step:  # `resolve_submissions_if_open` has found the job of a lost submission.
+        if newest_step <= self._last_step:  # `confirm_submissions_from_job` has found the job of a lost submission.
             return
         previous_states = query_job_states(job for _, job in submitted[-1:]).values()
         active_jobs = [state.job_id for state in previous_states if state.is_active]

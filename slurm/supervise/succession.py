@@ -69,13 +69,13 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
 
 def hand_over(run: Run, stage: str, job: str) -> str | None:
     """Submit the successor of `job` if it has none. Return a message if this fails; None otherwise."""
-    from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, resolve_submissions_if_open, submit_stage
+    from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage
 
     if _has_successor(run, stage, job):
         return None
     try:
         with run.lock_exclusively(patience_s=LOCK_PATIENCE_S):  # `submit.py` may be submitting the successor now.
-            resolve_submissions_if_open([run])
+            confirm_submissions_from_job([run])
             if not _has_successor(run, stage, job):
                 submit_stage(run, stage, [job], kind="afternotok", patience_s=JOB_SBATCH_TIMEOUT_S)
     except (UserError, OSError) as error:
@@ -118,10 +118,10 @@ def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> lis
     Returns:
         The state of each job, and the type of its dependency, such as `afterok`.
     """
-    from slurm.submit.sbatch import resolve_submissions_if_open
+    from slurm.submit.sbatch import confirm_submissions_from_job
 
     try:
-        resolve_submissions_if_open((run, *list_points(run)))
+        confirm_submissions_from_job((run, *list_points(run)))
     except (UserError, OSError) as error:
         print(f"jobs that were submitted without a record are not found: {error}", file=sys.stderr, flush=True)
     kind_by_job = {job: ""}

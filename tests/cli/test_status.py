@@ -81,7 +81,7 @@ def test_jobs_with_an_unsatisfiable_dependency_never_start(tmp_path: Path, monke
         SubmittedJob(run.path, "evaluate", "4", JobState("4", "PENDING", "Dependency")),
     ]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
+    monkeypatch.setattr(status, "find_run_jobs", lambda run, final_states: jobs)
     rows = {row.stage: row for row in status.StatusPoller(run).poll()}
     assert rows["train"].state == rows["evaluate"].state == "never"
     assert rows["evaluate"].problem == "job 4 waits for train"
@@ -181,7 +181,7 @@ def test_a_failed_job_without_a_log_gets_the_advice_to_check_the_nodes(
     run = make_run(tmp_path)
     jobs = [SubmittedJob(run.path, "train", "3", JobState("3", "FAILED"))]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
+    monkeypatch.setattr(status, "find_run_jobs", lambda run, final_states: jobs)
     hint = f"python submit.py doctor {run.path.parent} --check-nodes"
     assert hint in status.StatusPoller(run).poll()[2].problem
     (run.stage_dir("train") / "3_0_log.out").touch()
@@ -199,7 +199,7 @@ def test_the_reason_of_a_job_is_not_truncated_on_a_narrow_terminal(
         SubmittedJob(run.path, "evaluate", "1234568", JobState("1234568", "PENDING", "Dependency")),
     ]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
-    monkeypatch.setattr(status, "find_run_jobs", lambda run, forgotten: jobs)
+    monkeypatch.setattr(status, "find_run_jobs", lambda run, final_states: jobs)
     console = Console(width=width, record=True)
     status.print_status(run, console)
     lines = console.export_text().splitlines()
@@ -230,7 +230,7 @@ def test_watch_prints_the_table_after_each_change_without_a_capable_terminal(
     run = make_run(tmp_path)
     query_count = 0
 
-    def find_jobs(runs: Sequence[Run], forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
+    def find_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
         nonlocal query_count
         query_count += 1
         state = "PENDING" if query_count < 4 else "RUNNING" if query_count < 8 else "CANCELLED"
@@ -254,7 +254,7 @@ def test_slurm_is_queried_ever_more_rarely_until_an_event_is_written(
     monkeypatch.setattr(status.time, "monotonic", lambda: now)
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
 
-    def find_jobs(run: Run, forgotten: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
+    def find_jobs(run: Run, final_states: dict[RecordedJob, JobState]) -> list[SubmittedJob]:
         query_times.append(now)
         return []
 
@@ -288,9 +288,9 @@ def test_all_jobs_are_queried_at_once_and_ended_jobs_are_not_queried_again(monke
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "cluster1")
     submit_time = datetime(1970, 1, 1).timestamp()
     ended, running = (RecordedJob(job, ("sluice /a",), "cluster1", 0, "a-train", submit_time) for job in "12")
-    forgotten: dict[RecordedJob, JobState] = {}
+    final_states: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        states = job_states.query_job_states([ended, running], forgotten)
+        states = job_states.query_job_states([ended, running], final_states)
         assert (states[ended].state, states[running].state) == ("COMPLETED", "RUNNING")
     assert [command[0] for command in commands] == ["squeue", "sacct", "squeue"]
     assert "--me" in commands[0] and "1,2" in commands[0] and "2" in commands[2]
@@ -311,9 +311,9 @@ def test_an_unknown_job_is_queried_again_only_if_slurm_does_not_respond(
 
     monkeypatch.setattr(slurm_commands, "run_slurm_command", run_command)
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "cluster1")
-    forgotten: dict[RecordedJob, JobState] = {}
+    final_states: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        state = job_states.query_job_states([RecordedJob("1")], forgotten)[RecordedJob("1")]
+        state = job_states.query_job_states([RecordedJob("1")], final_states)[RecordedJob("1")]
         assert state.state == job_states.UNKNOWN
         assert (state.reason == slurm_commands.NOT_RESPONDING) == (not is_responding)
     assert [name for name in commands if is_responding or name == "squeue"] == expected

@@ -95,9 +95,9 @@ def test_job_states_are_read_from_squeue_and_sacct_or_derived_from_the_run(
     ids = {job.job_id for job in jobs}
     list_ids = ["squeue", "-h", "-t", "all", "-o", "%A"]
     wait_for("squeue to forget the jobs", lambda: ids.isdisjoint(cluster.output(list_ids).split()), 60)
-    forgotten: dict[RecordedJob, JobState] = {}
-    states = query_job_states([*jobs, held, unknown], forgotten)
-    assert set(forgotten) == {*jobs, unknown}, "final states must be cached"
+    final_states: dict[RecordedJob, JobState] = {}
+    states = query_job_states([*jobs, held, unknown], final_states)
+    assert set(final_states) == {*jobs, unknown}, "final states must be cached"
     assert {states[job].state for job in jobs} == {"COMPLETED"}
     assert states[held].state == "PENDING" and states[unknown].state == UNKNOWN
     # squeue fails if its only id is unknown

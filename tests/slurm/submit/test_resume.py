@@ -64,7 +64,7 @@ class FakeQueue:
         monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.dependencies))
 
     def find_jobs(
-        self, jobs: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState] | None = None
+        self, jobs: Iterable[RecordedJob], comments: Set[str], final_states: dict[RecordedJob, JobState] | None = None
     ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
         """Return the states of the jobs, in place of `slurm.query.job_states.find_jobs`."""
         return {job: self.states[job.job_id] for job in jobs}, []
@@ -257,7 +257,7 @@ def test_one_query_covers_all_points_of_a_sweep(
     queries: list[set[str]] = []
 
     def record_query(
-        jobs: Iterable[RecordedJob], comments: Set[str], forgotten: dict[RecordedJob, JobState]
+        jobs: Iterable[RecordedJob], comments: Set[str], final_states: dict[RecordedJob, JobState]
     ) -> tuple[dict[RecordedJob, JobState], list[JobState]]:
         states = {job: queue.states[job.job_id] for job in jobs}
         queries.append({job.job_id for job in states})

@@ -111,9 +111,9 @@ def list_recorded_ids(run: Run) -> list[str]:
     return [recorded.job_id for _, recorded in list_recorded_jobs(run)]
 
 
-def list_open_submissions(run: Run) -> list[RecordedJob]:
+def list_unconfirmed_submissions(run: Run) -> list[RecordedJob]:
     """Return the submissions whose outcome is not recorded."""
-    return [submission for _, submission in list_submissions(run) if submission.is_open]
+    return [submission for _, submission in list_submissions(run) if submission.is_unconfirmed]
 
 
 @pytest.mark.parametrize("call_number", range(1, 6))
@@ -128,7 +128,7 @@ def test_submit_completes_the_chain_after_a_kill(
     submit(run)
     assert slurm.list_queue() == CHAIN and slurm.count_sbatch_calls() == len(CHAIN)
     assert list_recorded_ids(run) == ["1", "2", "3", "4", "5"]
-    assert list_open_submissions(run) == []
+    assert list_unconfirmed_submissions(run) == []
     submit(run)
     assert slurm.list_queue() == CHAIN
 
@@ -167,7 +167,7 @@ def test_a_job_is_submitted_once_if_sbatch_does_not_respond(
     slurm.set_sbatch_outcomes(call_4=[outcome, "0.4"])
     output = submit(run)
     assert re.search(r"^train +sbatch got no response", output, re.MULTILINE), output
-    assert slurm.list_queue() == CHAIN and list_open_submissions(run) == []
+    assert slurm.list_queue() == CHAIN and list_unconfirmed_submissions(run) == []
     assert slurm.count_sbatch_calls() == len(CHAIN) + (outcome in ("lose", "hang"))
 
 
@@ -178,17 +178,19 @@ def test_a_submission_stays_open_while_the_controller_does_not_respond(
     slurm.set_sbatch_outcomes(call_4=["timeout"])
     with raises_error("slurm.submission_unknown", run.resume_command, "prepare (1)", "shard (2, 3)", "train, evaluate"):
         submit(run)
-    [submission] = list_open_submissions(run)
+    [submission] = list_unconfirmed_submissions(run)
     (slurm.folder / "not_responding").touch()
     with raises_error("slurm.not_responding", slurm_commands.NOT_RESPONDING):
         submit(run)
-    assert list_open_submissions(run) == [submission]
+    assert list_unconfirmed_submissions(run) == [submission]
     (slurm.folder / "not_responding").unlink()
     submit(run)
     assert slurm.list_queue() == CHAIN
 
 
-def test_a_job_of_an_abandoned_submission_exits_without_work(tmp_path: Path, run: Run, slurm: FakeSlurm) -> None:
+def test_a_job_whose_submission_was_marked_as_failed_exits_without_work(
+    tmp_path: Path, run: Run, slurm: FakeSlurm
+) -> None:
     with killed_at_sbatch_call(1, is_accepted=False):
         submit(run)
     [(_, submission)] = list_submissions(run)
@@ -214,7 +216,7 @@ def test_a_job_of_an_abandoned_submission_exits_without_work(tmp_path: Path, run
     late_job = slurm.add_job(name="prepare-tiny", comment=job_comment(run.path), command=f"{script} {submission.key}")
     assert f"job {late_job}" in read_status(run)
     submit(run)
-    assert slurm.list_queue() == CHAIN, "a pending job of an abandoned submission is cancelled"
+    assert slurm.list_queue() == CHAIN, "a pending job of a submission without a job is cancelled"
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
@@ -270,7 +272,7 @@ def test_a_job_records_its_submission_before_its_start(run: Run, slurm: FakeSlur
     """The later events then belong to this job, even if submit.py records the submission again."""
     with killed_at_sbatch_call(4, is_accepted=True):
         submit(run)
-    [(event, submission)] = [pair for pair in list_submissions(run) if pair[1].is_open]
+    [(event, submission)] = [pair for pair in list_submissions(run) if pair[1].is_unconfirmed]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(sbatch.SUBMISSION_KEY_VARIABLE, submission.key)
         sbatch.record_own_job(run, "train", "4")
@@ -305,7 +307,7 @@ def test_submit_waits_for_the_sbatch_of_another_process(run: Run, slurm: FakeSlu
     with open(script, "r+b") as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with raises_error("slurm.submission_in_progress", "prepare", run.path):
-            sbatch.resolve_open_submissions([run], print, patience_s=0.1)
+            sbatch.confirm_submissions([run], print, patience_s=0.1)
 
         def finish_sbatch(seconds: float) -> None:
             lock.close()
@@ -313,14 +315,28 @@ def test_submit_waits_for_the_sbatch_of_another_process(run: Run, slurm: FakeSlu
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sbatch.time, "sleep", finish_sbatch)
-            sbatch.resolve_open_submissions([run], print)
+            sbatch.confirm_submissions([run], print)
     assert list_recorded_ids(run) == ["1"]
 
 
-def test_submissions_that_another_process_is_recording_are_not_abandoned(
+def test_a_sweep_with_many_points_waits_for_the_sbatch_of_another_process(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """All points share one submission. A query that shows it for six points must count as one query."""
+    sweep = make_run(tmp_path, overrides=("sweep={grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006]}}",))
+    with killed_at_sbatch_call(1, is_accepted=False):
+        submit(sweep)
+    points = list_points(sweep)
+    [(_, submission)] = list_submissions(points[0])
+    with open(sbatch.submission_script_path(sweep, "train", submission.key), "r+b") as lock:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+        with raises_error("slurm.submission_in_progress", "train"):
+            sbatch.confirm_submissions((sweep, *points), print, patience_s=0.1)
+    assert read_event_lines(points[0], "train", "not_submitted") == []
+
+
+def test_submissions_that_another_process_is_recording_are_not_marked_as_failed(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each query finds a new open submission, which the other process records directly afterwards."""
+    """Each query finds a new unconfirmed submission, which the other process records directly afterwards."""
     keys = [f"{number:012x}" for number in range(6)]
 
     def write_submitting(key: str) -> None:
@@ -335,7 +351,7 @@ def test_submissions_that_another_process_is_recording_are_not_abandoned(
     write_submitting(keys[0])
     monkeypatch.setattr(sbatch, "time", SimpleNamespace(sleep=run_other_process, monotonic=time.monotonic))
     monkeypatch.setattr(sbatch, "MAX_QUERIES", 4)
-    sbatch.resolve_open_submissions([run], print)
+    sbatch.confirm_submissions([run], print)
     assert read_event_lines(run, "train", "not_submitted") == []
 
 
@@ -353,7 +369,7 @@ def test_a_job_that_an_older_code_copy_is_recording_is_kept(
             )
 
     monkeypatch.setattr(sbatch.time, "sleep", record_job)
-    [resolved] = sbatch.resolve_open_submissions([run], print)
+    [resolved] = sbatch.confirm_submissions([run], print)
     assert resolved.job_id == job_id and resolved.is_recorded
 
 
@@ -371,7 +387,7 @@ def test_a_failure_of_a_wrapper_of_sbatch_is_reported_completely_and_not_retried
     slurm.set_sbatch_outcomes(call_1=["fail", "ERROR: no budget is left\nMore help: https://hpc.example"])
     with raises_error("slurm.sbatch_failed", "prepare", "no budget is left", "https://hpc.example"):
         submit(run)
-    assert slurm.count_sbatch_calls() == 1 and list_open_submissions(run) == []
+    assert slurm.count_sbatch_calls() == 1 and list_unconfirmed_submissions(run) == []
 
 
 @pytest.fixture
