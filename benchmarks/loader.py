@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.loader_peers import BATCH, LENGTH, PEERS, SAMPLES, make_pair
+from benchmarks.loader_peers import BATCH, LENGTH, PEERS, SAMPLES, make_inputs_and_targets
 from benchmarks.table import write_table
 from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
@@ -119,7 +119,7 @@ def make_loaders(entries: list[ShardEntry], flat: Path) -> dict[tuple[str, str],
         (PAIRS, RAW[0]): lambda: map(stack_samples, order),
         (PAIRS, RAW[1]): lambda: (batch_dataset.__getitems__(indices) for indices in order.tolist()),
         (PAIRS, RAW_VIEWS): lambda: (
-            make_pair(tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)]) for indices in order
+            make_inputs_and_targets(tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)]) for indices in order
         ),
         (PAIRS, "DataLoader, no workers, per sample"): lambda: iter(
             DataLoader(sample_dataset, batch_sampler=order.tolist())

@@ -24,15 +24,21 @@ LENGTH = 2_048
 BATCH = 8
 
 
-def make_pair(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 inputs and targets of uint16 tokens of shape (B, T + 1)."""
-    wide = torch.from_numpy(np.asarray(tokens).astype(np.int64))
-    return wide[:, :-1], wide[:, 1:]
+def make_inputs_and_targets(tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and the targets (the inputs shifted by one) of a batch.
+
+    Args:
+        tokens: uint16 array of shape (B, T + 1).
+
+    Returns: inputs and targets, both int64 of shape (B, T).
+    """
+    tokens_int64 = torch.from_numpy(np.asarray(tokens).astype(np.int64))
+    return tokens_int64[:, :-1], tokens_int64[:, 1:]
 
 
 def stack_samples(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pair of a batch of samples, which are dicts with `tokens`."""
-    return make_pair(np.stack([sample["tokens"] for sample in samples]))
+    """Return the inputs and targets of a batch of samples, which are dicts with `tokens`."""
+    return make_inputs_and_targets(np.stack([sample["tokens"] for sample in samples]))
 
 
 def iter_samples(flat: Path) -> Iterator[np.ndarray]:
@@ -93,7 +99,7 @@ def use_hf_datasets(folder: Path, flat: Path | None) -> Any:
         table.save_to_disk(str(folder))
         return None
     table = load_from_disk(str(folder)).with_format("numpy").shuffle(seed=1, keep_in_memory=True)
-    return (make_pair(batch["tokens"]) for batch in table.iter(BATCH))
+    return (make_inputs_and_targets(batch["tokens"]) for batch in table.iter(BATCH))
 
 
 PEERS = {"MosaicML streaming": use_streaming, "WebDataset": use_webdataset, "Hugging Face datasets": use_hf_datasets}

@@ -1,7 +1,7 @@
 """Predict communication that only other frameworks have: that of experts and of context parallelism.
 
-`python -m benchmarks.plan` passes `communication_time` to the prediction (planning/predict.py), which adds this time to
-each block.
+`python -m benchmarks.plan` passes `expert_and_context_time` to the prediction (planning/predict.py), which adds this
+time to each block.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from planning.machine import Machine
 from planning.predict import CommGroup, RankModel, all_gather_time
 
 
-def communication_time(rank: RankModel, forward: float) -> float:
-    """Return the exposed seconds of communication in the forward of one block. Backward takes as long.
+def expert_and_context_time(rank: RankModel, forward: float) -> float:
+    """Return the seconds of exposed communication, of experts and context parallelism, in the forward of one block.
+
+    The communication in the backward of the block takes the same time.
 
     Args:
         rank: the rank.
         forward: seconds of computation in the forward of one block.
     """
     exchange = expert_exchange_time(rank)
-    if rank.work.schedule == "dualpipe_v":  # overlaps the expert exchange with the backward of another micro-batch
+    # DualPipe-V hides the exchange behind computation of another micro-batch; only a forward is counted as cover
+    if rank.work.schedule == "dualpipe_v":
         exchange = max(0.0, exchange - forward)
     return ring_attention_time(rank) + exchange
 

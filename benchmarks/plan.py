@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.footprint import estimate_footprint
-from benchmarks.others import communication_time
+from benchmarks.others import expert_and_context_time
 from benchmarks.published import Row, read_rows
 from benchmarks.table import write_table
 from planning.predict import DEFAULT, Constants, StepPrediction, predict_step
@@ -42,7 +42,7 @@ NOISE = 0.1
 
 def predict_tokens_per_s(row: Row, constants: Constants = DEFAULT) -> float:
     """Return the predicted tokens per second of one GPU."""
-    return predict_step(row.work, row.machine, constants, communication_time).tokens_per_gpu
+    return predict_step(row.work, row.machine, constants, expert_and_context_time).tokens_per_gpu
 
 
 def compute_residuals(rows: Sequence[Row], logs: np.ndarray) -> np.ndarray:
@@ -221,7 +221,7 @@ def main() -> None:
         print("\n".join(" | ".join(line) for line in (header, *table)))
     print("largest errors:")
     for row, error in sorted(zip(rows, errors, strict=True), key=lambda pair: -abs(pair[1]))[:12]:
-        prediction = predict_step(row.work, row.machine, others=communication_time)
+        prediction = predict_step(row.work, row.machine, others=expert_and_context_time)
         print(f"  {row.id}: {100 * error:+.0f} %; parts of its step in %: {describe_parts(prediction)}")
     for name, reason in unsupported:
         print(f"not supported: {name}: {reason}")

@@ -174,19 +174,24 @@ def _balance_stages(work: Workload) -> tuple[int, ...]:
 
     The weights of the output layer count as part of the last stage.
     """
-    block = work.attention_weights + work.expert_weights
-    head = work.vocab * work.hidden
-    costs = [0] * (work.pipeline - 1) + [head]
-    sizes = [0] * work.pipeline
+    weights_per_block = work.attention_weights + work.expert_weights
+    output_weights = work.vocab * work.hidden
+    weights = [0] * (work.pipeline - 1) + [output_weights]
+    block_counts = [0] * work.pipeline
     for _ in range(work.layers):
-        cheapest = costs.index(min(costs))
-        sizes[cheapest] += 1
-        costs[cheapest] += block
-    return tuple(sizes)
+        lightest = weights.index(min(weights))
+        block_counts[lightest] += 1
+        weights[lightest] += weights_per_block
+    return tuple(block_counts)
 
 
 def _parse_recomputation(text: str, traits: dict[str, Any]) -> str:
-    """Return the kind of activation recomputation that a framework's word for it means."""
+    """Return the kind of activation recomputation of a row, as in `Workload.recompute`.
+
+    Args:
+        text: how the row describes the recomputation, in the words of its framework.
+        traits: see `TRAITS`.
+    """
     if re.search(r"full|block|uniform|yes", text, re.IGNORECASE):
         return "full"
     if re.search(r"selective\((op|layer)", text) or ("selective" in text and not traits.get("by_hand")):

@@ -42,4 +42,5 @@ def prepare_for_torch() -> None:
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: exit without cleanup, with the exit code that a shell reports for this signal."""
     os._exit(128 + number)

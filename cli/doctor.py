@@ -92,7 +92,7 @@ class ClusterFacts:
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
-    """Parse `scontrol --oneliner show partition`: names and values of each line."""
+    """Parse the output of `scontrol --oneliner show partition` into one mapping for each partition."""
     return [partition for line in text.splitlines() if "PartitionName" in (partition := parse_key_values(line))]
 
 
@@ -175,7 +175,14 @@ def _assess_preemption(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _assess_preempted_jobs(subject: str, fact: str, mode: str, grace_s: int) -> Finding:
-    """Return what happens to a preempted job."""
+    """Return the finding of a partition whose jobs can be preempted.
+
+    Args:
+        subject: the name of the partition.
+        fact: the description of the partition.
+        mode: the PreemptMode of the partition.
+        grace_s: the GraceTime of the partition, in seconds.
+    """
     fact += f", PreemptMode {mode}, GraceTime {grace_s} s"
     if "REQUEUE" not in mode:
         effect = f"treated with {mode}"
@@ -209,7 +216,7 @@ def describe_machine() -> Iterator[Finding]:
 
 
 def _describe_torch() -> Iterator[Finding]:
-    """Yield torch's version and the GPUs that it sees; a child process imports it, because that takes seconds."""
+    """Yield torch's version and the GPUs that torch sees. A child process imports torch."""
     output = run_slurm_command(sys.executable, "-c", _TORCH_PROGRAM, timeout_s=_TIMEOUT_S)
     if output is None:
         meaning = f"training is impossible; `{sys.executable} -c 'import torch'` shows the reason"
@@ -227,8 +234,8 @@ def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -
     Args:
         folder: the folder for runs.
         nodes: the number of compute nodes; 0 without Slurm.
-        kind: the type of the file system.
-        unseen: why compute nodes do not see the folder; "" if they do; None if this was not checked.
+        kind: the type of the folder's file system, such as `nfs`.
+        unseen: why compute nodes do not see the folder; "" if they see it; None if this was not checked.
     """
     verdict: Verdict = "ok"
     if unseen:
@@ -277,8 +284,8 @@ def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[
         site: srun uses its partition, account, QOS and constraint.
 
     Returns:
-        Why the nodes do not see the file, "" if they do, or None if no node was reached; and Slurm's message if no
-        node was reached.
+        Two values. The first is why the nodes do not see the file; "" if they see it; None if no node was reached. The
+        second is Slurm's message if no node was reached, otherwise "".
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".sluice-doctor-") as probe:
         probe.write(b"seen\n")

@@ -38,10 +38,15 @@ def logs(
 
 
 def find_log_file(run: Run, stage: str, source: str) -> Path | None:
-    """Return the newest log of a rank (its number) or of the supervisor; None if there is none yet.
+    """Return the newest log of a rank or of the supervisor; None if there is none yet.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        source: the number of a rank, or `supervisor`.
 
     Raises:
-        UserError: `source` is neither.
+        UserError: if `source` is neither a number nor `supervisor`.
     """
     if source != SUPERVISOR and not source.isdecimal():
         raise UserError("cli.rank", f"--rank {source}: must be the number of a rank, or {SUPERVISOR}")
@@ -50,10 +55,17 @@ def find_log_file(run: Run, stage: str, source: str) -> Path | None:
 
 
 def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
-    """Print a log. With `follow`, keep printing until the stage ends, also after a requeue or in a successor job.
+    """Print a log of a stage.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        source: the number of a rank, or `supervisor`.
+        follow: whether to keep printing until the stage ends, also after a requeue or in a successor job.
 
     Raises:
-        UserError: there is nothing to print; the message contains the state of the stage.
+        UserError: if the stage does not exist, or there is no log and it is not awaited with `follow`. The message
+            contains the state of the stage.
     """
     stages.load_stage_module(stage)  # raises UserError for an unknown stage
     if stage not in stages.list_run_stages(run):
@@ -75,7 +87,9 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
             if follow and time.monotonic() >= next_poll_time:
                 next_poll_time = time.monotonic() + POLL_INTERVAL_S
                 idle_polls = 0 if _can_continue(poller.poll(), stage) else idle_polls + 1
-            newest = find_log_file(run, stage, source)  # after the poll, to print all that was written before it
+            # find the log after the poll, so that everything that was written before the poll is printed
+            newest = find_log_file(run, stage, source)
+            # first the rest of the previous log, then the newest one, which may be the same file
             for path in filter(None, dict.fromkeys((printed, newest))):
                 if path != printed:
                     if printed is not None:
@@ -94,6 +108,7 @@ def _print_from(path: Path, offset: int) -> int:
         file.seek(offset)
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
         while part := text.read(1 << 16):
+            # carriage returns are kept, because progress bars use them
             sys.stdout.buffer.write("\r".join(map(make_printable, part.split("\r"))).encode())
         sys.stdout.flush()
         return file.tell()

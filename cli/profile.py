@@ -89,10 +89,12 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
 
 
 def _list_profiles(run: Run) -> list[Path]:
+    """Return the parts.json of each profiled step."""
     return sorted(run.profiles_dir.glob("step-*/parts.json"))
 
 
 def _require_training(run: Run) -> None:
+    """Raise UserError if the train stage is not running."""
     if not any(name.startswith("train") for name in list_running_work(run)):
         raise UserError(
             "run.not_training", f"{run.name} is not training now; --steps 0 prints the steps that were recorded before"
@@ -105,7 +107,7 @@ def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
     Returns:
         The path of the trace, and the largest possible difference between two ranks' clocks in milliseconds.
     """
-    origin_ns = 0
+    origin_ns = 0  # the begin of the first rank's trace: time 0 of the merged trace
     clock_errors_ns = [0]
     last_row = 0
     with replace_atomically(folder / "trace.json.gz") as new, gzip.open(new, "wt", 1) as file:
@@ -117,7 +119,8 @@ def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
                 last_row = max(last_row, event["tid"])
                 file.write(("," if file.tell() else '{"displayTimeUnit": "ms", "traceEvents": [') + json.dumps(event))
         file.write("]}\n")
-    return folder / "trace.json.gz", sum(sorted(clock_errors_ns)[-2:]) / 1e6
+    two_largest_ns = sorted(clock_errors_ns)[-2:]
+    return folder / "trace.json.gz", sum(two_largest_ns) / 1e6
 
 
 def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -> Iterator[dict[str, Any]]:
@@ -133,7 +136,7 @@ def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -
     for kind, row, name, start, end in sorted(trace["spans"], key=lambda span: (span[3], -span[4])):
         if kind == "communication":
             candidates = (f"communication {row}{f' ({n})' if n else ''}" for n in range(len(trace["spans"])))
-            row = next(candidate for candidate in candidates if end_times.get(candidate, 0.0) <= start)
+            row = next(candidate for candidate in candidates if end_times.get(candidate, 0.0) <= start)  # a free row
             end_times[row] = end
         number = row_numbers.setdefault(row, last_row + 1 + len(row_numbers))
         yield {

@@ -81,29 +81,32 @@ class PreviewChain(Chain):
         run: the run.
         console: for messages.
         sweep_points: the sweep points.
-        replaces_waiting: whether all pending jobs would be cancelled first.
+        replaces_pending: whether all pending jobs would be cancelled first.
     """
 
-    def __init__(self, run: Run, console: Console, sweep_points: Sequence[Run], replaces_waiting: bool) -> None:
+    def __init__(self, run: Run, console: Console, sweep_points: Sequence[Run], replaces_pending: bool) -> None:
         super().__init__(run, console, True, sweep_points)
-        self.replaces_waiting = replaces_waiting
+        self.replaces_pending = replaces_pending
         self.submitted: list[tuple[str, int]] = []
         """Stage and number of tasks of each job that would be submitted."""
 
     def _find_jobs(self) -> list[SubmittedJob]:
+        """Return the jobs of the run and its points. Jobs that would be cancelled have the state CANCELLED."""
         jobs = find_run_jobs((self.run, *self.points))
         require_response(job.state for job in jobs)
-        if not self.replaces_waiting:
+        if not self.replaces_pending:
             return jobs
         pending = [job for job in jobs if job.state.state == "PENDING"]
         self._cancel(pending)
         return [replace(job, state=replace(job.state, state="CANCELLED")) if job in pending else job for job in jobs]
 
     def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
+        """Print the jobs that would be cancelled."""
         for job in jobs:
             self.say(f"{job.stage:9} job {job.job_id} would be cancelled")
 
     def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
+        """Record a job that would be submitted, and return a made-up id."""
         self.submitted.append((stage, max(more.get("tasks", 1), len(more.get("points", ())))))
         return f"new-{len(self.submitted)}"
 
@@ -113,7 +116,7 @@ def preview_resume(
     overrides: Sequence[str],
     update_code: bool,
     executor: Executor,
-    replaces_waiting: bool,
+    replaces_pending: bool,
     console: Console,
     *,
     scripts: bool = False,
@@ -125,7 +128,7 @@ def preview_resume(
         overrides: `key=value` to change.
         update_code: whether the run's copy of the code would be replaced.
         executor: where the stages would run.
-        replaces_waiting: whether the changes would replace pending jobs.
+        replaces_pending: whether the changes would replace pending jobs.
         console: where to print.
         scripts: whether to also print the sbatch scripts.
 
@@ -150,33 +153,42 @@ def preview_resume(
             changes.append(f"{file.name}: the request would be removed")
     print_lines("# ---- what would change", *(changes or ["nothing"]))
     if executor == "slurm":
-        _preview_jobs(changed, sweep_points, replaces_waiting, console, print_lines, scripts)
+        _preview_jobs(changed, sweep_points, replaces_pending, console, print_lines, scripts)
     else:
         print_lines("", "# ---- what would run here")
         runs = [("", changed, stages.list_run_stages(changed))]
         runs += [(f"point {point.path.name} ", point, stages.list_point_stages()) for point in sweep_points]
         for prefix, each, names in runs:
             for stage in names:
-                work = stages.load_stage_module(stage)
-                state = "done" if work.missing_outputs(each) is None else "would run"
-                print_lines(f"{prefix}{stage:9} {state}: {work.progress(each).description}".removesuffix(": -"))
+                stage_module = stages.load_stage_module(stage)
+                state = "done" if stage_module.missing_outputs(each) is None else "would run"
+                print_lines(f"{prefix}{stage:9} {state}: {stage_module.progress(each).description}".removesuffix(": -"))
     print_lines("", *list_warnings(changed, executor), "nothing was written or submitted")
 
 
 def _preview_jobs(
     run: Run,
     sweep_points: Sequence[Run],
-    replaces_waiting: bool,
+    replaces_pending: bool,
     console: Console,
     print_lines: Callable[..., None],
     scripts: bool,
 ) -> None:
-    """Print the jobs that would be cancelled and submitted on Slurm."""
+    """Print the jobs that would be cancelled and submitted on Slurm.
+
+    Args:
+        run: the run with the changed config.
+        sweep_points: the sweep points with the changed config.
+        replaces_pending: whether all pending jobs would be cancelled first.
+        console: where to print the messages of the chain.
+        print_lines: prints lines.
+        scripts: whether to also print the sbatch scripts.
+    """
     from slurm.submit.sbatch import render_batch_script
 
     check_jobs(run)
     print_lines("", "# ---- what would be submitted")
-    chain = PreviewChain(run, console, sweep_points, replaces_waiting)
+    chain = PreviewChain(run, console, sweep_points, replaces_pending)
     chain.inspect_jobs()
     check_limits(run.config, chain.count_planned_tasks())
     for stage in run.config.active_stages:

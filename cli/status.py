@@ -129,10 +129,10 @@ def _summarize_run(run: Run, statuses: Sequence[StageStatus]) -> list[str]:
     If that stage belongs to a point of a sweep, the step is the number of points that are done.
     """
     current = next((status for status in statuses if status.state != "done"), statuses[-1])
-    of_points = [status for status in statuses if status.run is not run]
+    point_statuses = [status for status in statuses if status.run is not run]
     step = current.cells["step"]
-    if current in of_points:
-        step = f"{sum(point.state == 'done' for point in of_points)}/{len(of_points)} points"
+    if current in point_statuses:
+        step = f"{sum(status.state == 'done' for status in point_statuses)}/{len(point_statuses)} points"
     changed = datetime.fromtimestamp(_last_change(run)).strftime("%Y-%m-%d %H:%M")
     return [
         run.name, current.stage, current.state, step, current.cells["loss"], current.last_stop_summary, changed
@@ -151,14 +151,16 @@ class Screen:
         self.console = console
         self._size = (0, 0)
         self._shown: list[str] = []
+        """The lines on the screen."""
         self._keyboards = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        """The descriptor of the terminal's input; empty if the input is not a terminal."""
         self._saved_modes = [termios.tcgetattr(fd) for fd in self._keyboards]
 
     def __enter__(self) -> Screen:
         """Switch to the alternate screen."""
         for fd in self._keyboards:
             mode = termios.tcgetattr(fd)
-            mode[3] &= ~(termios.ICANON | termios.ECHO)
+            mode[3] &= ~(termios.ICANON | termios.ECHO)  # receive each key at once, and do not print keys
             mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on the alternate screen
             termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         self._send("\x1b[?1049h\x1b[?25l\x1b[?7l")  # alternate screen, no cursor, no wrapping
@@ -171,6 +173,7 @@ class Screen:
             termios.tcsetattr(fd, termios.TCSAFLUSH, mode)
 
     def _send(self, text: str) -> None:
+        """Write text or control sequences to the terminal."""
         self.console.file.write(text)
         self.console.file.flush()
 
@@ -206,7 +209,10 @@ class Screen:
 
 
 def watch(run: Run, console: Console) -> None:
-    """Show a run until it is done or none of its stages is active any more. q and Ctrl-C only stop watching."""
+    """Show a run until it is done, none of its stages is active any more, or the user presses q or Ctrl-C.
+
+    q and Ctrl-C do not stop the run.
+    """
     poller = StatusPoller(run)
     is_live = supports_live_output(console)
     history = LineHistory(run.metrics_file, is_step_line)
@@ -237,7 +243,7 @@ def watch(run: Run, console: Console) -> None:
 def _draw_screen(
     console: Console, render: Callable[[int], Group], run: Run, history: LineHistory, width: int, height: int
 ) -> list[str]:
-    """Return the lines of the screen; the table of stages and points is truncated if it is too long."""
+    """Return the lines of the screen: the tables, and the progress below. Tables that are too long are truncated."""
     upper = _render_lines(console, width, render(width))
     lower = _render_lines(console, width, *(Text(line) for line in _describe_progress(run, history, width)))
     available = height - len(lower)
@@ -264,7 +270,7 @@ def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[s
         means = [fmean(losses[n * len(losses) // count : (n + 1) * len(losses) // count]) for n in range(count)]
         low = min(means)
         span = (max(means) - low) or 1.0
-        bars = "".join(_BARS[int(7.999 * (mean - low) / span)] for mean in means)
+        bars = "".join(_BARS[int(7.999 * (mean - low) / span)] for mean in means)  # indices 0 to 7
         yield f"loss   {bars} {losses[-1]:.4f}"
     unit = "tokens" if history.values("tokens_per_s") else "samples"
     if rates := history.values(f"{unit}_per_s"):

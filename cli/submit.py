@@ -120,7 +120,7 @@ def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:
 
 
 def check_submission(config: Config, on_slurm: bool) -> Run:
-    """Return the run of `config`, created or not, after all checks.
+    """Return the run of `config`, which may not exist yet, after all checks.
 
     Inputs are checked only if they have not been read yet. Inside a container they are not checked, because paths
     there differ.
@@ -169,7 +169,10 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
 
 
 def describe_short_time_limit(config: Config, stage: str) -> str | None:
-    """Return a warning if a stage has too little time before Slurm's signal to start and save; otherwise None."""
+    """Return a description of a stage's time limit if it is too short to start and save; otherwise None.
+
+    The time before Slurm's signal counts (`site.signal_s`).
+    """
     signal_s = config.site.signal_s
     remaining_s = parse_time_limit(config.stages.get_resources(stage).time) - signal_s - SIGNAL_EARLY_S
     if remaining_s >= STARTUP_ALLOWANCE_S:
@@ -198,7 +201,7 @@ def describe_inputs(run: Run) -> Iterator[str]:
     except (UserError, OSError):
         return
     if files:
-        yield f"inputs    {len(files):,} file{'s'[: len(files) - 1]}, {size:,} bytes"
+        yield f"inputs    {_count(len(files), 'file')}, {size:,} bytes"
 
 
 def note_oversubscription(config: Config) -> Iterator[str]:
@@ -240,7 +243,7 @@ def print_plan(
         notes: more lines about the run, such as the size of its inputs.
         scripts: whether to also print the resolved config and, for Slurm, the sbatch scripts.
         machine: as in `check_memory`.
-        corrections: what the config corrects of an existing run: key → description.
+        corrections: changes that submitting the config would make to an existing run: dotted key → description.
 
     Raises:
         UserError: a script cannot be written, or `machine` is unknown.

@@ -117,7 +117,11 @@ class Follower:
         write_json(self._state_file, vars(tracker.state))
 
     def follow(self, should_continue: Callable[[], bool]) -> bool:
-        """Catch up while `should_continue()` is true, then once more. Return whether the last time succeeded."""
+        """Call `catch_up` while `should_continue()` returns True, then once more.
+
+        Returns:
+            Whether the last call succeeded. A UserError ends the loop at once, with False.
+        """
         pause_s = POLL_S
         has_succeeded = False
         while True:
@@ -142,6 +146,7 @@ class Follower:
                 time.sleep(0.2)
 
     def _close(self) -> None:
+        """Close the tracker, if it is constructed. Errors are only printed."""
         if self._tracker is not None:
             tracker = self._tracker
             self._tracker = None
@@ -164,12 +169,12 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
     """Send trackers what they have not received yet, in child processes. Return the exit code.
 
     Args:
-        run: The run.
-        tracker: The tracker's name; None for all that the config enables, one after the other.
-        overrides: Changes to the config as `KEY=VALUE`, for this time only.
+        run: the run.
+        tracker: the tracker's name; None for all trackers that the config enables, one after the other.
+        overrides: changes of the config as `KEY=VALUE`, for this call only.
 
     Raises:
-        UserError: `tracker` is None and the config enables none.
+        UserError: if `tracker` is None and the config enables no tracker.
     """
     names = [tracker] if tracker else run.config.track.enabled
     if names and run.config.sweep is not None:  # only the points of a sweep have steps
@@ -182,13 +187,14 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
         )
     enabling = ["track.tensorboard=true"] if tracker == "tensorboard" else []
     code = 0
-    called, sweep = display_names(run)
+    run_name, sweep_name = display_names(run)
     for name in names:
         command = [sys.executable, "-m", "tracking.follower", name, str(run.path), "--once", *enabling, *overrides]
         exit_code = subprocess.run(command, env=make_code_env(os.environ, CODE_ROOT)).returncode
         outcome = "up to date" if exit_code == 0 else "not up to date"
-        print(f"{called + ' ' if sweep else ''}{name}: {outcome}", flush=True)
-        code = max(code, abs(exit_code))  # a signal's is negative
+        prefix = f"{run_name} " if sweep_name else ""
+        print(f"{prefix}{name}: {outcome}", flush=True)
+        code = max(code, abs(exit_code))  # the exit code is negative if a signal ended the process
     return code
 
 

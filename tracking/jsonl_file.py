@@ -16,6 +16,13 @@ class JsonlFile(Tracker):
     """Appends lines under a lock, because several runs may share the file."""
 
     def _append(self, kind: str, line: Line, attempt: Line) -> None:
+        """Append a line with its source.
+
+        Args:
+            kind: `step`, `event` or `evaluation`.
+            line: the line.
+            attempt: an event of the attempt to which the line belongs; {} if it belongs to none.
+        """
         file = self.run.config.track.jsonl
         assert file is not None
         source = {
@@ -29,7 +36,7 @@ class JsonlFile(Tracker):
     def on_steps(self, steps: Sequence[Line]) -> None:
         """Append the steps; rank 0 writes their metrics for all ranks."""
         for line in steps:
-            self._append("step", {"rank": 0, **line}, self.reader.attempt_of(line))
+            self._append("step", {"rank": 0, **line}, self.reader.find_start_event(line))
 
     def on_event(self, event: Line) -> None:
         """Append the event."""

@@ -71,7 +71,9 @@ class Prometheus(Tracker):
         self._newest: Line = {}
         self._events: list[Event] = []
         self._evaluation: dict[str, float] = {}
-        state.step = state.events = 0  # gauges live in this process, so each follower reads everything again
+        # the values are only in the memory of this process, so each follower reads everything again
+        state.step = 0
+        state.events = 0
         state.evaluations.clear()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -94,8 +96,9 @@ class Prometheus(Tracker):
             self._events.append(parsed)
 
     def _queue_s(self) -> float:
-        """Return how long jobs have waited to start."""
-        queued_since = total = 0.0
+        """Return for how many seconds jobs have waited to start, in total."""
+        queued_since = 0.0
+        total = 0.0
         for event in self._events:
             if isinstance(event, Submitted | Resumed | RetryEvent | Done):  # after `done`, dependent jobs may start
                 queued_since = event.timestamp
@@ -155,6 +158,7 @@ class Prometheus(Tracker):
         yield from self._collect_telemetry()
 
     def _collect_telemetry(self) -> Iterator[Metric]:
+        """Yield a metric for each sensor, with the newest values of all hosts and GPUs."""
         samples = [
             sample
             for path in self.run.path.glob("telemetry-*.jsonl")
@@ -176,13 +180,21 @@ class Prometheus(Tracker):
         self,
         name: str,
         description: str,
-        values: Iterable[tuple[list[str], float]],
+        samples: Iterable[tuple[list[str], float]],
         *labels: str,
         is_counter: bool = False,
     ) -> Metric:
-        """Return a metric family; `values` are the values of `labels` with the metric's value."""
-        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-        family = kind(f"sluice_{name}", description, labels=[*self._labels, *labels])
-        for label_values, value in values:
+        """Return a metric with its samples.
+
+        Args:
+            name: the name of the metric, without the prefix `sluice_`.
+            description: the description of the metric.
+            samples: pairs of label values, in the order of `labels`, and the value of the metric.
+            labels: names of labels, in addition to those of the run.
+            is_counter: whether the metric is a counter; otherwise it is a gauge.
+        """
+        family_class = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = family_class(f"sluice_{name}", description, labels=[*self._labels, *labels])
+        for label_values, value in samples:
             family.add_metric([*self._labels.values(), *label_values], value)
         return family

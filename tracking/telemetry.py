@@ -56,7 +56,7 @@ class GpuSampler:
     def read_xids(self, index: int) -> list[int]:
         """Return the distinct Xids of a GPU since this process started.
 
-        Call it often: of several waiting events, NVML returns only the last one's Xid.
+        Call this method often: if several events are waiting, NVML returns only the Xid of the last event.
         """
         with suppress(self._nvml.NVMLError):  # usually a timeout, because no event came within 0 ms
             for _ in range(_MAX_XIDS):
@@ -90,6 +90,7 @@ class GpuSampler:
                 yield name, read()
 
     def _throttle_reasons(self, gpu: Any) -> list[str]:
+        """Return why the clock of a GPU is reduced now. Older versions of pynvml have other names of the constants."""
         reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
         bits = {
             description: getattr(self._nvml, f"nvmlClocksEventReason{name}", 0)

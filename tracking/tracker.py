@@ -43,39 +43,51 @@ def sha256_line(line: Mapping[str, Any]) -> str:
 
 
 def is_late_held_out(event: Line) -> bool:
-    """Return whether an event has the held-out figures of a step whose line was written before."""
+    """Return True if an event has the held-out results of a step whose line was written before."""
     return bool(event["event"] == HeldOut.NAME)
 
 
 class RunReader:
     """Reads the new steps, events and evaluations of one run.
 
-    metrics.jsonl grows by one line per step, and is cut back to the restored step after a restore. Before the trainer
-    cuts it, it writes the lines that will disappear into events.jsonl, as `lost_work` (pipeline/run/metrics.py). A
-    reader that has read this event but still finds one of those lines in the file is early, and returns none of them.
-    If a stop interrupted a held-out evaluation, it is repeated after the restore, when the line of its step may already
-    have been read: the event `held_out` then has its figures.
+    metrics.jsonl grows by one line per step. After a restore, the trainer removes the lines after the restored step.
+    Before, it writes these lines into the event `lost_work` (pipeline/run/metrics.py). If a reader has read this event
+    but still finds one of the lines in the file, the trainer has not removed the lines yet. The reader then returns
+    none of them.
+
+    If a stop interrupted a held-out evaluation, the evaluation is repeated after the restore. The line of its step may
+    already have been read. The event `held_out` therefore contains the results.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._offset = 0
+        """The offset in metrics.jsonl of the first line that was not read."""
         self._inode = 0
         self._lost_steps: dict[str, int] = {}
+        """SHA-256 of each lost line that may still be in metrics.jsonl → its step."""
         self._starts: list[tuple[float, Line]] = []
+        """Time and event of the start of each attempt of the train stage, oldest first."""
         self._late_figures: dict[int, Line] = {}
+        """Step → results of `held_out` events, which are added to the line of the step."""
         self._training = StageState()
-        """The state of the training, from the events so far."""
+        """The state of the train stage according to the events so far."""
         for event, _ in self.events(0):
             self.note_event(event)
 
     @property
     def running_attempt(self) -> Started | None:
-        """The start of the training's running attempt; None if there is none, or if it stops or completes early."""
+        """The start of the running attempt of the train stage.
+
+        None if no attempt is running, or if the attempt is stopping or completing early.
+        """
         return self._training.start_event if self._training.is_training_steps else None
 
     def note_event(self, event: Line) -> None:
-        """Update this reader from an event about lost lines, late figures, or the training's attempts."""
+        """Update this reader from an event: lost lines, late results on held-out data, or the state of the train stage.
+
+        Other events are ignored.
+        """
         if event["event"] == LostWork.NAME:
             self._lost_steps = {sha256_line(line): line["step"] for line in event["lines"]}
             self._offset = 0
@@ -95,7 +107,7 @@ class RunReader:
             self._starts.append((parsed.timestamp, event))
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
-        """Yield the events from byte `offset` of events.jsonl, each with the offset of the next one."""
+        """Yield the events from byte `offset` of events.jsonl, each with the offset of the next event."""
         for text, end in read_complete_lines(self.run.events_file, offset):
             if is_event(event := parse_json_or_none(text)):
                 yield event, end
@@ -109,23 +121,23 @@ class RunReader:
         if status.st_ino != self._inode or status.st_size < self._offset:
             self._inode = status.st_ino
             self._offset = 0
-        found: list[Line] = []
+        new_lines: list[Line] = []
         for text, end in read_complete_lines(self.run.metrics_file, self._offset):
             line = parse_json_or_none(text)
             if is_step_line(line) and line["step"] > after:
-                if self._lost_steps and sha256_line(line) in self._lost_steps:  # the file is not cut yet
+                if self._lost_steps and sha256_line(line) in self._lost_steps:  # the trainer has not removed it yet
                     self._offset = 0
-                    return [step for step in found if step["step"] < min(self._lost_steps.values())]
+                    return [earlier for earlier in new_lines if earlier["step"] < min(self._lost_steps.values())]
                 if self._lost_steps and line["step"] >= min(self._lost_steps.values()):
-                    self._lost_steps = {}  # the file was cut, and this line is new
-                found.append(self._late_figures.get(line["step"], {}) | line)
+                    self._lost_steps = {}  # the trainer has removed the lost lines, and this line is new
+                new_lines.append(self._late_figures.get(line["step"], {}) | line)
             self._offset = end
-            if len(found) == MAX_STEPS:
+            if len(new_lines) == MAX_STEPS:
                 break
-        return found
+        return new_lines
 
     def evaluations(self, known_steps: list[int]) -> list[Line]:
-        """Return the numbers of the evaluations of steps that are not among `known_steps`."""
+        """Return the results (name → number) of evaluations of steps not in `known_steps`, at most `MAX_STEPS`."""
         steps = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation_dir.glob("step-*[0-9].json")}
         if steps <= set(known_steps):
             return []
@@ -134,10 +146,10 @@ class RunReader:
             {key: value for key, value in result.items() if lines.is_number(value)} for result in islice(new, MAX_STEPS)
         ]
 
-    def attempt_of(self, line: Line) -> Line:
-        """Return the `started` event of the attempt that wrote a step's line; {} if it is unknown."""
-        at = bisect_right(self._starts, line.get("time") or 0.0, key=lambda start: start[0])
-        return self._starts[at - 1][1] if at else {}
+    def find_start_event(self, line: Line) -> Line:
+        """Return the `started` event of the attempt that wrote the line of a step; {} if the attempt is unknown."""
+        start_count = bisect_right(self._starts, line.get("time") or 0.0, key=lambda start: start[0])
+        return self._starts[start_count - 1][1] if start_count else {}
 
 
 class TrackerState:
@@ -145,15 +157,15 @@ class TrackerState:
 
     def __init__(self) -> None:
         self.step = 0
-        """The last step; steps are handed over in order."""
+        """The last step that was handed over; steps are handed over in order."""
         self.events = 0
-        """Number of bytes of events.jsonl."""
+        """Number of bytes of events.jsonl that were handed over."""
         self.evaluations: list[int] = []
-        """Steps whose evaluations were handed over."""
+        """Steps of the checkpoints whose evaluations were handed over."""
         self.heard = 0.0
         """Time of the last hand-over, in seconds since 1970."""
         self.stall = ""
-        """Identifier of the last stall that it reported."""
+        """Identifier of the last stall that the tracker reported."""
         self.evaluate_s = 0.0
         """Duration of the longest held-out evaluation so far; used by trackers that report stalls."""
 
@@ -169,7 +181,7 @@ class TrackerState:
 
     @staticmethod
     def _is_valid(key: str, value: Any) -> bool:
-        """Return whether `value` is possible for this attribute."""
+        """Return True if `value` is valid for the attribute `key`."""
         if key in ("step", "events"):
             return lines.is_count(value)
         if key == "evaluations":
@@ -182,12 +194,12 @@ class TrackerState:
 class Tracker:
     """A service or file that receives a run's metrics and events.
 
-    Constructing it connects to it. Any method may raise; the follower then constructs the tracker again later.
+    The constructor connects to the service. Any method may raise; the follower then constructs the tracker again later.
 
     Args:
-        run: The run.
-        state: What the tracker has received so far. A tracker may correct it by what the service already has.
-        reader: The reader of the run's files.
+        run: the run.
+        state: what the tracker has received so far. A tracker may correct the state by what the service already has.
+        reader: the reader of the run's files.
     """
 
     def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
@@ -196,23 +208,27 @@ class Tracker:
         self.reader = reader
 
     def on_steps(self, steps: Sequence[Line]) -> None:
-        """Receive lines of metrics.jsonl, each of a later step than all before."""
+        """Receive lines of metrics.jsonl, in the order of their steps."""
 
     def on_event(self, event: Line) -> None:
         """Receive an event."""
 
     def on_evaluation(self, result: Line) -> None:
-        """Receive the figures of an evaluation."""
+        """Receive the results of an evaluation, by name."""
 
     def on_poll(self) -> bool:
-        """Run after each hand-over, even an empty one. Return whether the tracker reported something on its own."""
+        """Do the periodic work of the tracker; called after each hand-over, even an empty one.
+
+        Returns:
+            Whether the tracker reported something on its own.
+        """
         return False
 
     def rewind(self, step: int) -> None:
-        """Remove what came after `step` and set `state.step` to it. A tracker that cannot do so keeps its values."""
+        """Remove what came after `step`, and set `state.step` to `step`. By default, the tracker keeps all values."""
 
     def flush(self) -> None:
-        """Make durable what was received; it counts as handed over from now on."""
+        """Make durable what the tracker has received. From now on, it counts as handed over."""
 
     def close(self) -> None:
         """Disconnect, because the follower exits. The run may continue."""
@@ -236,13 +252,13 @@ def check_tracker_packages(config: Config) -> None:
 
 
 def create_tracker(name: str, run: Run, state: TrackerState, reader: RunReader) -> Tracker:
-    """Construct the tracker with this name, which connects it."""
+    """Construct the tracker with this name, such as `tensorboard`. The tracker connects to its service."""
     entry = TRACKERS[name]
     return cast(Tracker, getattr(import_module(entry.module), entry.class_name)(run, state, reader))
 
 
 def flatten_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the names and values of a line's numbers; nested ones as `profile/idle`. Step and time are left out."""
+    """Yield the names and values of a line's numbers, except `step` and `time`; nested names as `profile/idle`."""
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from flatten_numbers(value, f"{prefix}{key}/")

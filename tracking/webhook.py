@@ -40,7 +40,7 @@ MIN_HANG_S = 300.0
 _STALL_STEPS = 10
 """A stall is reported after this many usual step times."""
 _SUSPENDED_S = 30.0
-"""A longer time between two polls means that the job, and this process with it, was suspended (`scontrol suspend`)."""
+"""A longer time between two polls means that Slurm had suspended the job with this process (`scontrol suspend`)."""
 
 
 def escape_chat_text(text: str) -> str:
@@ -62,7 +62,7 @@ class Webhook(Tracker):
         self._awake_since = _PROCESS_START
 
     def on_steps(self, steps: Sequence[Line]) -> None:
-        """Record the longest held-out evaluation; the next step may be delayed by as much."""
+        """Record the duration of the longest held-out evaluation, which may delay a step."""
         durations = (line.get("evaluate_s") or 0.0 for line in steps)
         self.state.evaluate_s = max([self.state.evaluate_s, *durations])
 
@@ -72,7 +72,11 @@ class Webhook(Tracker):
             self._send_message(message, sha256_line(event)[:12])
 
     def on_poll(self) -> bool:
-        """Report a training without progress, after at most half the time that its watchdog waits."""
+        """Report a train stage without progress. This happens before its watchdog ends the attempt.
+
+        Returns:
+            Whether a stall was reported.
+        """
         now = time.time()
         if now - self._last_poll > _SUSPENDED_S:
             self._awake_since = now
@@ -99,14 +103,19 @@ class Webhook(Tracker):
         return True
 
     def _step_limit_s(self, steps: Sequence[Line], hang_s: float) -> float:
-        """Return how long the next step may take, from the last steps (newest first) and what follows the newest."""
+        """Return for how many seconds no new step may arrive before a stall is reported.
+
+        Args:
+            steps: the last lines of metrics.jsonl, newest first.
+            hang_s: the time without progress after which the watchdog ends the attempt.
+        """
         recovery = self.run.config.recovery
         pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
         usual_s = 0.0 if recovery.hang_s else _STALL_STEPS * median(line["step_time_s"] for line in steps)
         limit_s = max(hang_s / 2, usual_s) + max(pauses)
         step = steps[0]["step"]
         evaluate_every = self.run.config.train.evaluate_every
-        if step % self.run.config.checkpoint.every_steps == 0:  # the training saves now
+        if step % self.run.config.checkpoint.every_steps == 0:  # the newest step is followed by a save
             limit_s = max(limit_s, recovery.save_s / 2)
         if evaluate_every and (step + 1) % evaluate_every == 0:
             limit_s = max(limit_s + self.state.evaluate_s, recovery.save_s / 2)
@@ -114,11 +123,11 @@ class Webhook(Tracker):
 
     def _send_message(self, message: str, identifier: str) -> None:
         text = f"{display_names(self.run)[0]}: {message} [{self.run.path}, {HOST}, id {identifier}]"
-        self._send(
-            " ".join(make_printable(text).split()), identifier
-        )  # in one line, although a message may have several
+        one_line = " ".join(make_printable(text).split())
+        self._send(one_line, identifier)
 
     def _send(self, text: str, identifier: str) -> None:
+        """Send a request to the webhook. Raises OSError, without the URL in the message, if this fails."""
         body = json.dumps({"text": escape_chat_text(text)}).encode()
         headers = {"Content-Type": "application/json", "Idempotency-Key": identifier}
         request = urllib.request.Request(self._url(), body, headers)
@@ -130,6 +139,7 @@ class Webhook(Tracker):
             raise OSError(f"the webhook cannot be reached at its URL: {type(error).__name__}") from None
 
     def _url(self) -> str:
+        """Return the URL of the webhook: from the config, or from an environment variable. Raises UserError."""
         webhook = self.run.config.track.webhook
         assert webhook is not None
         if webhook.url is not None:

@@ -64,11 +64,11 @@ class ExitCode(IntEnum):
     NON_FINITE = 24
     """The loss or the gradient is not a finite number."""
     HANG = 25
-    """A rank made no progress for too long, or did not exit when it was told to stop."""
+    """A rank made no progress for too long, or did not exit after a request to stop."""
     BAD_NODE = 26
-    """A node failed the check at the start of the stage. The message names it."""
+    """A node failed the check at the start of the stage. The message names the node and the check."""
     PREEMPTED = 71
-    """Slurm gave the nodes to another job. Only supervisors exit with this code and the next three."""
+    """Slurm gave the nodes to another job. Only supervisors exit with 71 to 74."""
     TIME_LIMIT = 72
     """The job reached its time limit."""
     NODE_FAILURE = 73
@@ -106,7 +106,7 @@ class ConfigProblem:
     """One thing that is wrong with a config."""
 
     code: str
-    """As :attr:`UserError.code`."""
+    """See :class:`UserError`."""
     message: str
     """The line that a user reads: where, key, value, what is wrong and what to do."""
     key: str = ""
@@ -171,11 +171,11 @@ class NonFiniteError(UserError):
 
 
 class NodeError(UserError):
-    """A node cannot be used; the message names it and the check that it failed.
+    """A node cannot be used; the message names the node and the check that the node failed.
 
     Args:
         code, message: see :class:`UserError`.
-        host: the node, if it is not this one.
+        host: the node; None for the node of this process.
     """
 
     exit_code = ExitCode.BAD_NODE
@@ -251,24 +251,24 @@ LOST_MOUNT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
 def raise_if_too_many_open_files(error: BaseException) -> None:
     """Raise StorageError if `error` means that this process or its machine cannot open or map more files.
 
-    In that case, nothing is known to be wrong with the file that was opened.
+    Readers call this function before they report a file that cannot be opened as damaged.
     """
     number = getattr(error, "errno", None)
-    is_h5py_limit = "Too many open files" in str(error)  # h5py reports it as text
+    is_h5py_limit = "Too many open files" in str(error)  # errors of h5py may have no errno
     if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or is_h5py_limit:
         limit_error = OSError(number or errno.EMFILE, "", getattr(error, "filename", None))
         raise find_storage_error(limit_error) or error from error
 
 
 def find_storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
-    """Return the :class:`StorageError` that describes `error` or one of its causes (`__cause__`); None if none does.
+    """Return a :class:`StorageError` for a failure of the file system; None if `error` is not such a failure.
 
-    The previous exception (`__context__`) is not considered a cause, with one exception: torch's file writer raises a
-    new error without a cause when it is closed after a failed write.
+    The causes of `error` (`__cause__`) are also examined. `__context__` is followed only for torch's file writer, which
+    raises a new error without a cause when it is closed after a failed write.
 
     Args:
         error: the exception.
-        path: the path to name if the system's error has no file name.
+        path: the path to name in the message if the OSError has no file name.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -276,24 +276,29 @@ def find_storage_error(error: BaseException, path: str | Path | None = None) -> 
             return cause
         if isinstance(cause, OSError) and cause.errno in _STORAGE_PROBLEMS:
             name = cause.filename or path
-            # sockets have the same errors, but no file name
+            # sockets also raise ENOTCONN and ESHUTDOWN, but without a file name
             if name or cause.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):
                 error_class = LostMountError if cause.errno in LOST_MOUNT_ERRNOS else StorageError
                 code, problem = _STORAGE_PROBLEMS[cause.errno]
                 return error_class(code, f"cannot use {name or 'a file of the run'}: {problem}")
         if isinstance(cause, shutil.Error) and isinstance(cause.args[0], list):
-            # shutil.copytree collects the errors of all files as text
+            # shutil.copytree raises one error with the messages of all files as text
             for source, copy, reason in cause.args[0]:
                 number = re.match(r"\[Errno (\d+)\]", reason)
                 if number and int(number[1]) in _STORAGE_PROBLEMS:
                     code, problem = _STORAGE_PROBLEMS[int(number[1])]
                     return StorageError(code, f"cannot copy {source} to {copy}: {problem}")
-        cause = cause.__context__ if "inline_container" in str(cause) else cause.__cause__
+        # messages of torch's file writer contain the name of its source file, inline_container.cc
+        is_torch_writer = "inline_container" in str(cause)
+        cause = cause.__context__ if is_torch_writer else cause.__cause__
     return None
 
 
 def print_error(error: Exception) -> int:
-    """Print the error that ends this process to stderr, a bug with its traceback, and return the exit code."""
+    """Print the error that ends this process to stderr, and return the exit code.
+
+    A UserError and a failure of the file system are printed as one line, other errors with their traceback.
+    """
     user_error = error if isinstance(error, UserError) else find_storage_error(error)
     text = format_error(user_error) if user_error else "".join(traceback.format_exception(error))
     print(text, file=sys.stderr)

@@ -57,9 +57,11 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
     """
 
     DEPTH = 2
+    """Number of blocks that are always read ahead."""
     BLOCK_BYTES = 1 << 20
     """Handing over a block of this size is cheap compared with reading it, and it fits into a core's cache."""
     AHEAD_S = 10.0
+    """The loader reads as many batches ahead as the consumer needs in this time."""
     AHEAD_BYTES = 1 << 28
     """Maximum size of the batches that are read ahead beyond `DEPTH` blocks."""
 

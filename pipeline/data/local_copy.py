@@ -63,9 +63,8 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         self._disk = Path(os.path.expandvars(disk or ""))
         self._folder = self._disk / f"sluice-{key}"
         self._write_event = write_event
-        self._pending: dict[
-            str, list[int]
-        ] = {}  # by the name of a missing copy: the entries of the dataset that need it
+        self._pending: dict[str, list[int]] = {}
+        """Name of a copy that does not exist yet → indices of the dataset's entries that it replaces."""
         for number, entry in enumerate(dataset.entries):
             self._pending.setdefault(_copy_name(entry), []).append(number)
         # Each copy needs a file descriptor, even if it is a part of a file.
@@ -128,13 +127,14 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         Raises OSError if a file does not have its hash.
         """
         start_time = time.monotonic()
-        copied_bytes = no_space = 0
+        copied_bytes = 0
+        no_space_count = 0
         for name, numbers in list(self._pending.items()):
             entry = self._dataset.entries[numbers[0]]
             disk = shutil.disk_usage(self._folder)
             start, end = entry.part or (0, entry.size)
             if disk.free - (end - start) < MIN_FREE_FRACTION * disk.total:
-                no_space += 1
+                no_space_count += 1
                 continue
             with replace_atomically(self._folder / name) as temporary:
                 digest = self._copy_range(self._data_dir / entry.file, temporary, start, end)
@@ -149,7 +149,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             files=sum(1 for _ in self._folder.glob("*-*")),
             bytes=copied_bytes,
             seconds=round(time.monotonic() - start_time, 1),
-            no_room_for=no_space,
+            no_room_for=no_space_count,
             too_many_files_by=self._too_many_files_by,
         )
 
@@ -157,7 +157,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         """Copy bytes [start, end) of a file and return their sha256. Raises InterruptedError when this is closed."""
         digest = hashlib.sha256()
         with open(source, "rb", buffering=0) as read, open(target, "wb") as write:
-            write.seek(read.seek(start))
+            write.seek(read.seek(start))  # leaves a hole before the part, so that its offsets stay
             while chunk := read.read(min(_CHUNK_BYTES, end - read.tell())):
                 if self._closed.is_set():
                     raise InterruptedError
@@ -182,6 +182,7 @@ def _lock_shared(folder: Path) -> int:
             check_own_folder(folder)
             users = open_lock_file(folder / "users")
             try_flock(users, fcntl.LOCK_SH)
+            # check that another process has not removed or replaced the file before this process locked it
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(users), (folder / "users").stat()):
                     return users
@@ -189,7 +190,7 @@ def _lock_shared(folder: Path) -> int:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder of copies if no process uses it and it is ours."""
+    """Remove a folder of copies, unless a process uses it or the lock file belongs to another user."""
     with suppress(OSError):
         users = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
         try:

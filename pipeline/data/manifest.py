@@ -350,4 +350,5 @@ def format_training_length(config: Config, data_dir: Path) -> str:
     epochs = config.train.epochs
     if epochs is None:
         return f"{steps} steps"
-    return f"{epochs} epoch{'s'[: epochs - 1]} ({'steps known after shard' if steps is None else f'{steps} steps'})"
+    step_text = "steps known after shard" if steps is None else f"{steps} steps"
+    return f"{epochs} epoch{'s' if epochs > 1 else ''} ({step_text})"

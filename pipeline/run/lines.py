@@ -52,7 +52,7 @@ def is_duration(value: Any) -> bool:
 
 
 def is_timestamp(value: Any) -> bool:
-    """Return True for an ISO 8601 time with a time zone, after 2020. A clock may be a day ahead."""
+    """Return True for an ISO 8601 time with a time zone, from 2020 to a day in the future (clocks may differ)."""
     try:
         time = datetime.fromisoformat(value)
     except (TypeError, ValueError):
@@ -61,7 +61,7 @@ def is_timestamp(value: Any) -> bool:
 
 
 def is_exit_code(value: Any) -> bool:
-    """Return True for an exit code of Sluice."""
+    """Return True for a value of `ExitCode`."""
     return is_count(value) and value in set(ExitCode)
 
 
@@ -71,7 +71,7 @@ def is_mapping(value: Any) -> bool:
 
 
 def is_list_of(check: LineCheck) -> LineCheck:
-    """Return the check of a list whose items all pass `check`."""
+    """Return a function that checks if a value is a list and `check` accepts each item."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
@@ -112,12 +112,12 @@ def format_malformed_count(path: Path, count: int) -> str:
 
 
 def read_required_lines(path: Path, is_valid: LineCheck) -> list[dict[str, Any]]:
-    """Return all lines of a file in which every line is required.
+    """Return all lines of a file in which every line is required; [] if the file does not exist.
 
-    Only a truncated line is left out, because a crash truncated it before anything depended on it.
+    Only a line without its end is left out: a crash truncated the line before anything depended on it.
 
     Raises:
-        InputError: a line is malformed or its checksum is wrong.
+        InputError: if a line is malformed or its checksum is wrong.
     """
     values: list[dict[str, Any]] = []
     if not path.exists():
@@ -143,9 +143,9 @@ class LineHistory:
 
     Args:
         path: the file.
-        is_valid: the check of a line.
-        x_key: the key of the x values of curves.
-        row_keys: the keys with values that are also kept line by line, in `rows`.
+        is_valid: returns True for a valid line.
+        x_key: the key with the x values of :meth:`curve`.
+        row_keys: keys whose values, also other values than numbers, are kept line by line in `rows`.
     """
 
     def __init__(self, path: Path, is_valid: LineCheck, x_key: str = "step", row_keys: Sequence[str] = ()) -> None:
@@ -157,6 +157,7 @@ class LineHistory:
 
     def _clear(self, file: tuple[int, int]) -> None:
         """Forget all lines. `file`: device and inode of the file to read."""
+        # key → its x values and its values
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         self._file = file
         self._end = 0
@@ -182,13 +183,15 @@ class LineHistory:
         return self
 
     def _add_line(self, line: dict[str, Any]) -> None:
+        """Add the numbers of a line to the columns, and the values of `row_keys` to `rows`."""
         for name, value in _iterate_numbers(line):
             column = self._columns.get(name)
             if column is None:
                 column = (array("d"), array("d"))
                 self._columns[name] = column
-            column[0].append(line[self.x_key])
-            column[1].append(value)
+            x_values, values = column
+            x_values.append(line[self.x_key])
+            values.append(value)
         if self.row_keys:
             self.rows.append({key: line[key] for key in self.row_keys if line.get(key) is not None})
 
@@ -212,7 +215,7 @@ class LineHistory:
 
 
 def _iterate_numbers(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the keys and values of all numbers in an object or a list."""
+    """Yield the dotted keys and the values of all numbers in an object or a list, also nested ones."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if is_number(item):
             yield f"{prefix}{key}", item

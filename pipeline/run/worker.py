@@ -6,8 +6,8 @@ a line with a JSON value. An answer has one or more parts: a line with a JSON ob
     {"end": false, "bytes": 4096, "value": …} NEWLINE and 4096 bytes        any number of these
     {"end": true, "bytes": 0, "value": …} NEWLINE                           the last part
 
-If the worker dies, the caller raises :class:`WorkerDiedError`, and the next request starts a new worker. The limit of a
-request counts processor time, so a suspended or busy machine does not exceed it.
+If the worker dies, :class:`WorkerPool` raises :class:`WorkerDiedError`, and the next request starts a new worker. The
+time limit of a request counts processor time, so that a request does not fail on a suspended or busy machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorkerDiedError(Exception):
 
     Args:
         message: why the worker died.
-        signal: the number of the signal that killed it; None if it exited by itself.
+        signal: the number of the signal that killed the worker; None if the worker exited by itself.
     """
 
     def __init__(self, message: str, signal: int | None = None) -> None:
@@ -44,7 +44,9 @@ class AnswerPart(NamedTuple):
     """A part of an answer."""
 
     value: Any
+    """A JSON value."""
     content: bytes = b""
+    """Raw bytes that follow the JSON value."""
 
 
 class WorkerPool:
@@ -96,7 +98,7 @@ class WorkerPool:
                     self._idle.append(process)
                 yield AnswerPart(head["value"], content)
         finally:
-            if process not in self._idle:  # it died, or the caller stopped reading the answer
+            if process not in self._idle:  # the worker died, or the caller stopped reading the answer
                 _kill_worker(process)
 
     def close(self) -> None:
@@ -105,7 +107,8 @@ class WorkerPool:
             _kill_worker(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # imported here, because workers import this module and do not need it
+        """Start a worker."""
+        # imported here, because workers also import this module, but do not need pipeline.run.code
         from pipeline.run.code import CODE_ROOT, make_code_env
 
         # with a fixed hash seed, sets have the same order in each worker
@@ -126,6 +129,7 @@ class WorkerPool:
 
 
 def _kill_worker(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker and wait for its end."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         with suppress(BrokenPipeError):  # the pipe may contain a request that the worker did not read
@@ -153,17 +157,19 @@ def serve_requests(answer: Callable[[Any], Iterable[AnswerPart]]) -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # waiting for a request takes no processor time
-        before = None
+        # each part is sent after the next part is known, because the last part must be marked as the last one
+        unsent = None
         for part in answer(request):
-            if before is not None:
-                _send(output, before, is_end=False)
+            if unsent is not None:
+                _send_part(output, unsent, is_end=False)
                 signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            before = part
-        assert before is not None
-        _send(output, before, is_end=True)
+            unsent = part
+        assert unsent is not None
+        _send_part(output, unsent, is_end=True)
 
 
-def _send(output: IO[bytes], part: AnswerPart, is_end: bool) -> None:
+def _send_part(output: IO[bytes], part: AnswerPart, is_end: bool) -> None:
+    """Write a part of an answer. `is_end`: whether it is the last part."""
     head = {"end": is_end, "bytes": len(part.content), "value": part.value}
     output.write(json.dumps(head).encode() + b"\n")
     output.write(part.content)

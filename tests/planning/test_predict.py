@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.footprint import estimate_footprint
 from benchmarks.gpu import ROOT
-from benchmarks.others import all_to_all_time, communication_time
+from benchmarks.others import all_to_all_time, expert_and_context_time
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
 from pipeline.parallel.mesh import resolve_layout
@@ -208,8 +208,8 @@ def test_only_the_active_experts_of_a_token_compute() -> None:
     mixture = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
     dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
     assert mixture.flops_per_token == dense.flops_per_token
-    mixture_step = predict_step(mixture, H100, others=communication_time)
-    dense_step = predict_step(dense, H100, others=communication_time)
+    mixture_step = predict_step(mixture, H100, others=expert_and_context_time)
+    dense_step = predict_step(dense, H100, others=expert_and_context_time)
     assert mixture_step.others > 0 and dense_step.others == 0
     assert dense_step.compute < mixture_step.compute < 1.5 * dense_step.compute
 
@@ -218,8 +218,8 @@ def test_long_attention_overlaps_with_context_parallel_communication() -> None:
     slow = H100.model_copy(update={"inside": Link(bandwidth=1e10, latency=1e-5)})
     short = replace(SMALL, context=8, sequence=4096, micro_batch=1, global_batch=8)
     long = replace(short, sequence=2**20)
-    assert predict_step(short, slow, others=communication_time).others > 0
-    assert predict_step(long, slow, others=communication_time).others == 0
+    assert predict_step(short, slow, others=expert_and_context_time).others > 0
+    assert predict_step(long, slow, others=expert_and_context_time).others == 0
 
 
 @pytest.mark.parametrize("batches", [1, 4])
