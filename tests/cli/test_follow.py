@@ -16,17 +16,17 @@ from tests.support.events import write_event
 from tests.support.tiny import write_config
 
 
-@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
 def test_restores_and_retries_are_printed_once_when_they_happen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
     """Only new events of this stage are printed. Events that are written just before the end are included."""
-    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     monkeypatch.setattr(local_runner, "LIVE_INTERVAL_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
     write_event(run, "restored", "train", step=7, lost_steps=3)
     file = io.StringIO()
-    console = PlainConsole(file=file, width=80, force_terminal=live, _environ={"TERM": "xterm"})
+    console = PlainConsole(file=file, width=80, force_terminal=is_terminal, _environ={"TERM": "xterm"})
 
     def write_events() -> Iterator[bool]:
         """Write events between the polls of `follow_stage`. Yield whether the stage is running."""

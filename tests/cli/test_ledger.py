@@ -1,4 +1,4 @@
-"""Test the ledger of hours with a simulated run of known hours, and with random sequences of events."""
+"""Test the ledger, which divides the hours of a run into categories, with simulated runs and with random events."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ MEASURED_CATEGORIES = {
     "communication": ("exposed_comm_s", 1 / 16),
     "evaluation": ("evaluate_s", 1 / 32),
 }
-"""Category of the time of a step, except compute → its key in a line of metrics, and its share in the simulation."""
+"""Categories of the time of a step, except compute: the key in a line of metrics, and the share in the simulation."""
 durations = st.integers(1, 5000).map(lambda n: n / 100)
 
 
 def format_time(seconds: float) -> str:
-    """Return a time as events have it."""
+    """Return a time (seconds since 1970) in the format of events.jsonl."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class SimulatedRun:
-    """Writes the events and metrics of a train stage with a simulated clock, and records the true hours."""
+    """Writes the events and metrics of a train stage with a simulated clock, and records the true seconds."""
 
     def __init__(self) -> None:
         self.clock = START_TIME
@@ -60,12 +60,20 @@ class SimulatedRun:
         self.events.append({"time": format_time(self.clock), "event": name, "stage": "train", **fields})
 
     def spend(self, category: str, seconds: float) -> None:
-        """Let time pass in the current attempt."""
+        """Advance the clock, and count the seconds for a category of the current attempt."""
         self.clock += seconds
         self.true_seconds[-1][category] += seconds
 
     def run_attempt(self, plan: dict[str, Any], is_first: bool, is_last: bool) -> None:
-        """Queue, start, restore, run steps of the durations `plan["steps"]`, and end as planned."""
+        """Queue, start, restore a checkpoint, run steps and end.
+
+        Args:
+            plan: the seconds of each phase (`idle`, `queue`, `startup`, `ending`) and of each step (`steps`). The user
+                submits the job if `by_user` is set. The attempt ends with a save if `save` is set, and without an event
+                if `silent` is set. The job has a successor job if `successor` is set.
+            is_first: whether this is the first attempt of the run.
+            is_last: whether it is the last one.
+        """
         self.true_seconds.append(dict.fromkeys(CATEGORIES, 0.0))
         if is_first or plan["by_user"]:
             if not is_first:
@@ -123,7 +131,7 @@ class SimulatedRun:
         self.write_event(event, task=None, cause=cause)
 
 
-plans = st.lists(
+random_plans = st.lists(
     st.fixed_dictionaries(
         {
             "idle": durations, "queue": durations, "startup": durations, "ending": durations,
@@ -137,7 +145,7 @@ plans = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(plans)
+@given(random_plans)
 def test_the_ledger_equals_the_true_seconds_of_a_simulated_run(attempt_plans: list[dict[str, Any]]) -> None:
     run = SimulatedRun()
     for number, plan in enumerate(attempt_plans):
@@ -193,7 +201,10 @@ def test_categories_add_up_to_the_wall_time_for_any_events(
 
 
 def test_compute_ratios_returns_ettr_and_forward_progress() -> None:
-    """Of 200 s, 90 s are productive, 60 s are in the queue and 20 s are idle."""
+    """Of 200 s, 90 s are productive, 60 s are in the queue and 20 s are idle.
+
+    ETTR excludes idle time, and forward progress also excludes the queue.
+    """
     seconds = dict.fromkeys(CATEGORIES, 0.0) | {
         "idle": 20,
         "queue": 60,

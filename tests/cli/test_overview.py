@@ -22,12 +22,14 @@ from tests.support.events import write_event
 from tests.support.tiny import write_config
 
 
-def test_all_unfinished_slurm_runs_are_queried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_unfinished_slurm_runs_are_queried_with_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm is not queried for runs that are done or were never submitted to Slurm."""
-    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     names = ("local", "done", "pending-1", "pending-2")
-    _, done_run, first, second = (Run.create(load_config(write_config(tmp_path, name))) for name in names)
-    for run in (done_run, first, second):
+    _, done_run, first_pending_run, second_pending_run = (
+        Run.create(load_config(write_config(tmp_path, name))) for name in names
+    )
+    for run in (done_run, first_pending_run, second_pending_run):
         write_event(run, "submitted", "prepare", job_id=run.path.name, executor="slurm")
     for module in map(load_stage_module, STAGES):
         for name in {"missing_outputs", "quick_missing_outputs"} & set(dir(module)):
@@ -45,7 +47,7 @@ def test_all_unfinished_slurm_runs_are_queried_at_once(tmp_path: Path, monkeypat
     console = PlainConsole(width=120, record=True)
     status_command.print_runs(Path("runs"), console)
     output = console.export_text()
-    assert queries == [{first.path, second.path}]
+    assert queries == [{first_pending_run.path, second_pending_run.path}]
     for pattern in (
         "runs/local +prepare +waiting",
         "runs/done +evaluate +done",

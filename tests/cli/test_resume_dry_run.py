@@ -1,4 +1,4 @@
-"""Tests of `resume --dry-run`: it prints what `resume` would change and submit, fails as it does, writes nothing."""
+"""Test `resume --dry-run`: it prints what `resume` would change and submit, reports the same errors, writes nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.errors import raises_error
 from tests.support.events import write_event
 from tests.support.tiny import make_run, write_config
 
-__all__ = ["queue", "run"]
+__all__ = ["queue", "run"]  # fixtures
 
 
 def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return modification time (ns) and size (bytes) of a folder and of everything in it."""
+    """Return the modification time (ns) and the size (bytes) of a folder and of everything in it."""
     return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [folder, *folder.rglob("*")]}
 
 
@@ -96,13 +96,13 @@ def test_a_dry_run_reports_a_time_limit_that_is_too_short(
     assert "hunter2" not in run_preview(run, "site.setup=[export TOKEN=hunter2]")
     run.apply_overrides(["stages.train.time=00:02:00"])
     start_run(run, "slurm", is_resumed=True)
-    assert warning.search(capsys.readouterr().out), "resume reports it as well"
+    assert warning.search(capsys.readouterr().out), "resume must report it too"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "code", "facts"),
+    ("overrides", "code", "expected_texts"),
     [
-        (["site.pass=[NOT_THERE]"], "site.variable_not_set", ["site.pass", "NOT_THERE"]),
+        (["site.pass=[UNSET_VARIABLE]"], "site.variable_not_set", ["site.pass", "UNSET_VARIABLE"]),
         (
             ["site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"],
             "slurm.conflicting_options",
@@ -113,16 +113,21 @@ def test_a_dry_run_reports_a_time_limit_that_is_too_short(
     ],
 )
 def test_resume_and_its_dry_run_fail_before_anything_is_recorded(
-    run: Run, queue: FakeQueue, monkeypatch: pytest.MonkeyPatch, overrides: list[str], code: str, facts: list[str]
+    run: Run,
+    queue: FakeQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    code: str,
+    expected_texts: list[str],
 ) -> None:
     monkeypatch.setattr("cli.resume.choose_executor", lambda executor, run: "slurm")
     (run.checkpoints_dir / "step-00000007").mkdir()
     before = list_files(run.path)
     for options in ([], ["--dry-run"]):
-        with raises_error(code, *facts):
+        with raises_error(code, *expected_texts):
             app(["resume", str(run.path), *overrides, *options], standalone_mode=False)
     changed = {path.name for path, stat in list_files(run.path).items() if before.get(path) != stat}
-    assert not changed - {".creating", run.path.name}
+    assert not changed - {".creating", run.path.name}  # only the lock file is created
 
 
 def test_a_local_dry_run_lists_stages(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -24,7 +24,7 @@ from tests.support.tiny import write_config
 from tracking.report import print_report
 
 CLEAR_SCREEN = "\x1b[2J\x1b[H"
-SET_TITLE = "\x1b]0;mine\x07"
+SET_TITLE = "\x1b]0;title\x07"
 RIGHT_TO_LEFT = "\u202etxt.exe"
 MALICIOUS = f"{CLEAR_SCREEN}{SET_TITLE}all is done\x9b2J{RIGHT_TO_LEFT}\r[bold red]:smiley:[/nothing]"
 
@@ -32,7 +32,7 @@ MALICIOUS = f"{CLEAR_SCREEN}{SET_TITLE}all is done\x9b2J{RIGHT_TO_LEFT}\r[bold r
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Create a failed run with malicious text in its path, events, logs and commit. Return it."""
-    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=MALICIOUS)
@@ -45,8 +45,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def check_printable(text: str) -> None:
-    """Check that a text has no control characters for the terminal."""
+def assert_no_control_characters(text: str) -> None:
+    """Check that a text has none of the control characters of MALICIOUS."""
     assert not any(character in text for character in "\x1b\x07\x9b\u202e"), ascii(text)
 
 
@@ -59,18 +59,18 @@ def test_status_report_and_messages_contain_no_control_codes(run: Run) -> None:
     report_stage_end(run, "train", attempts.load_stage_state(run, "train", None), 1.0, None, print_line)
     print_findings([Finding(MALICIOUS, MALICIOUS, MALICIOUS)], console)
     output = file.getvalue()
-    check_printable(output)
+    assert_no_control_characters(output)
     assert "a[/b]c[red]:smiley:/tiny" in output and "[bold red]:smiley:[/nothing]" in output
     assert output.count("all is done") >= 6
-    check_printable((run.path / "report.html").read_text())
+    assert_no_control_characters((run.path / "report.html").read_text())
 
 
 def test_printed_logs_contain_no_control_codes(run: Run, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     append_line(run.events_file, "")
     print_log(run, "train", "0", follow=False)
     output = capsysbinary.readouterr().out.decode()
-    check_printable(output)
-    assert output.startswith("step 1\tloss 5 é\r\n?[2J?[H?]0;mine?all is done") and output.endswith("\n\ufffd?\n")
+    assert_no_control_characters(output)
+    assert output.startswith("step 1\tloss 5 é\r\n?[2J?[H?]0;title?all is done") and output.endswith("\n\ufffd?\n")
 
 
 def test_make_printable_replaces_only_control_characters() -> None:

@@ -22,7 +22,12 @@ from tests.support.events import write_event
 from tests.support.tiny import make_run
 
 pytestmark = pytest.mark.timeout(300)
-_PARTS = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|([^\x1b]+)|(\x1b)")
+_TERMINAL_OUTPUT = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|([^\x1b]+)|(\x1b)")
+"""Matches a control sequence (parameters and command), text, or the beginning of any other escape sequence."""
+ENTER_SCREEN = "\x1b[?1049h"
+"""Switches to the alternate screen of the terminal."""
+LEAVE_SCREEN = "\x1b[?1049l"
+CLEAR_SCREEN = "\x1b[2J"
 
 
 def make_metrics_line(step: int) -> str:
@@ -32,12 +37,12 @@ def make_metrics_line(step: int) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Create a run that is being trained: this process holds the lock. Yield the run."""
+    """Create a run with a running train stage: this process holds the lock. Yield the run."""
     run = make_run(tmp_path)
     lock = run.lock_stage("train")
     assert lock is not None
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=2)
-    write_event(run, "failed", "train", job_id="1", attempt=1, cause="hang", message="\x1b[2J\x1b]0;mine\x07 oh\nno")
+    write_event(run, "failed", "train", job_id="1", attempt=1, cause="hang", message="\x1b[2J\x1b]0;title\x07 oh\nno")
     write_event(run, "started", "train", job_id="1", attempt=2, task=None, ranks=2)
     run.metrics_file.write_text("".join(make_metrics_line(step) for step in range(1, 21)))
     gpu = {"index": 0, "utilization_percent": 90, "memory_gb": 60.0, "power_w": 600, "temperature_c": 61}
@@ -70,7 +75,7 @@ def render_screen(output: str, columns: int, rows: int) -> list[str]:
     lines = [" " * columns for _ in range(rows)]
     row = 1
     column = 0
-    for part in _PARTS.finditer(output):
+    for part in _TERMINAL_OUTPUT.finditer(output):
         code, command, text, unknown = part.groups()
         assert unknown is None, f"unexpected escape sequence: {output[part.start() : part.start() + 20]!r}"
         if text is not None:
@@ -94,6 +99,7 @@ def render_screen(output: str, columns: int, rows: int) -> list[str]:
 
 
 def test_watch_fills_one_screen_without_scrolling_and_sends_only_changes(run: Run, tmp_path: Path) -> None:
+    """Resizing the terminal draws the whole screen again, with fewer lines."""
     terminal = Terminal(tmp_path, "status", str(run.path), "--watch")
     resize(terminal, 80, 24)
     wait_for_output(terminal, lambda sent: "q: stop watching" in sent)
@@ -107,7 +113,7 @@ def test_watch_fills_one_screen_without_scrolling_and_sends_only_changes(run: Ru
     assert 0 < bytes_per_s < 2048
     assert b"prepare" not in terminal.output[before:], "an unchanged line must not be sent again"
     wait_for_output(terminal, lambda sent: "step 30" in sent or "30/30" in sent)
-    lines = render_screen(terminal.output.decode().split("\x1b[?1049h")[1], 80, 24)
+    lines = render_screen(terminal.output.decode().split(ENTER_SCREEN)[1], 80, 24)
     text = "\n".join(lines)
     assert re.search(r"^train +running .* 30/30 +6\.2258", text, re.M), text
     assert re.search(r"^loss   █[▁▂▃▄▅▆▇█]+▁ 6\.2258$", text, re.M), text
@@ -117,8 +123,10 @@ def test_watch_fills_one_screen_without_scrolling_and_sends_only_changes(run: Ru
     events = [line for line in lines if re.match(r"\d\d:\d\d:\d\d  train", line)]
     assert [line.split()[2] for line in events] == ["started", "failed", "started"] and "cause hang" in events[1]
     resize(terminal, 44, 9)
-    wait_for_output(terminal, lambda sent: sent.count("\x1b[2J") >= 2 and "q: stop" in sent.rsplit("\x1b[2J", 1)[1])
-    lines = render_screen(terminal.output.decode().rsplit("\x1b[2J", 1)[1], 44, 9)
+    wait_for_output(
+        terminal, lambda sent: sent.count(CLEAR_SCREEN) >= 2 and "q: stop" in sent.rsplit(CLEAR_SCREEN, 1)[1]
+    )
+    lines = render_screen(terminal.output.decode().rsplit(CLEAR_SCREEN, 1)[1], 44, 9)
     assert "…" in lines and lines[-1] == "q: stop watching"
     stop_watching(terminal, b"q")
 
@@ -130,13 +138,13 @@ def stop_watching(terminal: Terminal, key: bytes | signal.Signals) -> None:
         os.write(terminal.fd, key)
     else:
         os.kill(terminal.pid, key)
-    wait_for_output(terminal, lambda sent: "\x1b[?1049l" in sent)
+    wait_for_output(terminal, lambda sent: LEAVE_SCREEN in sent)
     sent = terminal.output.decode()
-    for number in (25, 7, 1049):
+    for number in (25, 7, 1049):  # the cursor, automatic wrapping, the alternate screen
         assert sent.count(f"\x1b[?{number}h") == sent.count(f"\x1b[?{number}l"), f"mode {number} is not restored"
-    wait_for_output(terminal, lambda sent: "evaluate" in sent.split("\x1b[?1049l")[1])
+    wait_for_output(terminal, lambda sent: "evaluate" in sent.split(LEAVE_SCREEN)[1])
     mode = termios.tcgetattr(terminal.fd)
-    assert mode[3] & termios.ECHO and mode[3] & termios.ICANON and mode[6][termios.VSUSP] == b"\x1a"
+    assert mode[3] & termios.ECHO and mode[3] & termios.ICANON and mode[6][termios.VSUSP] == b"\x1a"  # Ctrl-Z
     assert terminal.wait(60) == 0
 
 

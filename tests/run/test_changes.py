@@ -45,7 +45,7 @@ def parse_resume_overrides(lines: list[str]) -> list[str]:
     return command[command.index("runs/tiny") + 1 :]
 
 
-CHANGEABLE = (
+CHANGEABLE_OVERRIDES = (
     "checkpoint.every_steps=5", "train.log_every=2", "evaluate.every=checkpoint", "train.steps=40",
     "parallel.data={replicate: 1, shard: 2}", "parallel.zero=1", "site.setup=[module load cuda]",
     "site.local_disk='/a \"b c'", "publish={to: /x}", "data.verify=sizes", "stages.train.sbatch={exclusive: true}",
@@ -53,16 +53,16 @@ CHANGEABLE = (
 
 
 def test_the_printed_resume_command_has_all_changes_that_resume_accepts(run: Run) -> None:
-    lines = get_error_lines(*CHANGEABLE, "model.dim=64", "optimizer.lr=0.5")
+    lines = get_error_lines(*CHANGEABLE_OVERRIDES, "model.dim=64", "optimizer.lr=0.5")
     run.apply_overrides(parse_resume_overrides(lines))
-    expected = load_config(Path("tiny.yaml"), CHANGEABLE)
+    expected = load_config(Path("tiny.yaml"), CHANGEABLE_OVERRIDES)
     assert not describe_changes(Run.open(run.path).config, expected)
     (line,) = [line for line in lines if line.startswith("resume does not accept: ")]
     assert line.split(": ")[1].split(", ") == ["model.dim", "optimizer.lr"]
 
 
-def test_keys_that_the_printed_command_cannot_contain_are_named(run: Run) -> None:
-    """Secrets are not printed, and no key=value removes a key from a mapping."""
+def test_keys_that_the_printed_command_cannot_contain_are_listed_separately(run: Run) -> None:
+    """The command contains no secrets, and an override cannot remove a key from a mapping."""
     run.apply_overrides(["stages.train.sbatch={exclusive: true}"])
     lines = get_error_lines("model.dim=64", "site.sbatch={spank-token: hunter2}", "train.log_every=3")
     assert parse_resume_overrides(lines) == ["train.log_every=3"] and "hunter2" not in str(lines)
@@ -79,7 +79,7 @@ def test_the_printed_command_has_no_change_that_would_be_invalid(run: Run) -> No
 
 def test_a_long_list_of_changes_is_truncated_but_not_the_command(run: Run) -> None:
     lines = get_error_lines(*(f"site.sbatch.k{number}=1" for number in range(50)), "model.dim=64")
-    assert "  and 31 more" in lines and len(lines) < 30
+    assert "  and 31 more" in lines and len(lines) < 30  # 20 of 51 changes are listed
     assert len(parse_resume_overrides(lines)) == 50
 
 

@@ -19,10 +19,10 @@ from pipeline.base.errors import ExitCode
 from pipeline.run.directory import Run
 from pipeline.run.events import (
     EVENT_CLASSES,
-    RETRY_EVENTS,
     USER_REQUESTS,
     EndEvent,
     Event,
+    Requeued,
     Resumed,
     RetryEvent,
     Started,
@@ -40,21 +40,21 @@ from tests.support.events import make_event, parse_events
 E = TypeVar("E", bound=Event)
 STEP_LINE = {"step": 3, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
 
-# -- form --------------------------------------------------------------------------------------------------------------
+# -- format ------------------------------------------------------------------------------------------------------------
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
-counts = st.integers(0, 2**47)
+nonnegative_integers = st.integers(0, 2**47)
 STRATEGIES: dict[object, st.SearchStrategy[Any]] = {
     str: st.text(),
-    int: counts,
+    int: nonnegative_integers,
     float: st.floats(0, 1e9),
     bool: st.booleans(),
     list[str]: st.lists(st.text(), max_size=3),
-    list[int]: st.lists(counts, max_size=3),
+    list[int]: st.lists(nonnegative_integers, max_size=3),
     Mapping[str, Any]: st.dictionaries(st.text(), json_values, max_size=3),
     list[dict[str, Any]]: st.lists(st.dictionaries(st.text(), json_values, max_size=3), max_size=3),
     StepLines: st.lists(st.just(STEP_LINE), max_size=2),
@@ -62,7 +62,7 @@ STRATEGIES: dict[object, st.SearchStrategy[Any]] = {
 
 
 def make_value_strategy(name: str, hint: object) -> st.SearchStrategy[Any]:
-    """Return a strategy for the values that a field may have."""
+    """Return a strategy for the values of the field `name`, which has the type hint `hint`."""
     if name == "exit_code":
         return st.none() | st.sampled_from([int(code) for code in ExitCode])
     if hint in STRATEGIES:
@@ -70,15 +70,15 @@ def make_value_strategy(name: str, hint: object) -> st.SearchStrategy[Any]:
     if typing.get_origin(hint) is Annotated:
         return make_value_strategy(name, typing.get_args(hint)[0])
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), (name, hint)
-    return st.none() | make_value_strategy(
-        name, next(each for each in typing.get_args(hint) if each is not types.NoneType)
-    )
+    value_type = next(member for member in typing.get_args(hint) if member is not types.NoneType)
+    return st.none() | make_value_strategy(name, value_type)
 
 
 def make_event_strategy(event_class: type[Event]) -> st.SearchStrategy[Event]:
     """Return a strategy for events of a class, with any values of its fields and with fields of a newer version."""
     hints = typing.get_type_hints(event_class, include_extras=True)
-    fields = {each.name: make_value_strategy(each.name, hints[each.name]) for each in dataclasses.fields(event_class)}
+    names = [field.name for field in dataclasses.fields(event_class)]
+    fields = {name: make_value_strategy(name, hints[name]) for name in names}
     fields["time"] = st.just("2026-01-01T00:00:00.000Z")
     fields["extra"] = st.dictionaries(st.text().map("newer_{}".format), json_values, max_size=2)
     if issubclass(event_class, SubmissionEvent):
@@ -88,8 +88,10 @@ def make_event_strategy(event_class: type[Event]) -> st.SearchStrategy[Event]:
     return st.builds(event_class, **fields)
 
 
-@pytest.mark.parametrize("event_class", [*EVENT_CLASSES.values(), UnknownEvent], ids=lambda each: each.__name__)
-def test_an_event_that_is_written_and_read_is_the_same(event_class: type[Event]) -> None:
+@pytest.mark.parametrize(
+    "event_class", [*EVENT_CLASSES.values(), UnknownEvent], ids=lambda event_class: event_class.__name__
+)
+def test_an_event_is_the_same_after_it_is_written_and_read(event_class: type[Event]) -> None:
     @settings(deadline=None, max_examples=30)
     @given(make_event_strategy(event_class))
     def check(event: Event) -> None:
@@ -107,7 +109,7 @@ def test_a_run_reads_the_events_that_it_appended(tmp_path: Path) -> None:
     assert run.read_events("train", Started) == written[:1]
 
 
-def test_the_line_of_an_event_has_fixed_names_and_nulls() -> None:
+def test_the_line_of_an_event_omits_unset_values_except_required_nulls() -> None:
     started = Started(time="2026-01-01T00:00:00.000Z", stage="train", job_id="7", attempt=1, ranks=4, restarts=0)
     assert started.to_line() == {
         "time": "2026-01-01T00:00:00.000Z",
@@ -142,13 +144,14 @@ def test_events_and_fields_of_other_versions_are_read(line: dict[str, Any]) -> N
     assert event.to_line().items() >= line.items()
 
 
-# -- meaning -----------------------------------------------------------------------------------------------------------
+# -- state of a stage --------------------------------------------------------------------------------------------------
 
 
 def parse_history(text: str) -> list[Event]:
     """Parse a short notation of events such as `started stopping:preempted requeued/preempted!`.
 
-    A cause follows `:`, a budget follows `/`, and `!` marks a retry after an attempt without progress.
+    A cause follows `:`, a budget follows `/`, and `!` marks a retry after an attempt without progress. Each event that
+    has a step gets step 7.
     """
     lines: list[dict[str, Any]] = []
     for word in text.split():
@@ -169,7 +172,7 @@ def parse_history(text: str) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("history", "facts"),
+    ("history", "expected_conditions"),
     [
         ("", set()),
         ("submitted", set()),
@@ -198,7 +201,7 @@ def parse_history(text: str) -> list[Event]:
         ("started stopping stopped:time_limit", set()),
     ],
 )
-def test_the_state_follows_from_the_events(history: str, facts: set[str]) -> None:
+def test_the_state_follows_from_the_events(history: str, expected_conditions: set[str]) -> None:
     state = read_stage_state(parse_history(history))
     conditions = {
         "open": state.is_open,
@@ -209,7 +212,7 @@ def test_the_state_follows_from_the_events(history: str, facts: set[str]) -> Non
         "retried": state.retry_event is not None,
         "resumed": state.resumed_by_user,
     }
-    assert {name for name, is_true in conditions.items() if is_true} == facts
+    assert {name for name, is_true in conditions.items() if is_true} == expected_conditions
 
 
 @pytest.mark.parametrize(
@@ -233,38 +236,38 @@ def test_retries_are_counted_by_budget_since_resume(
     assert state.restarts_without_progress == restarts_without_progress
 
 
-def test_the_last_stop_has_cause_step_and_retry() -> None:
+def test_the_last_stop_has_its_cause_its_step_and_the_retry_that_followed() -> None:
     state = read_stage_state(parse_history("submitted started saved stop_requested preempted:preempted"))
-    assert state.last_stop == StopInfo("preempted", 7, is_graceful=True)
+    assert state.last_stop == StopInfo("preempted", step=7, is_graceful=True)
     state = read_stage_state(parse_history("started saved failed requeued/crash started submitted"))
-    assert state.last_stop == StopInfo(None, 7, is_graceful=False, retry=RETRY_EVENTS[0])
+    assert state.last_stop == StopInfo(None, step=7, is_graceful=False, retry=Requeued)
     assert state.submitted_again and state.attempt_count == 2
     assert read_stage_state(parse_history("started saved failed started done")).last_stop is None
 
 
 def test_a_history_is_split_at_the_starts_of_attempts() -> None:
     events = parse_history("submitted resumed started saved failed requeued/crash started done")
-    before, attempts = split_into_attempts(events)
-    assert before == events[:2] and attempts == [events[2:6], events[6:]]
+    events_before_first_start, attempts = split_into_attempts(events)
+    assert events_before_first_start == events[:2] and attempts == [events[2:6], events[6:]]
 
 
-NAMES = [
+EVENT_NAMES = [
     *("submitted", "started", "stopping", "saved", "resumed"),
     *("done", "stopped", "cancelled", "preempted", "failed"),
     *("requeued", "retried", "handed_over"),
 ]
 
 
-def make_random_event(name: str, cause: str, budget: str, progress: bool) -> Event:
-    """Return an event with all fields that its meaning may depend on."""
+def make_full_event(name: str, cause: str, budget: str, progress: bool) -> Event:
+    """Return an event with all fields on which the state of a stage may depend."""
     fields: dict[str, Any] = {"cause": cause, "by": cause, "budget": budget, "progress": progress}
     return make_event(name, job_id="1", step=1, **fields)
 
 
 histories = st.lists(
     st.builds(
-        make_random_event,
-        st.sampled_from(NAMES),
+        make_full_event,
+        st.sampled_from(EVENT_NAMES),
         st.sampled_from(["preempted", "cancelled", "stop file", "crashed"]),
         st.sampled_from(["preempted", "crash"]),
         st.booleans(),
@@ -280,7 +283,7 @@ def find_last(events: list[Event], *classes: type[E]) -> E | None:
 
 @settings(deadline=None, max_examples=500)
 @given(histories)
-def test_random_histories_have_the_state_that_a_search_from_the_end_finds(events: list[Event]) -> None:
+def test_the_state_of_random_histories_equals_that_of_a_search_from_the_end(events: list[Event]) -> None:
     state = read_stage_state(events)
     last_start_or_end = find_last(events, Started, EndEvent)
     last_of_attempt = find_last(events, Started, EndEvent, RetryEvent)

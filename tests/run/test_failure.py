@@ -63,7 +63,7 @@ def test_the_command_after_a_user_error_sets_the_key_that_the_message_names(
     assert f": {command}\n" in remedy
 
 
-def test_the_command_has_no_key_that_resume_cannot_change(run: Run) -> None:
+def test_the_command_omits_keys_that_resume_cannot_change(run: Run) -> None:
     create_checkpoint(run)
     remedy = describe_remedy(run, "user_error", "lower train.global_batch, or set stages.train.time")
     assert f"{RESUME} stages.train.time=…" in remedy and "global_batch=" not in remedy
@@ -71,7 +71,7 @@ def test_the_command_has_no_key_that_resume_cannot_change(run: Run) -> None:
     assert f"{RESUME}\n" in remedy and "under another run.name" in remedy
 
 
-def test_the_placeholder_is_rejected_as_a_value(run: Run) -> None:
+def test_resume_rejects_the_placeholder_of_the_command_as_a_value(run: Run) -> None:
     with pytest.raises(ConfigError) as error:
         run.apply_overrides(["data.text_field=…"])
     assert "data.text_field" in str(error.value)
@@ -120,7 +120,7 @@ def test_the_remedy_for_an_error_in_a_filter_names_the_filter(tmp_path: Path, mo
         assert "correct the function" in remedy and "keep.py:keep" in remedy and remedy.endswith(f": {RESUME}")
 
 
-def test_the_remedy_for_a_short_time_limit_names_its_key(run: Run) -> None:
+def test_the_command_after_a_time_limit_that_is_too_short_sets_its_key(run: Run) -> None:
     message = "It takes longer to start and to save than stages.train.time allows (recovery.time_limit: 3)"
     assert retry_command(run, "time_limit", message) == f"{RESUME} stages.train.time=…"
 
@@ -141,10 +141,12 @@ def test_the_remedy_for_an_exception_in_the_users_module_names_file_and_line(
     assert str(custom_run.code_dir) in remedy and ("checkpoints/step-00000007" in remedy) == has_checkpoint
 
 
-def test_the_remedy_for_a_crash_outside_the_users_module_names_no_line_of_it(custom_run: Run, run: Run) -> None:
-    killed = "rank 1 on n1 was killed by SIGKILL (out of memory, or another process); its log: x"
-    assert describe_remedy(custom_run, "crashed", killed).startswith("to try again: python submit.py resume runs/own\n")
-    assert describe_remedy(run, "crashed", killed).startswith(f"to try again: {RESUME}\n")
+def test_the_remedy_for_a_crash_outside_the_users_module_names_no_line(custom_run: Run, run: Run) -> None:
+    kill_message = "rank 1 on n1 was killed by SIGKILL (out of memory, or another process); its log: x"
+    assert describe_remedy(custom_run, "crashed", kill_message).startswith(
+        "to try again: python submit.py resume runs/own\n"
+    )
+    assert describe_remedy(run, "crashed", kill_message).startswith(f"to try again: {RESUME}\n")
     remedy = describe_remedy(custom_run, "crashed", 'Traceback\n  File "/x/torch/nn.py", line 3, in f\nIndexError')
     assert "module own," in remedy and "--update-code" in remedy
 

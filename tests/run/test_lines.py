@@ -1,4 +1,4 @@
-"""Test that malformed lines in the files of a run are counted and left out, or an error if they affect the training."""
+"""Test that malformed lines in the files of a run are ignored and counted, or an error if they affect the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tracking.report import print_report
 
 STEP = {"step": 1, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
 RESULT = {"step": 1, "loss": 1.0, "perplexity": 2.7, "bits_per_byte": 1.4, "unigram_bits_per_byte": 2.0, "tokens": 9}
-CHANGED_EVENTS: list[dict[str, Any]] = [
+INVALID_EVENT_FIELDS: list[dict[str, Any]] = [
     {"time": "2026-91-01T00:00:00Z"}, {"time": 5}, {"time": "2026-01-01T00:00:00"}, {"event": None},
     {"time": "0001-01-01T00:00:00Z"}, {"time": "9999-12-31T00:00:00Z"}, {"time": "2926-01-01T00:00:00Z"},
     {"event": ["started"]}, {"stage": {}}, {"task": "x"}, {"ranks": -1}, {"ranks": 1e300}, {"attempt": -1},
@@ -40,16 +40,16 @@ CHANGED_EVENTS: list[dict[str, Any]] = [
 EVENT = {"time": "2026-01-01T00:00:00Z", "event": "started", "stage": "train", "attempt": 1}
 MALFORMED_EVENTS = [
     "{}", '{"step": 5}', "null", "[]", '"event"', "1e999", "{torn", '{"event": "started"}', "\x00\x1b[2J",
-    '{"a": ' * 9999, *(json.dumps({**EVENT, **change}) for change in CHANGED_EVENTS),
+    '{"a": ' * 9999, *(json.dumps({**EVENT, **change}) for change in INVALID_EVENT_FIELDS),
 ]  # fmt: skip
-CHANGED_STEPS: list[dict[str, Any]] = [
+INVALID_STEP_FIELDS: list[dict[str, Any]] = [
     {"step": "5"}, {"step": True}, {"step": 1.5}, {"step": 10**30}, {"loss": 10**400}, {"loss": None}, {"loss": "nan"},
     {"loss": float("nan")}, {"step_time_s": None}, {"step_time_s": -1}, {"step_time_s": 1e300},
     {"tokens_per_s": None}, {"data_wait_s": "x"}, {"checkpoint_s": []}, {"loss": None, "skipped": None},
 ]  # fmt: skip
 MALFORMED_STEPS = [
     '{"step": 5}', "null", "{torn", "17", '{"loss": 1.0}',
-    *(json.dumps({**STEP, "step": 5, **change}) for change in CHANGED_STEPS),
+    *(json.dumps({**STEP, "step": 5, **change}) for change in INVALID_STEP_FIELDS),
 ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def print_run(run: Run) -> str:
     return console.export_text()
 
 
-def test_malformed_events_are_left_out_and_counted(run: Run) -> None:
+def test_malformed_events_are_ignored_and_counted(run: Run) -> None:
     events_before = read_event_lines(run)
     for line in MALFORMED_EVENTS:
         append_line(run.events_file, line)
@@ -88,7 +88,7 @@ def test_malformed_events_are_left_out_and_counted(run: Run) -> None:
     assert print_run(run).count(f"events.jsonl: {len(MALFORMED_EVENTS)} malformed lines left out") == 2
 
 
-def test_malformed_steps_are_left_out_and_counted(run: Run) -> None:
+def test_malformed_steps_are_ignored_and_counted(run: Run) -> None:
     for line in MALFORMED_STEPS:
         append_line(run.metrics_file, line)
     assert progress(run).description.startswith("1/30 steps, loss 5.0000")
@@ -115,7 +115,7 @@ def test_a_line_that_is_being_written_is_not_malformed(run: Run) -> None:
      json.dumps(add_checksum({**RESULT, "checkpoint": "x"})).replace('"loss": 1.0', '"loss": 1.5'),
      json.dumps({**RESULT, "bits_per_byte": "1.4", "checkpoint": "x"})],
 )  # fmt: skip
-def test_a_malformed_evaluation_is_left_out_and_reported(run: Run, content: str) -> None:
+def test_a_malformed_evaluation_is_ignored_and_reported(run: Run, content: str) -> None:
     assert read_newest_result(run) is not None
     result_file(run, 1).write_text(content)
     assert read_newest_result(run) is None
@@ -123,13 +123,13 @@ def test_a_malformed_evaluation_is_left_out_and_reported(run: Run, content: str)
 
 
 @pytest.mark.parametrize("content", ["", "{torn", "[1]", '{"n1": null}', '{"n1": "fast"}', "\xff"])
-def test_malformed_compute_times_are_left_out(run: Run, content: str) -> None:
+def test_malformed_compute_times_are_ignored(run: Run, content: str) -> None:
     (run.stage_dir("train") / get_compute_times_file(run.jobs_dir).name).write_text(content, encoding="latin-1")
     assert "local compute time per step by host" not in print_run(run)
 
 
 @pytest.mark.parametrize("content", ["{}", '{"set": 5}', '{"set": {"train": {"steps": 50}}, }', "[]"])
-def test_a_malformed_config_change_is_an_error_and_an_incomplete_one_is_left_out(run: Run, content: str) -> None:
+def test_a_malformed_config_change_is_an_error_but_an_incomplete_line_is_ignored(run: Run, content: str) -> None:
     run.apply_overrides(["train.steps=40"])
     append_line(run.changes_file, '{"time": "2026-01-01T00:00:00Z", "set": {"train')
     assert Run(run.path).config.train.steps == 40

@@ -1,4 +1,4 @@
-"""Test runs of older versions: their config.yaml lacks a key or has older names, and their behavior must not change."""
+"""Test runs of older versions: their config.yaml lacks a key or has older names, and they must continue unchanged."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from pipeline.run.directory import Run, create_points
 from tests.support.tiny import make_run, write_config
 
 KEY = "data.add_special_tokens"
-PLAIN_HASH = "890de3d88de74d804a8a78e150ea728598c672fd0f38fad83d1a4181e430048a"
-METADATA_HASH = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1b58be61f85c"
-"""Identity hashes that the version before `run.json` computed."""
+"""A config key that older versions did not have. They behaved as with the value false; the default is now `auto`."""
+HASH_WITHOUT_MODEL = "890de3d88de74d804a8a78e150ea728598c672fd0f38fad83d1a4181e430048a"
+HASH_WITH_INITIAL_MODEL = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1b58be61f85c"
+"""Hashes of configs, as the last version without `run.json` computed them."""
 
 
-def remove_key(run: Run) -> Run:
-    """Remove the key from config.yaml, the prepared data and the manifest, as in a run of an older version.
+def remove_add_special_tokens(run: Run) -> Run:
+    """Remove KEY from config.yaml, and `bos_ids` from prepare.json and manifest.json, as in a run of an older version.
 
     Returns:
         The run, opened again.
@@ -45,12 +46,19 @@ def remove_key(run: Run) -> Run:
     return Run.open(run.path)
 
 
-def test_a_run_without_the_key_keeps_its_data_and_its_identity(tmp_path: Path) -> None:
+def test_a_run_without_add_special_tokens_keeps_its_data_and_its_identity(tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=(f"{KEY}=false",))
     data = run.config.data
-    older_run = remove_key(run)
+    older_run = remove_add_special_tokens(run)
     assert older_run.config.data.add_special_tokens is False
-    keys = {"mixture", "text_field", "text_documents", "tokenizer", "shard_tokens", "held_out"}  # and source
+    keys = {
+        "mixture",
+        "text_field",
+        "text_documents",
+        "tokenizer",
+        "shard_tokens",
+        "held_out",
+    }  # all older keys except `source`
     older_values = data.model_dump(mode="json", include=keys)
     folder = TextFolder(older_run.config.data, older_run.data_dir)
     assert folder.key == sha256_json(
@@ -64,13 +72,15 @@ def test_a_run_without_the_key_keeps_its_data_and_its_identity(tmp_path: Path) -
     assert not any("add_special_tokens" in key for key in identity["config"])
 
 
-def test_the_same_config_file_continues_a_run_without_the_key(tmp_path: Path) -> None:
-    run = remove_key(make_run(tmp_path, overrides=(f"{KEY}=false",)))
+def test_the_same_config_file_continues_a_run_without_add_special_tokens(tmp_path: Path) -> None:
+    run = remove_add_special_tokens(make_run(tmp_path, overrides=(f"{KEY}=false",)))
     config = load_config(tmp_path / "tiny.yaml")
     assert config.data.add_special_tokens == "auto"
     assert Run.preview(config).corrections == {} == Run.create(config).corrections
     assert Run.open(run.path).config.data.add_special_tokens is False
-    with pytest.raises(UserError, match=rf"{KEY}: False → auto"):  # a config that sets the key differs
+    with pytest.raises(
+        UserError, match=rf"{KEY}: False → auto"
+    ):  # a value that is set, even to the default, is a change
         Run.create(load_config(tmp_path / "tiny.yaml", [f"{KEY}=auto"]))
     corrected = load_config(tmp_path / "tiny.yaml", ["train.steps=31"])
     assert list(Run.preview(corrected).corrections) == ["train.steps"]
@@ -83,19 +93,19 @@ def test_the_same_config_file_continues_a_run_without_the_key(tmp_path: Path) ->
     assert line["submitted"]["data"].keys() == load_config(run.config_file).model_dump()["data"].keys() - {KEY[5:]}
 
 
-def test_points_of_a_sweep_without_the_key_lack_the_key(tmp_path: Path) -> None:
-    older_sweep = remove_key(
+def test_points_of_a_sweep_have_add_special_tokens_only_if_the_sweep_has_it(tmp_path: Path) -> None:
+    older_sweep = remove_add_special_tokens(
         Run.create(load_config(write_config(tmp_path), ["sweep={grid: {optimizer.lr: [0.001, 0.01]}}"]))
     )
     point, _ = create_points(older_sweep)
     assert point.config.data.add_special_tokens is False and "add_special_tokens" not in point.config_file.read_text()
-    sweep = Run.create(load_config(write_config(tmp_path, "new"), ["sweep={grid: {optimizer.lr: [1, 2]}}"]))
-    point, _ = create_points(sweep)
+    newer_sweep = Run.create(load_config(write_config(tmp_path, "new"), ["sweep={grid: {optimizer.lr: [1, 2]}}"]))
+    point, _ = create_points(newer_sweep)
     assert load_config(point.config_file) == point.config
     assert "add_special_tokens: auto" in point.config_file.read_text()
 
 
-def test_a_run_with_the_key_keeps_its_value(tmp_path: Path) -> None:
+def test_a_run_with_add_special_tokens_keeps_its_value(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     assert Run.create(load_config(config)).config.data.add_special_tokens == "auto"
     run = Run.create(load_config(write_config(tmp_path, "other"), [f"{KEY}=false"]))
@@ -106,8 +116,8 @@ def test_a_run_with_the_key_keeps_its_value(tmp_path: Path) -> None:
 # -- renamed keys and run.json -----------------------------------------------------------------------------------------
 
 
-def write_as_older_code(run: Run) -> Run:
-    """Rewrite the files of a run as code without `recovery.budgets` and `run.json` wrote them.
+def rewrite_as_older_run(run: Run) -> Run:
+    """Rewrite the files of a run as versions without `recovery.budgets` and `run.json` wrote them.
 
     Returns:
         The run, opened again.
@@ -121,8 +131,13 @@ def write_as_older_code(run: Run) -> Run:
     return Run.open(run.path)
 
 
-def make_config_with_open_model(folder: Path, **more: Any) -> Path:
-    """Write a config that starts from the weights of a model in Hugging Face format. Return its path."""
+def write_config_with_initial_model(folder: Path, **sections: Any) -> Path:
+    """Write a config that starts from a model in Hugging Face format, and this model. Return the path of the config.
+
+    Args:
+        folder: where to write both.
+        sections: further sections of the config.
+    """
     model = folder / "open"
     model.mkdir()
     sizes = {
@@ -136,7 +151,7 @@ def make_config_with_open_model(folder: Path, **more: Any) -> Path:
     write_json(model / "tokenizer_config.json", {"eos_token": "</s>"})
     values = {
         "run": {"name": "tuned", "root": str(folder / "runs")}, "train": {"steps": 4},
-        "model": {"init_from": str(model)}, "data": {"sequence_length": 64}, **more,
+        "model": {"init_from": str(model)}, "data": {"sequence_length": 64}, **sections,
     }  # fmt: skip
     (folder / "tuned.yaml").write_text(dump_yaml(values))
     return folder / "tuned.yaml"
@@ -148,7 +163,7 @@ def hash_config(config: Config) -> str:
 
 
 def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path) -> None:
-    config = load_config(make_config_with_open_model(tmp_path))
+    config = load_config(write_config_with_initial_model(tmp_path))
     run = Run.create(config)
     text = run.config_file.read_text()
     for key in ("init_sha256", "init_files", "max_position_embeddings", "max_window_layers"):
@@ -163,7 +178,7 @@ def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path)
 
 
 def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
-    run = Run.create(load_config(make_config_with_open_model(tmp_path)))
+    run = Run.create(load_config(write_config_with_initial_model(tmp_path)))
     run.metadata_file.write_text(run.metadata_file.read_text().replace("4096", "4097"))
     with pytest.raises(UserError) as error:
         Run.open(run.path)
@@ -171,26 +186,26 @@ def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
     assert str(run.metadata_file) in str(error.value)
 
 
-def test_a_run_of_older_code_has_the_same_identity(tmp_path: Path) -> None:
-    run = Run.create(load_config(make_config_with_open_model(tmp_path)))
+def test_a_run_has_the_same_config_and_identity_in_the_files_of_older_code(tmp_path: Path) -> None:
+    run = Run.create(load_config(write_config_with_initial_model(tmp_path)))
     before = Run.open(run.path).config
-    after = write_as_older_code(run).config
+    after = rewrite_as_older_run(run).config
     assert after == before and after.metadata.model.init_sha256
     assert hash_config(after) == hash_config(before)
 
 
 def test_the_identity_of_a_config_equals_that_of_versions_without_run_json() -> None:
-    """The expected hashes were computed by the version that had these keys in the config."""
+    """That version had `init_sha256`, `init_files` and the other keys of `model` below in the config."""
     base = {"run": {"name": "x"}, "train": {"steps": 3}}
     model = {"init_sha256": "ab" * 32, "init_files": "f", "max_position_embeddings": 77, "max_window_layers": 0}
-    assert hash_config(parse_config(base, "x")) == PLAIN_HASH
-    assert hash_config(parse_config({**base, "model": model, "recovery": {"crash": 9}}, "x")) == METADATA_HASH
+    assert hash_config(parse_config(base, "x")) == HASH_WITHOUT_MODEL
+    assert hash_config(parse_config({**base, "model": model, "recovery": {"crash": 9}}, "x")) == HASH_WITH_INITIAL_MODEL
 
 
-def test_resume_writes_the_names_that_the_code_of_the_run_reads(tmp_path: Path) -> None:
+def test_resume_writes_keys_under_the_names_that_the_code_of_the_run_reads(tmp_path: Path) -> None:
     for name, is_older in (("new", False), ("old", True)):
         run = Run.create(load_config(write_config(tmp_path, name)))
-        run = write_as_older_code(run) if is_older else run
+        run = rewrite_as_older_run(run) if is_older else run
         run.apply_overrides(["recovery.budgets.crash=7", "recovery.fruitless=8", "recovery.hang_s=50"])
         (line,) = (json.loads(line) for line in run.changes_file.read_text().splitlines())
         expected: dict[str, Any] = {"budgets": {"crash": 7}, "max_restarts_without_progress": 8}
@@ -202,8 +217,8 @@ def test_resume_writes_the_names_that_the_code_of_the_run_reads(tmp_path: Path) 
 
 
 def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path: Path) -> None:
-    file = make_config_with_open_model(tmp_path)
-    run = write_as_older_code(Run.create(load_config(file)))
+    file = write_config_with_initial_model(tmp_path)
+    run = rewrite_as_older_run(Run.create(load_config(file)))
     corrected = load_config(file, ["train.steps=5", "recovery.crash=7"])
     assert Run.create(corrected).config == corrected
     (line,) = (json.loads(line) for line in run.changes_file.read_text().splitlines())
@@ -214,7 +229,7 @@ def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path:
 
 
 def test_changed_weights_of_the_initial_model_are_a_correction(tmp_path: Path) -> None:
-    file = make_config_with_open_model(tmp_path)
+    file = write_config_with_initial_model(tmp_path)
     run = Run.create(load_config(file))
     (tmp_path / "open/model.safetensors").write_bytes(b"other")
     corrected = load_config(file)
@@ -224,9 +239,11 @@ def test_changed_weights_of_the_initial_model_are_a_correction(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_older", [False, True])
 def test_points_of_a_sweep_over_models_are_written_for_the_code_of_the_run(tmp_path: Path, is_older: bool) -> None:
-    file = make_config_with_open_model(tmp_path, sweep={"grid": {"model.init_from": [str(tmp_path / "open"), None]}})
+    file = write_config_with_initial_model(
+        tmp_path, sweep={"grid": {"model.init_from": [str(tmp_path / "open"), None]}}
+    )
     run = Run.create(load_config(file))
-    run = write_as_older_code(run) if is_older else run
+    run = rewrite_as_older_run(run) if is_older else run
     first, second = create_points(run)
     assert first.metadata_file.exists() == (not is_older)
     text = first.config_file.read_text()

@@ -36,7 +36,7 @@ from tracking.follower import Follower
 
 
 def read_tensorboard_curve(run: Path, tag: str) -> list[tuple[int, float]]:
-    """Return step and value of a tag, with TensorBoard's own reader. Its values are float32."""
+    """Return the steps and values of a tag, as the reader of TensorBoard finds them. TensorBoard stores float32."""
     reader = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
     return [(scalar.step, scalar.value) for scalar in reader.Scalars(tag)]
@@ -60,7 +60,7 @@ ACTIONS = st.lists(
     ]),
     min_size=4, max_size=14,
 )  # fmt: skip
-"""Sequences of actions of a training and its followers; most names are methods of FakeRun."""
+"""Random sequences of actions of a run and its followers. Most names are methods of FakeRun."""
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ def fake_run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=ACTIONS, number=st.integers(1, 9))
+@given(actions=ACTIONS, step_count=st.integers(1, 9))
 def test_each_step_is_sent_once_despite_kills_and_restores(
-    fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch, actions: list[str], number: int
+    fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch, actions: list[str], step_count: int
 ) -> None:
     """TensorBoard shows the final values of metrics.jsonl; the file of JSON lines has the first value of each step."""
     fake_run.reset()
@@ -83,18 +83,18 @@ def test_each_step_is_sent_once_despite_kills_and_restores(
     first_values: dict[int, float] = {}
     names = ("tensorboard", "jsonl")
     followers = {name: Follower(run, name) for name in names}
-    for action in " ".join([*actions, "crash steps poll"]).split():
+    for action in " ".join([*actions, "crash steps poll"]).split():  # the last actions send all that is still missing
         if action == "steps":
-            fake_run.write_steps(number)
+            fake_run.write_steps(step_count)
         elif action == "poll":
-            for each in followers.values():
-                each.catch_up()
+            for current_follower in followers.values():
+                current_follower.catch_up()
             first_values = fake_run.read_values() | first_values
-        elif action == "kill":
+        elif action == "kill":  # new followers continue from the saved state
             followers = {name: Follower(run, name) for name in names}
         elif action == "poll_without_commit":  # the follower sends the data, but is killed before it saves its state
             with monkeypatch.context() as patch, suppress(SimulatedKillError):
-                patch.setattr(follower, "write_json", _raise_kill)
+                patch.setattr(follower, "write_json", _raise_simulated_kill)
                 followers["tensorboard"].catch_up()
         else:
             getattr(fake_run, action)()
@@ -107,7 +107,7 @@ def test_each_step_is_sent_once_despite_kills_and_restores(
     assert held_out.items() <= sent_held_out.items()
 
 
-def _raise_kill(*_: object) -> None:
+def _raise_simulated_kill(*_: object) -> None:
     raise SimulatedKillError
 
 
@@ -120,21 +120,23 @@ def test_a_tracker_that_fails_is_constructed_again(
     create_tracker = follower.create_tracker
     failures = iter([True, True])
 
-    def fail_twice(*arguments: Any) -> Any:
-        return _raise_kill() if next(failures, False) else create_tracker(*arguments)
+    def create_after_two_failures(*arguments: Any) -> Any:
+        return _raise_simulated_kill() if next(failures, False) else create_tracker(*arguments)
 
-    monkeypatch.setattr(follower, "create_tracker", fail_twice)
-    polls = iter([True] * 60)
+    monkeypatch.setattr(follower, "create_tracker", create_after_two_failures)
+    polls = iter([True] * 60)  # `follow` continues for 60 polls, then sends the rest once more
     assert Follower(fake_run.run, "tensorboard").follow(lambda: next(polls, False))
     assert [step for step, _ in read_tensorboard_curve(fake_run.run.path, "train/loss")] == [1, 2, 3]
     assert capsys.readouterr().err.count("test_followers.SimulatedKillError") == 2
 
 
 class Chat(BaseHTTPRequestHandler):
-    """A chat's webhook. It stores messages, and answers 503 if it is set to fail or has received enough messages."""
+    """The webhook of a chat. It stores messages, or answers 503 (see `requests_to_fail` and `max_messages`)."""
 
     requests_to_fail = 0
+    """How many of the next requests are answered with 503."""
     max_messages = 1000
+    """If this many messages are stored, each request is answered with 503, as by a rate limit."""
     messages: ClassVar[list[tuple[str, str]]] = []
     """Identifier and text of each stored message."""
 
@@ -154,7 +156,7 @@ class Chat(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def chat() -> Iterator[str]:
+def chat_url() -> Iterator[str]:
     """Start a chat without messages and return the URL of its webhook."""
     Chat.messages.clear()
     Chat.max_messages = 1000
@@ -167,20 +169,20 @@ def chat() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_chat_receives_failures_stalls_and_the_end_of_the_run(
-    tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
+def test_a_chat_receives_failures_hangs_and_the_end_of_the_run_once(
+    tmp_path: Path, chat_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_run = FakeRun(tmp_path, "track={webhook: {variable: CHAT}}")
-    with pytest.raises(UserError, match="CHAT"):
-        fake_run.crash()
+    fake_run.crash()
+    with pytest.raises(UserError, match="CHAT"):  # the environment variable with the URL is not set
         Follower(fake_run.run, "webhook").catch_up()
-    monkeypatch.setenv("CHAT", chat)
+    monkeypatch.setenv("CHAT", chat_url)
     write_event(fake_run.run, "failed", "train", job_id="2", cause="hang", exit_code=1, message="rank 3\nand more")
     write_event(fake_run.run, "requeued", "train", job_id="2", cause="hang", budget="hang")
     write_event(fake_run.run, "done", "train", job_id="2")
     write_event(fake_run.run, "done", "evaluate", job_id="3")
     Chat.requests_to_fail = 2
-    for _ in range(2):
+    for _ in range(2):  # each follower is started again after its request failed
         with pytest.raises(OSError, match="answered 503") as error:
             Follower(fake_run.run, "webhook").catch_up()
         assert "secret" not in str(error.value)
@@ -193,8 +195,8 @@ def test_a_chat_receives_failures_stalls_and_the_end_of_the_run(
     assert len({identifier for identifier, _ in Chat.messages}) == 3
 
 
-def test_a_chat_message_notifies_nobody_by_name_and_is_one_line(tmp_path: Path, chat: str) -> None:
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+def test_a_chat_message_is_one_line_without_links_and_mentions(tmp_path: Path, chat_url: str) -> None:
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}")
     message = "<!channel> & <https://evil.example|log in> @here me@here.example\rsecond\u2028third\x0bfourth"
     write_event(fake_run.run, "failed", "train", job_id="2", cause="crashed", exit_code=1, message=message)
     Follower(fake_run.run, "webhook").catch_up()
@@ -204,8 +206,8 @@ def test_a_chat_message_notifies_nobody_by_name_and_is_one_line(tmp_path: Path, 
     assert len(text.splitlines()) == 1 and "second" in text and "fourth" in text
 
 
-@pytest.mark.parametrize("key", ["step", "events", "heard"])
-def test_a_saved_state_with_a_negative_number_is_ignored(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", ["step", "events", "heard"])  # `heard` is the time of the last data, in seconds
+def test_a_saved_state_with_a_negative_number_is_ignored_and_all_steps_are_sent(tmp_path: Path, key: str) -> None:
     fake_run = FakeRun(tmp_path, f"track={{jsonl: {tmp_path}/all.jsonl}}")
     fake_run.write_steps(2)
     Follower(fake_run.run, "jsonl").catch_up()
@@ -216,11 +218,12 @@ def test_a_saved_state_with_a_negative_number_is_ignored(tmp_path: Path, key: st
     assert [line["step"] for line in read_json_lines(tmp_path / "all.jsonl") if line["kind"] == "step"] == [1, 2]
 
 
-def test_each_message_is_sent_once_to_a_chat_with_a_rate_limit(tmp_path: Path, chat: str) -> None:
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+def test_each_message_is_sent_once_to_a_chat_with_a_rate_limit(tmp_path: Path, chat_url: str) -> None:
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}")
     for _ in range(3):
         fake_run.crash()
-    for Chat.max_messages in (1, 2, 3):
+    for message_count in (1, 2, 3):
+        Chat.max_messages = message_count
         with suppress(OSError):
             Follower(fake_run.run, "webhook").catch_up()
     assert len(Chat.messages) == len(set(Chat.messages)) == 3
@@ -250,16 +253,21 @@ def start_idle_follower(fake_run: FakeRun, name: str, seconds: float) -> Followe
 
 @pytest.fixture
 def started_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make followers believe that their process started long ago, so that all idle time counts."""
+    """Set the start time of the process, before which idle time does not count, to 1970."""
     monkeypatch.setattr(webhook, "_PROCESS_START", 0.0)
 
 
 @pytest.mark.usefixtures("started_long_ago")
-def test_each_stall_is_reported_once_before_the_watchdog_acts(tmp_path: Path, chat: str) -> None:
-    """A long start and a stopping training are no stalls. Each report survives a failing chat and a new follower."""
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+def test_each_stall_is_reported_once_before_the_watchdog_acts(tmp_path: Path, chat_url: str) -> None:
+    """A long start-up and a run that is stopping are not stalls.
 
-    def messages_after(idle_s: float) -> list[str]:
+    Each report arrives although a request fails, and only once although each check uses a new follower. A stall is
+    reported after half the time that the watchdog waits: 300 s, and 1800 s at the start (recovery.start_s).
+    """
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}")
+
+    def poll_after(idle_s: float) -> list[str]:
+        """Return the messages that a follower sends if its last data is `idle_s` seconds old."""
         idle_follower = start_idle_follower(fake_run, "webhook", idle_s)
         count = len(Chat.messages)
         for _ in range(3):
@@ -268,29 +276,29 @@ def test_each_stall_is_reported_once_before_the_watchdog_acts(tmp_path: Path, ch
         return [text.partition(" [")[0].removeprefix("tiny: ") for _, text in Chat.messages[count:]]
 
     stall = "train seems to stall: no step for"
-    assert messages_after(800) == [], "a start may take longer"
+    assert poll_after(800) == [], "half of recovery.start_s has not passed yet"
     fake_run.write_steps(3)
-    assert messages_after(140) == [], "half of recovery.hang_s has not passed yet"
+    assert poll_after(140) == [], "half the time that the watchdog waits has not passed yet"
     Chat.requests_to_fail = 1
-    assert messages_after(160) == [f"{stall} 02:40, since step 3"]
-    assert messages_after(160) == [], "this stall was already reported"
+    assert poll_after(160) == [f"{stall} 02:40, since step 3"]
+    assert poll_after(160) == [], "this stall was already reported"
     fake_run.write_steps(1)
-    assert messages_after(160) == [f"{stall} 02:40, since step 4"]
+    assert poll_after(160) == [f"{stall} 02:40, since step 4"]
     fake_run.crash()
     Follower(fake_run.run, "webhook").catch_up()
-    assert messages_after(910) == [f"{stall} 15:10, since the start"]
+    assert poll_after(910) == [f"{stall} 15:10, since the start"]
     fake_run.write_steps(1)
     write_event(fake_run.run, "stopping", "train", job_id="2", by="USR2")
-    assert messages_after(1000) == []
+    assert poll_after(1000) == []
     assert len({identifier for identifier, _ in Chat.messages}) == len(Chat.messages) == 4
 
 
 @pytest.mark.usefixtures("started_long_ago")
-def test_slow_steps_long_saves_and_the_last_save_are_no_stall(
-    tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
+def test_slow_steps_long_saves_and_the_last_save_are_not_stalls(
+    tmp_path: Path, chat_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """300 s without a step are a stall only if steps and saves are usually short."""
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "train.steps=8")
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}", "train.steps=8")
     for step_s, save_s, message_count in ((40.0, 0.0, 0), (1.0, 200.0, 0), (1.0, 0.0, 1)):
         fake_run.reset()
         fake_run.step_s = step_s
@@ -300,28 +308,32 @@ def test_slow_steps_long_saves_and_the_last_save_are_no_stall(
         assert len(Chat.messages) == message_count, (step_s, save_s)
     fake_run.write_steps(5)
     start_idle_follower(fake_run, "webhook", 300).catch_up()
-    assert len(Chat.messages) == 1, "after the last step, the training saves"
+    assert len(Chat.messages) == 1, "the run saves after the last step"
     fake_run.reset()
     fake_run.write_steps(3)
-    # the previous job wrote no event when it ended; the next job's follower starts before its event `started`
+    # The previous job wrote no event when it ended. The follower of the next job starts before its event `started`.
     monkeypatch.setattr(webhook, "_PROCESS_START", time.time())
     start_idle_follower(fake_run, "webhook", 300).catch_up()
     assert len(Chat.messages) == 1
 
 
 @pytest.mark.usefixtures("started_long_ago")
-def test_a_save_or_held_out_evaluation_that_is_due_is_no_stall(tmp_path: Path, chat: str) -> None:
-    """This includes the first ones, and an evaluation whose predecessor is no longer in the tail of metrics.jsonl."""
-    due = ("checkpoint.every_steps=300", "train.evaluate_every=1000", "data.held_out=0.1", "train.steps=3000")
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", *due)
+def test_a_save_or_held_out_evaluation_that_is_due_is_not_a_stall(tmp_path: Path, chat_url: str) -> None:
+    """This includes the first save and the first evaluation, whose durations are not known yet.
+
+    It also includes an evaluation if the line of the previous one is not among the last lines of metrics.jsonl.
+    """
+    overrides = ("checkpoint.every_steps=300", "train.evaluate_every=1000", "data.held_out=0.1", "train.steps=3000")
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}", *overrides)
 
     def reports_stall(idle_s: float) -> bool:
+        """Return True if a follower whose last data is `idle_s` seconds old reports a stall."""
         count = len(Chat.messages)
         start_idle_follower(fake_run, "webhook", idle_s).catch_up()
         return len(Chat.messages) > count
 
     fake_run.write_steps(300)
-    assert not reports_stall(850), "the first save is due"
+    assert not reports_stall(850), "the first save is due: the limit is half of recovery.save_s (1800 s)"
     assert reports_stall(950)
     fake_run.write_steps(1)
     assert reports_stall(160), "no save is due"
@@ -332,13 +344,13 @@ def test_a_save_or_held_out_evaluation_that_is_due_is_no_stall(tmp_path: Path, c
     Follower(fake_run.run, "webhook").catch_up()
     fake_run.evaluate_s = 0.0
     fake_run.write_steps(999)
-    assert not reports_stall(1100), "the evaluation may take as long as the one a thousand steps ago"
+    assert not reports_stall(1100), "the evaluation may take as long as the previous one, a thousand steps ago"
     assert reports_stall(1200)
 
 
 @pytest.mark.usefixtures("started_long_ago")
-def test_the_last_save_of_a_training_that_a_callback_completed_is_no_stall(tmp_path: Path, chat: str) -> None:
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}", "checkpoint.every_steps=1000")
+def test_the_last_save_of_a_run_that_a_callback_stopped_early_is_not_a_stall(tmp_path: Path, chat_url: str) -> None:
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}", "checkpoint.every_steps=1000")
     fake_run.write_steps(3)
     write_event(fake_run.run, "stopped_early", "train", step=3, reason="the loss no longer improves")
     start_idle_follower(fake_run, "webhook", 850).catch_up()
@@ -347,13 +359,14 @@ def test_the_last_save_of_a_training_that_a_callback_completed_is_no_stall(tmp_p
 
 @pytest.mark.usefixtures("started_long_ago")
 def test_time_in_suspension_does_not_count_as_a_stall(
-    tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, chat_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat}'}}}}")
+    fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}")
     fake_run.write_steps(3)
     webhook_follower = Follower(fake_run.run, "webhook")
     start = time.time()
     webhook_follower.catch_up()
+    # suspended for 5,000 s, then polled every 20 s; the limit is 150 s, half the time that the watchdog waits
     for seconds, message_count in ((5000, 0), *((elapsed, 0) for elapsed in range(5020, 5141, 20)), (5152, 1)):
         monkeypatch.setattr(webhook.time, "time", lambda now=start + seconds: now)
         webhook_follower.catch_up()
@@ -361,7 +374,9 @@ def test_time_in_suspension_does_not_count_as_a_stall(
 
 
 @pytest.mark.usefixtures("started_long_ago")
-def test_a_stall_is_mailed_through_sendmail_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_is_mailed_once_with_sendmail_and_a_missing_sendmail_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_run = FakeRun(tmp_path, "track={mail: me@example.org}")
     fake_run.write_steps(2)
     with monkeypatch.context() as patch:
@@ -373,7 +388,7 @@ def test_a_stall_is_mailed_through_sendmail_of_the_node(tmp_path: Path, monkeypa
     program.write_text(f"#!/bin/sh\n[ $1 = -t ] && sleep 0.2 && cat >> {tmp_path}/sent\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.01)  # a mail may take longer than a request
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.01)  # this limit is for requests of webhooks, not for sendmail
     for _ in range(2):
         Follower(fake_run.run, "mail").catch_up()
     mail = message_from_bytes((tmp_path / "sent").read_bytes())
@@ -405,7 +420,9 @@ def test_prometheus_exports_the_newest_step_in_base_units(tmp_path: Path) -> Non
     assert text == (tmp_path / "prom/sluice-tiny.prom").read_text()
     assert stat.S_IMODE((tmp_path / "prom/sluice-tiny.prom").stat().st_mode) == 0o600
     events = vars(prometheus._tracker)["_events"]
-    assert events and not any(isinstance(event, LostWork) for event in events), "lists of lost lines are not kept"
+    assert events and not any(isinstance(event, LostWork) for event in events), (
+        "events with lists of lost lines must not be kept in memory"
+    )
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     labels = 'run="tiny",sweep=""'
     assert float(values[f"sluice_step{{{labels}}}"]) == 2 and float(values[f"sluice_steps{{{labels}}}"]) == 30
@@ -433,9 +450,7 @@ def test_a_missing_package_is_an_error_before_the_run_is_created(
     assert not config.run.root.exists()
 
 
-def test_a_single_update_fails_if_another_process_feeds_the_tracker(
-    fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_track_fails_if_another_process_feeds_the_tracker(fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fake_run.reset().run
     flag = StopFlag()
     assert Follower(run, "jsonl").wait_for_lock(flag, True)
@@ -453,24 +468,24 @@ def test_update_trackers_returns_the_signal_number_if_a_follower_is_killed(
 
 
 def test_followers_of_a_sweep_send_its_events_but_no_steps(
-    tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, chat_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep = FakeRun(tmp_path, "sweep={grid: {optimizer.lr: [1e-3, 2e-3]}}", f"track={{webhook: {{url: '{chat}'}}}}")
+    sweep = FakeRun(tmp_path, "sweep={grid: {optimizer.lr: [1e-3, 2e-3]}}", f"track={{webhook: {{url: '{chat_url}'}}}}")
     for stage in ("prepare", "shard"):
         write_event(sweep.run, "done", stage)
-    write_event(sweep.run, "failed", "shard", cause="data", message="no room")
+    write_event(sweep.run, "failed", "shard", cause="data", message="no space")
     Follower(sweep.run, "webhook").catch_up()
-    assert len(Chat.messages) == 1 and "no room" in Chat.messages[0][1], Chat.messages
+    assert len(Chat.messages) == 1 and "no space" in Chat.messages[0][1], Chat.messages
     updated: list[str] = []
 
-    def record_tracker(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+    def record_updated_tracker(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         updated.append(command[3])
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(follower.subprocess, "run", record_tracker)
+    monkeypatch.setattr(follower.subprocess, "run", record_updated_tracker)
     follower.update_trackers(sweep.run, "tensorboard", ())
     follower.update_trackers(sweep.run, "jsonl", ())
-    assert updated == ["jsonl"], "TensorBoard shows only steps, and a sweep itself has none"
+    assert updated == ["jsonl"], "TensorBoard shows only steps, and only the points of a sweep have steps"
 
 
 def test_textfile_sharing_all_makes_only_the_textfile_readable(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of `report.html`: its figures, their units, the size of the page, and the escaping of text from the run."""
+"""Test `report.html`: its figures, their units, the size of the page, and the escaping of text from the run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.events import write_event
 from tests.support.tiny import make_run, write_config
 from tracking.report import draw_mesh, draw_sweep_points, draw_timeline, draw_training, print_report
 
-EVIL = "</title><script>alert(1)</script>\"'&<b>"
-"""Text that would run a script if the page contained it without escaping."""
+MALICIOUS = "</title><script>alert(1)</script>\"'&<b>"
+"""Text that would run a script if the page contained it unescaped."""
 _VOID = {"meta"}
 """Elements without an end tag."""
 
@@ -77,16 +77,17 @@ def write_report(run: Run) -> tuple[str, Document]:
     return text, Document(text)
 
 
-def step_line(step: int, **more: Any) -> dict[str, Any]:
-    """Return a line of metrics.jsonl."""
-    return {"step": step, "loss": 2 + 5 / step, "step_time_s": 1.0, "tokens_per_s": 100.0 + step % 7, **more}
+def make_step_line(step: int, **values: Any) -> dict[str, Any]:
+    """Return a line of metrics.jsonl; `values` replaces or adds values."""
+    return {"step": step, "loss": 2 + 5 / step, "step_time_s": 1.0, "tokens_per_s": 100.0 + step % 7, **values}
 
 
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
+    """Write each dictionary as a line of JSON."""
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def telemetry_line(second: int, **gpu: Any) -> dict[str, Any]:
+def make_telemetry_line(second: int, **gpu: Any) -> dict[str, Any]:
     """Return a sample of a host with two GPUs; `gpu` replaces or adds values of both GPUs."""
     gpus = [{"index": n, "utilization_percent": 90 + n, "power_w": 600, "throttled": ["x"], **gpu} for n in range(2)]
     return {"time": 1.79e9 + second, "host": "n1", "cpu_percent": 20, "gpus": gpus}
@@ -94,11 +95,11 @@ def telemetry_line(second: int, **gpu: Any) -> dict[str, Any]:
 
 def test_the_page_of_a_run_with_all_metrics_has_all_figures_with_their_units(run: Run) -> None:
     shares = {"compute": 0.7, "communication_exposed": 0.1, "copy": 0.05, "idle": 0.1, "bubble": 0.05}
-    more = {
+    values = {
         "grad_norm": 1.0, "lr": 1e-3, "tokens": 9000, "data_wait_s": 0.1, "exposed_comm_s": 0.2, "memory_gb": 1.0,
         "memory_reserved_gb": 2.0, "held_out_loss": 3.0, "held_out_accuracy": 0.5, "profile": shares,
     }  # fmt: skip
-    write_lines(run.metrics_file, [step_line(step, **more) for step in range(1, 31)])
+    write_lines(run.metrics_file, [make_step_line(step, **values) for step in range(1, 31)])
     for attempt, cause in ((1, "preempted"), (2, "done")):
         write_event(run, "started", "train", job_id="1", attempt=attempt, task=None, ranks=2, host="n1")
         write_event(run, "restored", "train", step=10 * attempt - 5)
@@ -114,7 +115,7 @@ def test_the_page_of_a_run_with_all_metrics_has_all_figures_with_their_units(run
         result |= {"arc.accuracy": 0.4, "arc.accuracy_stderr": 0.1, "tokens": 9, "bytes": 9, "checkpoint": "x"}
         (run.evaluation_dir / f"step-{step:08}.json").write_text(json.dumps(add_checksum(result)))
     (run.stage_dir("train") / "own-times.json").write_text(json.dumps({"n1": 1.0, "n2": 1.5}))
-    write_lines(run.path / "telemetry-n1.jsonl", [telemetry_line(second) for second in (0, 10, 20)])
+    write_lines(run.path / "telemetry-n1.jsonl", [make_telemetry_line(second) for second in (0, 10, 20)])
     text, page = write_report(run)
     expected_texts = {
         "Loss": ("nats per token", "optimizer step"), "held out accuracy": ("on held-out data", "optimizer step"),
@@ -135,22 +136,22 @@ def test_the_page_of_a_run_with_all_metrics_has_all_figures_with_their_units(run
     for heading, texts in expected_texts.items():
         ticks = re.findall(r'<text class="tick"[^>]*>([^<]+)', page.figures[heading])
         assert all(text in page.figures[heading] for text in texts) and len(ticks) >= 3, heading
-    assert re.findall(r'"tick"[^>]*>(0|100)<', page.figures["CPU"]) == ["0", "100"], "the axis shows 0 to 100 %"
+    assert re.findall(r'"tick"[^>]*>(0|100)<', page.figures["CPU"]) == ["0", "100"], "the axis must show 0 to 100 %"
     assert "held out" in page.figures["Loss"] and page.figures["Loss"].count('stroke-dasharray="4"') == 2
     profiled = page.figures["Parts of profiled steps"]
     assert "communication, exposed" in profiled and re.findall(r'text-anchor="end">(\d+)<', profiled)[-1] == "100"
     hosts = page.figures["Hosts by local compute time"]
     assert "n1: 1.000" in hosts and 'class="c4"' in hosts, "n2 is slow and has the colour 4"
     assert re.search(r"<dt>started</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d, on n1</dd>", text), text
-    for fact in ("<dt>trained</dt>", "9,000 tokens", "preempted 1 ×", "rank-hours", "not evaluated yet"):
-        assert fact in text
-    assert text.index("<dl>") < text.index("<figure"), "the summary comes first"
-    assert "http" not in text and not {"img", "link", "iframe"} & page.names, "the page loads no other files"
+    for expected_text in ("<dt>trained</dt>", "9,000 tokens", "preempted 1 ×", "rank-hours", "not evaluated yet"):
+        assert expected_text in text
+    assert text.index("<dl>") < text.index("<figure"), "the summary must come before the figures"
+    assert "http" not in text and not {"img", "link", "iframe"} & page.names, "the page must not load other files"
     assert "prefers-color-scheme:dark" in text and "width=device-width" in text
 
 
 def test_figures_without_data_are_left_out_of_the_page(run: Run) -> None:
-    write_lines(run.metrics_file, [step_line(1), step_line(2, loss=None, skipped="bad"), step_line(3)])
+    write_lines(run.metrics_file, [make_step_line(1), make_step_line(2, loss=None, skipped="bad"), make_step_line(3)])
     _, page = write_report(run)
     headings = page.figures.keys()
     assert {"Loss", "Throughput", "Parts of a step"} <= headings
@@ -160,25 +161,26 @@ def test_figures_without_data_are_left_out_of_the_page(run: Run) -> None:
     assert not {"Loss", "Parts of a step"} & write_report(run)[1].figures.keys()
 
 
-def test_the_summary_of_a_completed_run_lists_its_tokens_once(tmp_path: Path) -> None:
+def test_the_summary_of_a_completed_run_has_its_tokens_once(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    write_lines(run.metrics_file, [step_line(run.config.train.steps or 0, tokens=7680)])
+    write_lines(run.metrics_file, [make_step_line(run.config.train.steps or 0, tokens=7680)])
     text, _ = write_report(run)
     summary = re.search(r"<dt>trained</dt><dd>(.*?)</dd>", text)
     assert summary and summary[1].count("7,680 tokens") == 1, text
 
 
 def test_text_from_a_run_is_escaped(run: Run) -> None:
-    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=EVIL, ranks=1)
-    write_event(run, "failed", "train", job_id="1", attempt=1, cause=EVIL, message=EVIL, exit_code=1)
-    write_lines(run.metrics_file, [step_line(step, **{f"held_out_{EVIL}": 1.0 * step}) for step in (1, 2)])
-    (run.stage_dir("train") / "own-times.json").write_text(json.dumps({EVIL: 1.5}))
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=MALICIOUS, ranks=1)
+    write_event(run, "failed", "train", job_id="1", attempt=1, cause=MALICIOUS, message=MALICIOUS, exit_code=1)
+    write_lines(run.metrics_file, [make_step_line(step, **{f"held_out_{MALICIOUS}": 1.0 * step}) for step in (1, 2)])
+    (run.stage_dir("train") / "own-times.json").write_text(json.dumps({MALICIOUS: 1.5}))
     write_lines(
-        run.path / f"telemetry-{EVIL.replace('/', '')}.jsonl", [telemetry_line(n, **{EVIL: 3}) for n in (0, 1, 2)]
+        run.path / f"telemetry-{MALICIOUS.replace('/', '')}.jsonl",
+        [make_telemetry_line(n, **{MALICIOUS: 3}) for n in (0, 1, 2)],
     )
     text, page = write_report(run)
     assert text.count("<script>") == 1 and "alert(1)" in text and "b" not in page.attributes
-    figure = draw_sweep_points([{EVIL: EVIL}, {EVIL: "x"}], f"{EVIL}!", [1.0, 2.0])
+    figure = draw_sweep_points([{MALICIOUS: MALICIOUS}, {MALICIOUS: "x"}], f"{MALICIOUS}!", [1.0, 2.0])
     assert "<script" not in figure
     Document(figure)
 
@@ -199,6 +201,7 @@ def test_figures_of_100_000_steps_are_small_and_show_each_spike(run: Run) -> Non
     history = LineHistory(run.metrics_file, is_step_line, row_keys=("step", "step_time_s")).read_new_lines()
     figures = draw_training(run, history)
     assert sum(map(len, figures)) < 300_000, "the page may have 3 MB in total"
+    # the lowest and the highest value of each axis
     (x, y) = (list(map(float, re.search(rf'data-{axis}="([^"]+)"', figures[0])[1].split())) for axis in "xy")  # type: ignore[index]
     curve = re.search(r'points="([^"]+)"><title>training</title>', figures[0])
     assert curve
@@ -209,7 +212,7 @@ def test_figures_of_100_000_steps_are_small_and_show_each_spike(run: Run) -> Non
         assert any(abs(a - expected_x) < 0.06 and abs(b - expected_y) < 0.06 for a, b in points), step
 
 
-def test_history_reads_each_line_once_and_all_lines_again_after_a_restore(tmp_path: Path) -> None:
+def test_line_history_reads_each_line_once_and_all_lines_again_after_a_restore(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     parsed: list[Any] = []
 
@@ -219,22 +222,22 @@ def test_history_reads_each_line_once_and_all_lines_again_after_a_restore(tmp_pa
 
     history = LineHistory(file, record_and_check, row_keys=("step",))
     assert history.read_new_lines().curve("loss") == []
-    write_lines(file, [step_line(1), step_line(2)])
+    write_lines(file, [make_step_line(1), make_step_line(2)])
     assert [step for step, _ in history.read_new_lines().curve("loss")] == [1, 2] and len(parsed) == 2
-    with open(file, "a") as more:
-        more.write(json.dumps(step_line(3)) + "\nnonsense\n" + json.dumps(step_line(4))[:20])
-        more.flush()
+    with open(file, "a") as appended:
+        appended.write(json.dumps(make_step_line(3)) + "\nnonsense\n" + json.dumps(make_step_line(4))[:20])
+        appended.flush()
         assert [row["step"] for row in history.read_new_lines().rows] == [1, 2, 3] and history.malformed_count == 1
         assert history.malformed_description.startswith("metrics.jsonl: 1 ")
-        more.write(json.dumps(step_line(4))[20:] + "\n")
+        appended.write(json.dumps(make_step_line(4))[20:] + "\n")
     parsed.clear()
     assert len(history.read_new_lines().rows) == 4 and [line["step"] for line in parsed] == [4]
     assert history.curve("loss") == [(line["step"], line["loss"]) for line in read_lines(file, is_step_line)]
-    write_lines(tmp_path / "new", [step_line(1), *[step_line(step, loss=1.0) for step in range(2, 9)]])
+    write_lines(tmp_path / "new", [make_step_line(1), *[make_step_line(step, loss=1.0) for step in range(2, 9)]])
     (tmp_path / "new").replace(file)  # a restore also replaces the file
     assert history.read_new_lines().curve("loss") == [(1, 7.0), *((step, 1.0) for step in range(2, 9))]
     assert history.malformed_count == 0
-    file.write_text(json.dumps(step_line(1)) + "\n")
+    file.write_text(json.dumps(make_step_line(1)) + "\n")
     assert history.read_new_lines().values("loss").tolist() == [7.0]  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Telemetry of nodes, read from a fake NVML, and the detection of GPUs that are slower than others of their model."""
+"""Test the telemetry of nodes with a fake NVML, and the detection of slow GPUs among those of one model."""
 
 from __future__ import annotations
 
@@ -30,21 +30,26 @@ from tracking.telemetry import GpuSampler
 
 
 class NVMLError(Exception):
-    """NVML's error: a value is not supported, the GPU is lost, or no event arrived in time."""
+    """The error of NVML: a value is not supported, the GPU is lost, or no event is pending."""
 
 
 class FakeNvml(SimpleNamespace):
-    """NVML of a node whose GPUs have values that a test sets. Missing values and lost GPUs raise an error."""
+    """The NVML library of a node. A test sets the values of its GPUs; missing values and lost GPUs raise an error."""
 
     NVMLError = NVMLError
-    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
-    nvmlClocksEventReasonSwPowerCap, nvmlClocksThrottleReasonSwThermalSlowdown = 0x4, 0x20
+    NVML_TEMPERATURE_GPU = 0
+    NVML_CLOCK_SM = 1
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+    nvmlClocksEventReasonSwPowerCap = 0x4
+    nvmlClocksThrottleReasonSwThermalSlowdown = 0x20
     nvmlEventTypeXidCriticalError = 8
 
     def __init__(self, cards: int) -> None:
+        # as NVML returns them: bytes used, milliwatts, degrees Celsius, MHz
         normal = {"name": "NVIDIA H200", "use": 97, "used": 120e9, "power": 651_500, "temperature": 66, "clock": 1785}
         self.cards: list[dict[str, Any]] = [{**normal, "throttle_bits": 0, "xids": []} for _ in range(cards)]
-        self.sets: list[int | None] = []
+        self.sets: list[int | None] = []  # the GPU that is registered in each event set
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         key = {
@@ -103,6 +108,7 @@ class FakeNvml(SimpleNamespace):
 
 
 def install_fake_nvml(patch: pytest.MonkeyPatch, cards: int) -> FakeNvml:
+    """Make `import pynvml` return a fake NVML with this number of GPUs."""
     fake = FakeNvml(cards)
     patch.setitem(sys.modules, "pynvml", cast(Any, fake))
     return fake
@@ -110,7 +116,7 @@ def install_fake_nvml(patch: pytest.MonkeyPatch, cards: int) -> FakeNvml:
 
 def test_a_sample_has_the_values_that_a_gpu_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install_fake_nvml(monkeypatch, 2)
-    fake.cards[0]["throttle_bits"] = 0x24
+    fake.cards[0]["throttle_bits"] = 0x24  # the power cap and the thermal slowdown
     del fake.cards[0]["xids"]
     fake.cards[1] |= {"ecc": 2, "xids": [31, 79, 31]}
     values = {"name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
@@ -125,27 +131,27 @@ def test_a_sample_has_the_values_that_a_gpu_supports(monkeypatch: pytest.MonkeyP
 
 
 def test_an_xid_between_two_samples_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several pending events NVML returns only the last one, so events are read more often than samples."""
+    """If several events are pending, NVML returns only the last one. Events are therefore read between samples."""
     fake = install_fake_nvml(monkeypatch, 1)
     flag = StopFlag()
     run = make_run(tmp_path)
     monkeypatch.setattr(telemetry, "HOST", "n1")
-    process = threading.Thread(target=telemetry.sample_telemetry, args=(run, 1.0, flag))
-    process.start()
+    sampler = threading.Thread(target=telemetry.sample_telemetry, args=(run, 1.0, flag))
+    sampler.start()
     time.sleep(0.1)
     fake.cards[0]["xids"].append(63)
     time.sleep(0.6)
     assert fake.cards[0]["xids"] == [] and not (run.path / "telemetry-n1.jsonl").exists()
-    while process.is_alive() and not (run.path / "telemetry-n1.jsonl").exists():
+    while sampler.is_alive() and not (run.path / "telemetry-n1.jsonl").exists():
         time.sleep(0.05)
     flag.signal_time = time.monotonic()
     flag.reason = "SIGTERM"
-    process.join(20)
+    sampler.join(20)
     assert read_json_lines(run.path / "telemetry-n1.jsonl")[0]["gpus"][0]["xid"] == [63]
 
 
 class Node:
-    """A node whose sampler has written a line every `every_s` seconds until now."""
+    """A node with a fake NVML, which writes a line of telemetry every `every_s` seconds."""
 
     every_s = 10.0
 
@@ -155,15 +161,15 @@ class Node:
         self.host = host
         self.fake = FakeNvml(cards)
 
-    def write_samples(self, number: int = 12, ended_s: float = 0.0) -> None:
-        """Append `number` lines as telemetry.py writes them; the last one is `ended_s` seconds old."""
+    def write_samples(self, count: int = 12, age_s: float = 0.0) -> None:
+        """Append `count` lines as telemetry.py writes them. The last one is `age_s` seconds old."""
         self.patch.setitem(sys.modules, "pynvml", cast(Any, self.fake))
         gpus = GpuSampler()
-        last_time = time.time() - ended_s
+        last_time = time.time() - age_s
         with open(self.folder / f"telemetry-{self.host}.jsonl", "a") as file:
-            for n in range(number):
+            for index in range(count):
                 line = {
-                    "time": last_time - self.every_s * (number - 1 - n),
+                    "time": last_time - self.every_s * (count - 1 - index),
                     "host": self.host,
                     "cpu_percent": 9.0,
                     "gpus": gpus.sample(),
@@ -172,20 +178,20 @@ class Node:
 
 
 def find_slow_gpus(folder: Path, last_s: float = 120.0) -> list[str]:
-    """Return the descriptions of slow GPUs in the last seconds."""
+    """Return the descriptions of GPUs that were slow in the last `last_s` seconds."""
     return list_slow_gpus(folder, time.time() - last_s)
 
 
 def test_a_slow_gpu_is_compared_with_gpus_of_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node1, node2, old = (Node(tmp_path, monkeypatch, host) for host in ("n1", "n2", "old"))
-    for card in old.fake.cards:  # equal to each other, and slower than the other model
+    node1, node2, t4_node = (Node(tmp_path, monkeypatch, host) for host in ("n1", "n2", "t4"))
+    for card in t4_node.fake.cards:  # equal to each other, and slower than the other model
         card |= {"name": "Tesla T4", "clock": 900, "used": 10e9}
     node2.fake.cards[3] |= {"use": 0, "used": 0.5e9, "clock": 345, "ecc": 7, "xids": [31, 94]}  # not used by the job
     node2.fake.cards[2]["clock"] = 1600  # within the normal range
     node1.fake.cards[1] |= {"clock": 1200, "throttle_bits": 0x20}
     node1.fake.cards[2]["use"] = 40
     node2.fake.cards[0] |= {"ecc": 3, "xids": [94]}
-    for node in (node1, node2, old):
+    for node in (node1, node2, t4_node):
         node.write_samples()
     assert find_slow_gpus(tmp_path) == [
         "GPU 0 on n2: Xid 94, 3 uncorrected memory errors",
@@ -200,41 +206,43 @@ def test_a_slow_gpu_is_compared_with_gpus_of_the_same_model(tmp_path: Path, monk
     assert {description.split(":")[0] for description in lost} >= {"GPU 1 on n2", "GPU 3 on n2"}
 
 
-def test_xids_of_programs_do_not_hide_a_slow_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ending a job causes Xid 45 on all its GPUs."""
+def test_xids_that_programs_cause_are_listed_after_a_slow_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs cause Xid 13 and 45; the end of a job causes Xid 45 on all its GPUs. Xid 48 is a fault of the GPU."""
     node = Node(tmp_path, monkeypatch, "n1", 8)
     for card in node.fake.cards:
         card["xids"] = [45, 13]
     node.fake.cards[7]["clock"] = 1000
     node.fake.cards[6]["xids"] = [45, 48]
     node.write_samples(7)
-    gpus = [description.split(":")[0] for description in find_slow_gpus(tmp_path)]
+    gpus = [description.split(":")[0] for description in find_slow_gpus(tmp_path)]  # the worst first
     assert gpus[:3] == ["GPU 6 on n1", "GPU 7 on n1", "GPU 0 on n1"]
 
 
-def test_one_slow_sample_and_old_samples_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_slow_sample_and_old_samples_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, monkeypatch, "n1")
     node.fake.cards[0]["clock"] = 600
-    node.write_samples(10, ended_s=200)
+    node.write_samples(10, age_s=200)
     node.fake.cards[0]["clock"] = 1785
     node.write_samples(11)
     node.fake.cards[1]["clock"] = 600
     node.write_samples(1)
     assert find_slow_gpus(tmp_path) == []
     assert find_slow_gpus(tmp_path, 1000) == [], "the median of 22 samples is normal"
-    assert find_slow_gpus(tmp_path, 5) == [], "one sample is not enough"
+    assert find_slow_gpus(tmp_path, 5) == [], "one sample is too few"
 
 
-def test_five_samples_are_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, expected in ((5, 0), (6, 1)):
-        (folder := tmp_path / str(number)).mkdir()
+def test_a_gpu_is_reported_as_slow_only_with_six_or_more_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for sample_count, expected in ((5, 0), (6, 1)):
+        (folder := tmp_path / str(sample_count)).mkdir()
         node = Node(folder, monkeypatch, "n1")
         node.fake.cards[1]["clock"] = 600
-        node.write_samples(number)
+        node.write_samples(sample_count)
         assert len(find_slow_gpus(folder)) == expected
 
 
-def test_only_the_ends_of_the_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_32_kib_of_each_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(64):
         node = Node(tmp_path, monkeypatch, f"n{n:02}", 8)
         if n == 17:
@@ -270,7 +278,7 @@ def count_reads(patch: pytest.MonkeyPatch, read_sizes: list[int]) -> Iterator[No
 @pytest.mark.parametrize(
     "malformed", [{"xid": 7}, {"throttled": "x"}, {"name": {}}, {"sm_clock_mhz": "fast"}, {"xid": ["x"]}]
 )
-def test_malformed_lines_are_ignored(tmp_path: Path, malformed: dict[str, Any]) -> None:
+def test_malformed_lines_raise_no_error(tmp_path: Path, malformed: dict[str, Any]) -> None:
     rows = [{"index": n, "name": "x", "sm_clock_mhz": 1000, "memory_gb": 1} for n in range(3)]
     lines = [{"time": time.time(), "host": "n1", "gpus": [{**rows[0], **malformed}, *rows[1:]]}, {"time": None}, 3]
     (tmp_path / "telemetry-n1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{")
@@ -278,8 +286,8 @@ def test_malformed_lines_are_ignored(tmp_path: Path, malformed: dict[str, Any]) 
 
 
 @pytest.fixture
-def running_training(tmp_path: Path) -> Iterator[Run]:
-    """Return a run whose training is active, because this process has its lock."""
+def running_run(tmp_path: Path) -> Iterator[Run]:
+    """Yield a run with a running train stage: this process holds the lock."""
     run = make_run(tmp_path)
     lock = run.lock_stage("train")
     assert lock is not None
@@ -289,32 +297,32 @@ def running_training(tmp_path: Path) -> Iterator[Run]:
     os.close(lock)
 
 
-def test_status_and_report_name_slow_gpus_of_an_active_training(
-    running_training: Run, monkeypatch: pytest.MonkeyPatch
+def test_status_and_report_name_slow_gpus_of_a_running_attempt(
+    running_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = Node(running_training.path, monkeypatch, "n1", 8)
+    node = Node(running_run.path, monkeypatch, "n1", 8)
     for card in node.fake.cards[3:]:
-        card["clock"] = 100  # five of eight in the previous attempt, which would change the median
-    node.write_samples(3, ended_s=60)
-    assert "GPU" not in print_to_text(print_status, running_training), "the previous attempt does not count"
+        card["clock"] = 100  # five of eight GPUs: if these samples counted, the median would change
+    node.write_samples(3, age_s=60)
+    assert "GPU" not in print_to_text(print_status, running_run), "the samples of the previous attempt must not count"
     for card in node.fake.cards[3:]:
         card["clock"] = 1785
     for card in node.fake.cards[:4]:
         card |= {"clock": 1785, "xids": [79]}
     time.sleep(0.05)
     node.write_samples(1)
-    status = print_to_text(print_status, running_training)
+    status = print_to_text(print_status, running_run)
     assert all(f"GPU {index} on n1: Xid 79" in status for index in range(3))
     assert "1 more GPU" in status and "GPU 3" not in status
-    assert "GPU 0 on n1: Xid 79" in print_to_text(print_report, running_training)
-    assert "GPU 3 on n1: Xid 79" in (running_training.path / "report.html").read_text()
+    assert "GPU 0 on n1: Xid 79" in print_to_text(print_report, running_run)
+    assert "GPU 3 on n1: Xid 79" in (running_run.path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("every_s", [1.0, 60.0])
-def test_status_reads_as_far_back_as_telemetry_needs(
+def test_status_reads_two_minutes_of_telemetry_or_twelve_samples(
     tmp_path: Path, every_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU is slow in the first 60 % of the time that is read: two minutes, or twelve samples if they are rarer."""
+    """The GPU is slow in the first 60 % of this time: two minutes, or twelve samples if they take longer."""
     run = make_run(tmp_path, overrides=(f"track.telemetry_s={every_s}",))
     lock = run.lock_stage("train")
     assert lock is not None
@@ -325,42 +333,44 @@ def test_status_reads_as_far_back_as_telemetry_needs(
     node.every_s = every_s
     count = int(max(120, 12 * every_s) / every_s)
     node.fake.cards[3]["clock"] = 1000
-    node.write_samples(count, ended_s=0.4 * count * every_s)
+    node.write_samples(count, age_s=0.4 * count * every_s)
     node.fake.cards[3]["clock"] = 1785
     node.write_samples(int(0.4 * count))
     assert "GPU 3 on n1: clock 1,000 MHz" in print_to_text(print_status, run)
     os.close(lock)
 
 
-def test_the_report_covers_the_training_although_later_stages_ran_long(
-    running_training: Run, monkeypatch: pytest.MonkeyPatch
+def test_the_report_reads_telemetry_of_the_train_stage_before_that_of_long_later_stages(
+    running_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = Node(running_training.path, monkeypatch, "n1", 8)
+    node = Node(running_run.path, monkeypatch, "n1", 8)
     node.fake.cards[3]["xids"] = [79]
     time.sleep(0.05)
     node.write_samples(1)
     time.sleep(0.05)
-    write_event(running_training, "done", "train", job_id="1")
+    write_event(running_run, "done", "train", job_id="1")
     node.fake.cards[3]["xids"] = []
-    with open(running_training.path / "telemetry-n1.jsonl", "a") as file:
+    with open(running_run.path / "telemetry-n1.jsonl", "a") as file:
         for n in range(1000):  # 2 MB
             gpus = [{"index": g, "name": "NVIDIA H200", "memory_gb": 1.0, "pad": "x" * 200} for g in range(8)]
             file.write(json.dumps({"time": time.time() + 10 * (n + 1), "host": "n1", "gpus": gpus}) + "\n")
-    assert "GPU 3 on n1: Xid 79" in print_to_text(print_report, running_training)
+    assert "GPU 3 on n1: Xid 79" in print_to_text(print_report, running_run)
 
 
 def print_to_text(print_function: Callable[[Run, PlainConsole], None], run: Run) -> str:
+    """Return the text that `print_function` prints about a run."""
     console = PlainConsole(file=io.StringIO(), width=300)
     print_function(run, console)
     return cast(io.StringIO, console.file).getvalue()
 
 
-def test_energy_is_the_power_between_samples(tmp_path: Path) -> None:
+def test_energy_is_power_times_the_time_between_samples(tmp_path: Path) -> None:
+    """Two GPUs use 100 W and 300 W for an hour: 0.4 kWh, and 0.2 kWh in two quarters of it."""
     for host, watts in (("a", 100.0), ("b", 300.0)):
         samples = [
             {"time": 1000.0 + 10 * n, "host": host, "gpus": [{"index": 0, "power_w": watts}]} for n in range(361)
         ]
-        samples[200:200] = [{"time": "x"}]
+        samples[200:200] = [{"time": "x"}]  # a malformed line
         (tmp_path / f"telemetry-{host}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     assert sum_gpu_energy_kwh(tmp_path, [(0.0, 1e10)]) == pytest.approx(0.4)
     assert sum_gpu_energy_kwh(tmp_path, [(1000.0, 1000.0 + 900), (1000.0 + 1800, 1000.0 + 2700)]) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Followers in processes that are killed and paused, with real MLflow and Prometheus servers."""
+"""Test followers in processes that are killed and paused, with real MLflow and Prometheus servers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import write_atomic
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run, create_points
@@ -27,24 +28,25 @@ from tests.support.events import read_event_lines, write_event
 from tests.support.fake_run import FakeRun, read_json_lines
 from tests.support.servers import find_free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
-from tests.tracking.test_followers import Chat, chat, read_tensorboard_curve, round_to_float32, scrape_prometheus
+from tests.tracking.test_followers import Chat, chat_url, read_tensorboard_curve, round_to_float32, scrape_prometheus
 from tracking.follower import Follower
 from tracking.tracker import tracker_run_id
 from tracking.wandb import read_offline_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.story
-__all__ = ["chat"]  # a fixture
+__all__ = ["chat_url"]  # a fixture
 
 
 @pytest.fixture(scope="module")
 def mlflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start an MLflow server and yield its URI."""
     with mlflow_server(tmp_path_factory.mktemp("mlflow")) as uri:
         yield uri
 
 
 def read_wandb_curve(run: Run) -> list[tuple[int, float]]:
-    """Return step and loss from the offline files of W&B."""
+    """Return the steps and losses in the offline files of W&B."""
     return [
         (step, values["loss"])
         for step, values in read_offline_steps(run.path / "track", tracker_run_id(run))
@@ -53,7 +55,7 @@ def read_wandb_curve(run: Run) -> list[tuple[int, float]]:
 
 
 def find_mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
-    """Return MLflow's client and the only run of `run`."""
+    """Return the client of MLflow, and the only run on the server that belongs to `run`."""
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -63,7 +65,7 @@ def find_mlflow_run(uri: str, run: Run) -> tuple[Any, Any]:
 
 
 def read_mlflow_curve(uri: str, run: Run, name: str = "loss") -> list[tuple[int, float]]:
-    """Return step and value of a metric on the server."""
+    """Return the steps and values of a metric on the server."""
     client, mlflow_run = find_mlflow_run(uri, run)
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(mlflow_run.info.run_id, name))
 
@@ -78,6 +80,7 @@ class Process:
 
     @classmethod
     def follower(cls, run: Run, name: str) -> Process:
+        """Start the follower of a run that feeds the tracker `name`."""
         return cls(run.path / f"{name}.log", "tracking.follower", name, str(run.path))
 
     def start(self) -> None:
@@ -94,7 +97,7 @@ class Process:
             self._process.send_signal(signal.SIGSTOP if action == "pause" else signal.SIGCONT)
 
     def finish(self) -> None:
-        """Terminate the process, so that it sends the remaining data first. Kill it if that takes too long."""
+        """Terminate the process, which sends the remaining data first. Kill it after 120 s."""
         self._process.send_signal(signal.SIGCONT)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -107,7 +110,7 @@ class Process:
 class Listener(Process):
     """A webhook receiver that is killed, paused, or misbehaves (tests/support/webhook_receiver.py)."""
 
-    BEHAVIORS = ("well", "refuse", "hang", "lose")
+    BEHAVIORS = ("well", "refuse", "hang", "lose")  # see the receiver
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -138,15 +141,15 @@ def record_losses(run: FakeRun, losses: dict[int, set[float]]) -> None:
 
 
 def evaluate_after_restart(run: FakeRun) -> None:
-    """Stop before a held-out evaluation has ended; the next attempt runs it."""
+    """Crash after a save but before the held-out evaluation of that step. The next attempt runs the evaluation."""
     run.save()
     run.crash()
     run.evaluate_late()
 
 
-def fail_attempt(run: FakeRun, draw: random.Random, number: int) -> str:
+def fail_attempt(run: FakeRun, generator: random.Random, number: int) -> str:
     """Fail an attempt and start the next one. Return the message that a webhook must receive."""
-    cause = draw.choice(["crashed", "hang"])
+    cause = generator.choice(["crashed", "hang"])
     message = f"failure {number}"
     write_event(run.run, "failed", "train", job_id=str(run.attempt), cause=cause, exit_code=1, message=message)
     run.crash()
@@ -156,7 +159,7 @@ def fail_attempt(run: FakeRun, draw: random.Random, number: int) -> str:
 def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path: Path, mlflow: str) -> None:
     seed = int(os.environ.get("SLUICE_SEED") or random.SystemRandom().randrange(10**6))
     print(f"to repeat: SLUICE_SEED={seed}")
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     port = find_free_port()
     listener = Listener(tmp_path / "chat")
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}"
@@ -168,18 +171,18 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
     expected_messages = []
     try:
         for number in range(20):
-            run.write_steps(draw.randint(5, 40))
+            run.write_steps(generator.randint(5, 40))
             record_losses(run, losses)
-            time.sleep(draw.choice([0.2, 1.0, 2.5, 4.0]))
-            followers[names[number % 5]].disturb(draw.choice(["kill", "kill", "pause", "continue"]))
-            listener.disturb(draw.choice(["kill", "pause", "continue", *listener.BEHAVIORS]))
-            if number == 10 or draw.random() < 0.4:
+            time.sleep(generator.choice([0.2, 1.0, 2.5, 4.0]))
+            followers[names[number % 5]].disturb(generator.choice(["kill", "kill", "pause", "continue"]))
+            listener.disturb(generator.choice(["kill", "pause", "continue", *listener.BEHAVIORS]))
+            if number == 10 or generator.random() < 0.4:
                 evaluate_after_restart(run)
-            elif draw.random() < 0.4:
+            elif generator.random() < 0.4:
                 run.save()
             else:
-                expected_messages.append(fail_attempt(run, draw, number))
-        run.write_steps(10 if (run.step + 10) % run.run.config.checkpoint.every_steps else 11)  # no save
+                expected_messages.append(fail_attempt(run, generator, number))
+        run.write_steps(10 if (run.step + 10) % run.run.config.checkpoint.every_steps else 11)  # not a step that saves
         record_losses(run, losses)
         for follower in followers.values():
             follower.disturb("continue")
@@ -206,40 +209,44 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
     assert expected_messages
     assert {*expected_messages, stall, "tiny: done"} <= {text for _, text in messages}
     text_by_id = dict(messages)
-    assert all(text_by_id[message_id] == text for message_id, text in messages), "an id belongs to one message"
-    failures = [text for text in text_by_id.values() if "seems" not in text]
-    assert len(failures) == 1 + sum(event["event"] == "failed" for event in read_event_lines(run.run, "train"))
+    assert all(text_by_id[message_id] == text for message_id, text in messages), "the same ID is used for two messages"
+    messages_except_stalls = [text for text in text_by_id.values() if "seems" not in text]
+    # one message for each failure and one for the end of the run
+    assert len(messages_except_stalls) == 1 + sum(
+        event["event"] == "failed" for event in read_event_lines(run.run, "train")
+    )
     assert read_tensorboard_curve(run.run.path, "train/loss") == round_to_float32(run.read_values().items())
     held_out = [*run.read_values("held_out_loss").items()]
     assert held_out and read_tensorboard_curve(run.run.path, "train/held_out_loss") == held_out
     mlflow_held_out = read_mlflow_curve(mlflow, run.run, "held_out_loss")
     assert set(mlflow_held_out) >= set(held_out)
-    assert len(dict(mlflow_held_out)) == len(mlflow_held_out), "each step once"
+    assert len(dict(mlflow_held_out)) == len(mlflow_held_out), "a step was sent twice"
     for points in (read_wandb_curve(run.run), read_mlflow_curve(mlflow, run.run)):
-        assert [step for step, _ in points] == [*range(1, len(points) + 1)], "each step once, in order"
+        assert [step for step, _ in points] == [*range(1, len(points) + 1)], "a step is missing or was sent twice"
         assert len(points) >= run.step
         assert [(step, loss) for step, loss in points if round(loss, 9) not in losses[step]] == []
 
 
 def run_sluice(*arguments: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
+    """Run submit.py with these arguments. `timeout` is in seconds."""
     command = [sys.executable, str(ROOT / "submit.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
-def test_a_resumed_training_has_one_curve(tmp_path: Path, mlflow: str) -> None:
-    """A training is stopped and resumed with one rank. `track` then fills a new tracker with the same steps."""
+def test_a_resumed_run_has_one_curve_in_each_tracker(tmp_path: Path, mlflow: str) -> None:
+    """A run is stopped with Ctrl-C and resumed with one rank. `track` then sends the same steps to another tracker."""
     config = write_config(tmp_path, steps=120)
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}, telemetry_s: 0.5}}"
     command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", track]
     with open(tmp_path / "log", "wb") as log:
-        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        first_attempt = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     path = tmp_path / "runs/tiny"
     deadline = time.monotonic() + 300
     while not (path / "metrics.jsonl").exists() or len((path / "metrics.jsonl").read_bytes().splitlines()) < 20:
-        assert time.monotonic() < deadline and first.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline and first_attempt.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.05)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(200) == 75, (tmp_path / "log").read_text()
+    first_attempt.send_signal(signal.SIGINT)
+    assert first_attempt.wait(200) == ExitCode.STOPPED, (tmp_path / "log").read_text()
     completed = run_sluice("resume", str(path), "stages.train.tasks_per_node=1")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     run = Run.open(path)
@@ -269,21 +276,21 @@ def test_a_resumed_training_has_one_curve(tmp_path: Path, mlflow: str) -> None:
     assert [line["step"] for line in steps] == [*losses] and {line["attempt"] for line in steps} == {1, 2}
 
 
-def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, chat: str) -> None:
+def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, chat_url: str) -> None:
     config = write_config(tmp_path, steps=100_000)
-    more = [
-        f"track={{webhook: {{url: '{chat}'}}}}",
+    overrides = [
+        f"track={{webhook: {{url: '{chat_url}'}}}}",
         "recovery.hang_s=24",
-        "recovery.hang=0",
+        "recovery.hang=0",  # no retry after a hang
         "checkpoint.every_steps=100000",
     ]
-    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", *more]
+    command = [sys.executable, str(ROOT / "submit.py"), str(config), "--executor", "local", *overrides]
     with open(tmp_path / "log", "wb") as log:
-        training = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     run = Run(tmp_path / "runs/tiny")
     deadline = time.monotonic() + 300
     while not run.metrics_file.exists() or len(run.metrics_file.read_bytes().splitlines()) < 20:
-        assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     command_line = f"pipeline\0train\0{run.path}".encode()
     files = Path("/proc").glob("[0-9]*/cmdline")
@@ -291,15 +298,18 @@ def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, 
     assert len(ranks) == 2, ranks
     os.kill(ranks[1], signal.SIGSTOP)
     while not Chat.messages:
-        assert time.monotonic() < deadline and training.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     assert re.search(r"stall.*no step for 00:", Chat.messages[0][1])
-    assert not read_event_lines(run, "train", "failed"), "the attempt has not ended"
-    assert training.wait(200) != 0
+    assert not read_event_lines(run, "train", "failed"), (
+        "the stall must be reported before the watchdog ends the attempt"
+    )
+    assert process.wait(200) != 0
     assert "train stalled: " in Chat.messages[1][1] and len(Chat.messages) == 2
 
 
 def read_command_line(path: Path) -> bytes:
+    """Return the content of /proc/PID/cmdline; nothing if the process has ended."""
     with suppress(OSError):
         return path.read_bytes()
     return b""
@@ -308,7 +318,7 @@ def read_command_line(path: Path) -> bytes:
 def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None:
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: sweep}}}}"
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}}"
-    run = Run.create(load_config(write_config(tmp_path), [track, sweep]))
+    run = Run.create(load_config(write_config(tmp_path), [track, sweep]))  # the seeds alternate between 4 and 5
     for number, point in enumerate(create_points(run)):
         fake_run = FakeRun.from_run(point)
         fake_run.write_steps(number + 3)
@@ -335,7 +345,7 @@ def list_queries(dashboard: Any) -> Iterator[str]:
             yield from list_queries(panel)
 
 
-def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
+def test_prometheus_has_data_for_each_query_of_the_dashboard(tmp_path: Path) -> None:
     dashboard = json.loads((ROOT / "dashboards/sluice.json").read_text())
     port = find_free_port()
     run = FakeRun(tmp_path, f"track={{prometheus: {{port: {port}}}}}")
@@ -365,7 +375,7 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
 
 
 def has_data(uri: str, query: str) -> bool:
-    """Return whether Prometheus has data for a query; an error fails the test."""
+    """Return True if Prometheus has data for a query. Fail the test if the query is invalid."""
     url = f"{uri}/api/v1/query?query={urllib.parse.quote(query)}"
     with urllib.request.urlopen(url, timeout=20) as response:
         answer = json.load(response)
