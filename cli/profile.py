@@ -22,7 +22,7 @@ from pipeline.base.dist_env import expand_hostlist
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, replace_atomically, write_json
 from pipeline.run.directory import Run
-from pipeline.train.step_trace import average_ranks, describe_parts
+from pipeline.train.step_trace import average_parts_over_ranks, describe_parts
 from slurm.query.run_jobs import list_running_work
 
 _STATUS_CHECK_S = 5.0
@@ -66,7 +66,7 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
         _require_training(run)
         write_json(run.profile_file, {"ranks": rank_numbers, "steps": steps})
     last_check = time.monotonic()
-    while steps and (run.profile_file.exists() or run.profile_taken_file.exists()):
+    while steps and (run.profile_file.exists() or run.accepted_profile_request_file.exists()):
         time.sleep(0.2)
         if time.monotonic() > last_check + _STATUS_CHECK_S:
             _require_training(run)
@@ -79,7 +79,7 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
         try:
             parts_by_rank = read_json(path)
             trace, clock_error_ms = merge_traces(path.parent, sorted(map(int, parts_by_rank)))
-            description = describe_parts(average_ranks(list(parts_by_rank.values())))
+            description = describe_parts(average_parts_over_ranks(list(parts_by_rank.values())))
         except _DAMAGED as error:
             message = f"{path.parent} is damaged ({error!r}): remove this folder, or the damaged file in it"
             raise UserError("run.damaged_profile", message) from None

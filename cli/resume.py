@@ -105,7 +105,7 @@ class PreviewChain(Chain):
         for job in jobs:
             self.say(f"{job.stage:9} job {job.job_id} would be cancelled")
 
-    def _sbatch(self, stage: str, after: Sequence[str], kind: str, **more: Any) -> str:
+    def _sbatch(self, stage: str, after: Sequence[str], dependency_type: str, **more: Any) -> str:
         """Record a job that would be submitted, and return a made-up id."""
         self.submitted.append((stage, max(more.get("tasks", 1), len(more.get("points", ())))))
         return f"new-{len(self.submitted)}"
@@ -161,7 +161,7 @@ def preview_resume(
         for prefix, each, names in runs:
             for stage in names:
                 stage_module = stages.load_stage_module(stage)
-                state = "done" if stage_module.missing_outputs(each) is None else "would run"
+                state = "done" if stage_module.describe_missing_outputs(each) is None else "would run"
                 print_lines(f"{prefix}{stage:9} {state}: {stage_module.progress(each).description}".removesuffix(": -"))
     print_lines("", *list_warnings(changed, executor), "nothing was written or submitted")
 

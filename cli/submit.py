@@ -160,7 +160,7 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
     yield from filter(None, (describe_exposed_setup(run.config), describe_replacement_risk(run.path)))
     yield from stages.list_resume_notes(run)
     yield from run.code_notes
-    if stages.load_stage_module("train").missing_outputs(run):
+    if stages.load_stage_module("train").describe_missing_outputs(run):
         yield from memory_warnings(run.config, executor)
     if executor == "slurm":
         yield from _warn_of_short_time_limits(run)
@@ -187,7 +187,7 @@ def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
     """Yield a warning for each stage that is not done and whose time limit is too short."""
     for stage in run.config.active_stages:
         problem = describe_short_time_limit(run.config, stage)
-        if problem and (run.config.sweep or stages.load_stage_module(stage).missing_outputs(run)):
+        if problem and (run.config.sweep or stages.load_stage_module(stage).describe_missing_outputs(run)):
             yield f"warning: stages.{stage}.time: {run.config.stages.get_resources(stage).time} is {problem}"
 
 
@@ -327,7 +327,7 @@ def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
 def _list_done_stages(run: Run) -> Iterator[str]:
     """Yield the stages of a run that are done. For a sweep, these are only stages that its points share."""
     for stage in stages.list_run_stages(run) if run.config_file.exists() else ():
-        if stages.quick_missing_outputs(run, stage) is None:
+        if stages.describe_missing_outputs_quickly(run, stage) is None:
             yield stage
 
 

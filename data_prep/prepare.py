@@ -41,12 +41,12 @@ def print_log(text: str) -> None:
     print(text, flush=True)
 
 
-def missing_outputs(run: Run) -> str | None:
+def describe_missing_outputs(run: Run) -> str | None:
     """Return why prepare is not done; None if its outputs are valid."""
     return open_finished_data_folder(run).find_prepare_problem()
 
 
-def quick_missing_outputs(run: Run) -> str | None:
+def describe_missing_outputs_quickly(run: Run) -> str | None:
     """Return why prepare is not done, without checking whether inputs have changed."""
     return open_finished_data_folder(run).find_prepare_problem(check_inputs=False)
 

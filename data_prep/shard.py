@@ -25,7 +25,7 @@ _MAX_INPUTS_COMPARED = 1000
 """Number of inputs, spread over all, that a resume compares with those of the shards."""
 
 
-def missing_outputs(run: Run) -> str | None:
+def describe_missing_outputs(run: Run) -> str | None:
     """Return why shard is not done; None if the manifest is valid and all shards have their recorded sizes."""
     return open_finished_data_folder(run).find_shard_problem()
 

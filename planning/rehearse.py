@@ -270,12 +270,12 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
         stack.enter_context(_replace_function(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
         if layout.pp > 1:
             stack.enter_context(_replace_shape_messages(config, layout))
-        chunk_entries = optimizer_module._CHUNK_ENTRIES
-        optimizer_module._CHUNK_ENTRIES = 1 << 62  # gradients stay whole, because splitting them needs values
+        chunk_entries = optimizer_module._NORM_CHUNK_SIZE
+        optimizer_module._NORM_CHUNK_SIZE = 1 << 62  # gradients stay whole, because splitting them needs values
         try:
             yield
         finally:
-            optimizer_module._CHUNK_ENTRIES = chunk_entries
+            optimizer_module._NORM_CHUNK_SIZE = chunk_entries
 
 
 @contextmanager

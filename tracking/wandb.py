@@ -121,7 +121,7 @@ class Wandb(Tracker):
 
     def flush(self) -> None:
         """Log the pending evaluations after the last step, if the training is done and no step will follow."""
-        if self._pending_evaluations and stages.load_stage_module("train").missing_outputs(self.run) is None:
+        if self._pending_evaluations and stages.load_stage_module("train").describe_missing_outputs(self.run) is None:
             for values in self._pending_evaluations:
                 self._last_step += 1
                 self._session.log(values, step=self._last_step, commit=True)

@@ -208,7 +208,7 @@ def make_local_rank_env(rank: int, size: int, port: int, listen_fd: int | None =
     return {name: str(value) for name, value in variables.items()}
 
 
-def read_time_left(env: Env) -> float | None:
+def read_time_limit_s(env: Env) -> float | None:
     """Return the seconds that the job has left, counted from the start of this process; None if it has no time limit.
 
     The supervisor queries Slurm and sets the variable for its ranks. Raises UserError if it is not a number.

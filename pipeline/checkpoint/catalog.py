@@ -26,7 +26,9 @@ from pipeline.run.lines import has_fields, is_count, is_mapping, is_text
 
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
+"""DCP's file that lists the tensors of a checkpoint."""
 _STEP = re.compile(r"step-(\d{8,})")
+"""The directory name of a committed checkpoint, with its step."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -44,7 +46,7 @@ def list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def find_newest_step(folder: Path) -> int:
-    """Return the newest step whose files exist and have their recorded sizes; 0 if there is none."""
+    """Return the newest step with a checkpoint whose files have the recorded sizes; 0 if there is none."""
     for step in list_checkpoint_steps(folder):
         try:
             manifest = read_checkpoint_manifest(folder / checkpoint_name(step))
@@ -56,7 +58,11 @@ def find_newest_step(folder: Path) -> int:
 
 
 def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
-    """Return `reason` and planned `steps` if a callback completed the train stage early at `step`; None otherwise."""
+    """Return the entry `early_stop` of the checkpoint of `step`; None if it has none or cannot be read.
+
+    The entry exists if a callback completed the train stage early. It contains the callback's `reason`, and `steps`,
+    the step at which the stage should have ended according to the config.
+    """
     with suppress(CheckpointError):
         extra = read_checkpoint_manifest(folder / checkpoint_name(step)).get("extra")
         early_stop = extra.get("early_stop") if isinstance(extra, dict) else None
@@ -118,14 +124,15 @@ def verify_checkpoint_files(
 ) -> None:
     """Compare the files of a checkpoint with its manifest.
 
-    Several ranks can share the work: each of `parts` ranks checks every `parts`-th file, starting at number `part`.
+    Several ranks can share the work: each of `parts` ranks checks every `parts`-th file, starting at number `part`. The
+    rank with `part` 0 also compares the names of the files.
 
     Args:
         checkpoint: the directory of the checkpoint.
-        manifest: its manifest.
+        manifest: the manifest of the checkpoint.
         hashes: whether to compare SHA-256, in addition to sizes.
-        part: the index of this rank.
-        parts: the number of ranks.
+        part: the index of this rank among the ranks that share the work.
+        parts: the number of ranks that share the work.
 
     Raises:
         CheckpointError: if a file is missing, is not listed, or has another size or SHA-256.
@@ -148,7 +155,7 @@ def verify_checkpoint_files(
                 )
         except FileNotFoundError:
             raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
-        except UserError as error:  # The path is not a regular file. It may be a pipe, for example.
+        except UserError as error:  # The path is not a regular file, and may be a pipe, for example.
             raise CheckpointError("checkpoint.damaged_file", str(error)) from None
 
 
@@ -161,7 +168,7 @@ def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     listed = manifest["files"]
     if METADATA_FILE not in listed:
         raise CheckpointError("checkpoint.malformed", f"{checkpoint / MANIFEST_FILE} does not list {METADATA_FILE}")
-    if missing := sorted(listed.keys() - names):  # This rejects paths to other directories as well.
+    if missing := sorted(listed.keys() - names):  # A listed path in another directory counts as missing.
         raise CheckpointError("checkpoint.missing_file", f"{checkpoint}/{missing[0]} is missing")
     if unknown := sorted(names - listed.keys()):
         raise CheckpointError(
@@ -171,10 +178,15 @@ def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def set_checkpoint_aside(folder: Path, step: int) -> None:
-    """Rename a damaged checkpoint to `damaged-step-…`, so that it is not used again."""
+    """Rename a damaged checkpoint to `damaged-step-…`, so that it is not used again.
+
+    If this step has a damaged checkpoint already, append a number: `damaged-step-…-1`.
+    """
+    target = folder / f"damaged-{checkpoint_name(step)}"
     number = 0
-    while (target := folder / f"damaged-{checkpoint_name(step)}{f'-{number}' if number else ''}").exists():
+    while target.exists():
         number += 1
+        target = folder / f"damaged-{checkpoint_name(step)}-{number}"
     (folder / checkpoint_name(step)).rename(target)
 
 
@@ -214,7 +226,13 @@ def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str,
 def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
     """Return the directory and the manifest of a checkpoint, without verifying its files.
 
-    Args and errors are those of `open_intact_checkpoint`.
+    Args:
+        run: the run.
+        which: the step, as the user typed it; None or `newest` for the newest one.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or the manifest is missing or damaged.
+        UserError: if the run is a sweep, or the step does not exist.
     """
     if sweep_points := list_points(run):
         raise UserError(

@@ -82,9 +82,13 @@ class Checkpointer:
         # In torch 2.11 it also frees its buffers after each save, so all host memory would have to be pinned again.
         self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        """The CUDA stream that copies the state to host memory; None without a GPU."""
         self._staged: Future[StateDict] | None = None
+        """The host copy of the state of the save in progress; None if no caller needs to wait for the copy."""
         self._writer: threading.Thread | None = None
+        """The background thread of the save in progress."""
         self._error: BaseException | None = None
+        """The error of the latest save, which `wait_until_saved` raises."""
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -105,7 +109,7 @@ class Checkpointer:
         self.wait_until_saved()
         start_time = time.monotonic()
         manifest = {
-            "version": 1,
+            "version": 1,  # The version of the manifest's format.
             "step": step,
             "samples_consumed": samples_consumed,
             "extra": dict(extra),
@@ -212,7 +216,7 @@ class Checkpointer:
     # -- restoring ---------------------------------------------------------------------------------------
 
     def has_checkpoint(self) -> bool:
-        """Return True if there is any checkpoint, intact or not. All ranks return the same."""
+        """Return True if there is any committed checkpoint, intact or damaged. All ranks return the same."""
         return broadcast_from_rank0(self.group, bool(catalog.list_checkpoint_steps(self.folder)))
 
     def restore(
@@ -242,7 +246,8 @@ class Checkpointer:
             catalog.remove_partial_checkpoints(self.folder)
         damaged: list[str] = []
         while True:
-            step = broadcast_from_rank0(self.group, (catalog.list_checkpoint_steps(self.folder) or [0])[0])
+            steps = catalog.list_checkpoint_steps(self.folder)
+            step = broadcast_from_rank0(self.group, steps[0] if steps else 0)
             if step == 0:
                 break
             checkpoint = self.folder / catalog.checkpoint_name(step)
@@ -270,7 +275,12 @@ class Checkpointer:
         return None
 
     def read_tensors(self, step: int, state: StateDict) -> None:
-        """Fill `state`, which may differ between ranks, from the restored checkpoint of `step`."""
+        """Fill tensors in place from the checkpoint of `step`. Each rank reads alone, so ranks may pass other names.
+
+        Args:
+            step: the step of the restored checkpoint.
+            state: tensors by name; {} to read nothing.
+        """
         if state:
             load_checkpoint(state, self.folder / catalog.checkpoint_name(step), None)
 
@@ -301,33 +311,39 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
 
     Raises:
         CheckpointError: on all ranks, if DCP did not write the checkpoint's `.metadata`.
-        RuntimeError: if the checkpoint does not contain these tensors. It replaces DCP's `CheckpointException`, which
-            does not derive from `Exception`.
+        RuntimeError: if the checkpoint does not contain these tensors. This error replaces DCP's `CheckpointException`,
+            which does not derive from `Exception`.
     """
     reader = CheckpointReader(checkpoint)
+
+    def read_metadata() -> None:
+        reader.read_metadata()  # The reader keeps the result.
+
     if group is None:
-        reader.read_metadata()
+        read_metadata()
     else:
-        all_gather_results(group, lambda: reader.read_metadata() and None)
+        all_gather_results(group, read_metadata)  # An error on one rank is raised on all ranks.
     try:
         with warnings.catch_warnings():
             # torch warns if no process group is used, which is intended if one process reads alone.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
+        # Each failure is a pair of an exception and its traceback.
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise RuntimeError(f"{checkpoint} cannot be loaded: {reasons}") from error
 
 
 def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
-    """Return the SHA-256 of weights and optimizer state as 64 hex digits. It does not depend on the layout.
+    """Return the SHA-256 of weights and optimizer state as 64 hex digits. The hash does not depend on the layout.
 
-    For each tensor, in the order of the names, it covers a line with name, dtype and shape, and then the bytes. State
-    that differs between replicas has other names and is not covered.
+    The hash covers the tensors `model.…` and `optimizer.…`, in the order of their names: for each one, a line with
+    name, dtype and shape, and then its bytes. State that differs between data-parallel replicas has other names, and
+    the hash does not cover it.
 
     Args:
         checkpoint: the directory of the checkpoint.
-        batch_bytes: how many bytes of tensors are loaded at a time; a larger tensor is loaded alone.
+        batch_bytes: tensors are loaded in batches, and a batch ends when it has at least this many bytes.
     """
     metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     names = sorted(
@@ -350,7 +366,7 @@ def iterate_tensors(
     Args:
         checkpoint: the directory of the checkpoint.
         names: names of tensors.
-        batch_bytes: how many bytes of tensors are loaded at a time; a larger tensor is loaded alone.
+        batch_bytes: tensors are loaded in batches, and a batch ends when it has at least this many bytes.
     """
     metadata: Any = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     batch: StateDict = {}
@@ -379,8 +395,10 @@ def collect_versions() -> dict[str, str]:
 
 
 def _hash_files_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Sync the files that a rank wrote, and return their sizes and hashes by name."""
-    files = sorted(folder.glob(f"__{rank}_*.distcp")) + ([folder / catalog.METADATA_FILE] if rank == 0 else [])
+    """Sync the files that a rank wrote, and return `size` and `sha256` of each file by name."""
+    files = sorted(folder.glob(f"__{rank}_*.distcp"))  # DCP's names of a rank's files.
+    if rank == 0:  # Rank 0 also writes DCP's metadata.
+        files.append(folder / catalog.METADATA_FILE)
     for path in files:
         fsync(path)
     return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in files}
@@ -389,7 +407,7 @@ def _hash_files_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
     """Return the error to raise for a failed save: a StorageError if the disk caused it, otherwise a RuntimeError."""
     causes = [error]
-    if isinstance(error, CheckpointException):
+    if isinstance(error, CheckpointException):  # Each of its failures is a pair of an exception and its traceback.
         causes = [failure[0] for failure in error.failures.values()]
     for cause in causes:
         if (storage_error := find_storage_error(cause, folder)) is not None:
@@ -444,6 +462,7 @@ class CheckpointReader(dcp.FileSystemReader):
         """Return the metadata. Raise CheckpointError if DCP did not write the file."""
         if self._metadata is None:
             self._metadata = _unpickle_metadata(self._file)
+            # DCP's own `read_metadata` sets these fields in the same way.
             self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id
         return self._metadata

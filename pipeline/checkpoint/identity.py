@@ -28,9 +28,10 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     """Return the entries of a checkpoint's manifest that identify the run.
 
     These are hashes of config and data, the config values that are hashed, and the version of the sample order. If the
-    data is a mixture, its weights are a separate entry, because they may change for later steps.
+    data is a mixture, its weights are a separate entry, because the user may change the weights of later steps.
     """
-    # `add_special_tokens` is not part of the hash of the config, because the hash of the data covers the tokens.
+    # The default value of `add_special_tokens` keeps this key out of the hash of the config. The hash of the data
+    # already covers the tokens.
     default = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}
     config = config.model_copy(update={"data": config.data.model_copy(update=default)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
@@ -85,8 +86,8 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """
     saved_config = saved.get("config") or now["config"]  # Manifests of older versions do not contain the config.
     keys = sorted({**saved_config, **now["config"]})
-    values = {key: (saved_config.get(key, "unset"), now["config"].get(key, "unset")) for key in keys}
-    changes = "".join(f", {key} {old} → {new}" for key, (old, new) in values.items() if old != new)
+    old_and_new_values = {key: (saved_config.get(key, "unset"), now["config"].get(key, "unset")) for key in keys}
+    changes = "".join(f", {key} {old} → {new}" for key, (old, new) in old_and_new_values.items() if old != new)
     for key in ("config_hash", "data_hash", "order_version", "source_hash"):
         if saved.get(key) != now.get(key):
             raise CheckpointError(
@@ -97,6 +98,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
     def get_weights_in_effect(identity: Mapping[str, Any]) -> list[Any]:
+        """Return the weights of the mixture that apply to steps up to that of the checkpoint."""
         return [entry for entry in identity.get("weights", []) if entry.get("from_step", 1) <= saved["step"]]
 
     saved_weights = get_weights_in_effect(saved)
@@ -113,6 +115,10 @@ def describe_version_changes(saved: Mapping[str, str], now: Mapping[str, str]) -
     """Return a text with the versions that differ from those of a checkpoint; None if all are equal.
 
     If versions differ, results may differ in the last digits.
+
+    Args:
+        saved: the versions in the manifest of the checkpoint (`collect_versions`), by name.
+        now: the versions of this process.
     """
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     return "; ".join(f"{name} {saved.get(name)} → {now.get(name)}" for name in names) or None

@@ -22,6 +22,7 @@ from pipeline.data.special_tokens import EndOfTurn, find_end_of_turn, get_added_
 from pipeline.run.directory import Run
 
 GENERATION = "generation_config.json"
+"""File of a Hugging Face model with the tokens at which `generate` stops, by id."""
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files that contain tokens as texts, not as ids."""
 
@@ -35,7 +36,9 @@ class ModelTokens:
     eos_token: str
     """The EOS token of the tokenizer."""
     bos_id: int | None
+    """Id of the BOS token; None if there is none."""
     pad_id: int | None
+    """Id of the pad token; None if there is none."""
     names: Mapping[str, str]
     """The other special tokens by the keys of tokenizer_config.json, such as `bos_token`."""
     chat_template: str | None
@@ -91,8 +94,8 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
 
     Args:
         run: the run.
-        manifest: describes its shards.
-        tokenizer: its tokenizer.
+        manifest: describes the shards of the run.
+        tokenizer: the tokenizer of the run.
 
     Raises:
         CheckpointError: if `source.json` is missing or damaged.
@@ -122,6 +125,7 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
         return generation[key] if generation.get(key) is not None else config.get(key)
 
     def find_token_id(name: str) -> int | None:
+        """Return the id of a token such as `bos_token`, from the source model, otherwise from the tokenizer."""
         source_id = get_source_id(f"{name}_id")
         return source_id if isinstance(source_id, int) else tokenizer.token_to_id(names.get(name, ""))
 
@@ -160,12 +164,15 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
 
 
 def _format_tokens(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
+    """Return the texts of tokens, separated by spaces; `no special token` if `ids` is empty."""
     return " ".join(str(tokenizer.id_to_token(each)) for each in ids) or "no special token"
 
 
 def _as_list(value: Any) -> list[Any]:
     """Return the ids in a value of config.json, which may be a number, a list or null."""
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _get_token_text(value: Any) -> str | None:

@@ -42,7 +42,7 @@ def select_steps(run: Run, selection: str | None) -> list[int]:
     return [int(selection)]
 
 
-def missing_outputs(run: Run) -> str | None:
+def describe_missing_outputs(run: Run) -> str | None:
     """Return why the evaluation is not done; None if every selected checkpoint has a result."""
     if run.config.data.held_out == 0:
         return None

@@ -60,7 +60,7 @@ _MISSING_ACTIONS = {
 """Why the stage is not done, by key of the action that remains (see `_remaining_actions`)."""
 
 
-def missing_outputs(run: Run) -> str | None:
+def describe_missing_outputs(run: Run) -> str | None:
     """Return why the stage is not done; None if the newest checkpoint is published and all later actions succeeded."""
     step = find_newest_step(run.checkpoints_dir)
     if not step:

@@ -39,13 +39,14 @@ MIN_LOSSES = 20
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge (position, count) ranges that overlap or touch. Return them in ascending order."""
+    """Merge (position, count) ranges that overlap or touch. Return the merged ranges in ascending order."""
     merged: list[tuple[int, int]] = []
     for start, count in sorted(ranges):
-        if merged and start <= sum(merged[-1]):
-            merged_start, merged_count = merged.pop()
-            count = max(merged_count, start + count - merged_start)
-            start = merged_start
+        if merged:
+            previous_start, previous_count = merged[-1]
+            if start <= previous_start + previous_count:
+                merged[-1] = (previous_start, max(previous_count, start + count - previous_start))
+                continue
         merged.append((start, count))
     return merged
 
@@ -78,18 +79,23 @@ class BadStepGuard(Callback):
     Args:
         run: the run.
         decisions: the lines of decisions.jsonl, the same on all ranks.
-        metrics: the lines of metrics.jsonl up to the restored step, the same on all ranks.
-        writes: whether this rank writes decisions.jsonl.
+        metrics: the lines of metrics.jsonl up to the step of the restored checkpoint, the same on all ranks.
+        writes_decisions: whether this rank writes decisions.jsonl and events.
     """
 
     def __init__(
-        self, run: Run, *, decisions: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]], writes: bool
+        self,
+        run: Run,
+        *,
+        decisions: Iterable[Mapping[str, Any]],
+        metrics: Iterable[Mapping[str, Any]],
+        writes_decisions: bool,
     ) -> None:
         self.run = run
         self.limits = run.config.recovery
-        self.writes = writes
+        self.writes_decisions = writes_decisions
         self._skip_reasons: dict[int, str] = {}
-        """Why the batch that starts at a position was skipped, by position."""
+        """For each skipped batch: the position of its first sample, and why the batch was skipped."""
         excluded = []
         for line in decisions:
             if line["decision"] == "skip":
@@ -112,7 +118,9 @@ class BadStepGuard(Callback):
 
     @classmethod
     def load(cls, run: Run, group: dist.ProcessGroup) -> BadStepGuard:
-        """Return the guard for the steps after the restored one. Rank 0 reads the files. All ranks must call this.
+        """Return a guard for the steps that follow the restored checkpoint. All ranks must call this.
+
+        Rank 0 reads decisions.jsonl and metrics.jsonl, and sends their lines to the other ranks.
 
         Args:
             run: the run.
@@ -127,7 +135,7 @@ class BadStepGuard(Callback):
             return read_required_lines(run.decisions_file, is_decision), metrics
 
         decisions, metrics = all_gather_results(group, read_files)[0]
-        return cls(run, decisions=decisions, metrics=metrics, writes=is_rank0)
+        return cls(run, decisions=decisions, metrics=metrics, writes_decisions=is_rank0)
 
     @property
     def consecutive_bad_steps(self) -> int:
@@ -140,6 +148,8 @@ class BadStepGuard(Callback):
 
     def check_step(self, step: int, loss: float, grad_norm: float) -> str | None:
         """Return why this step must not change the weights; None if the step is good.
+
+        A step is bad if an earlier attempt skipped its batch, or if its loss or gradient norm is bad.
 
         Args:
             step: the number of the step.
@@ -160,7 +170,7 @@ class BadStepGuard(Callback):
         self._bad_positions.append(position)
         if len(self._bad_positions) > self.limits.skip_bad_steps:
             first = self._bad_positions[0]
-            count = position + global_batch - first
+            count = position + global_batch - first  # Also includes excluded samples between the bad batches.
             self._write_decision("leave_out", first, step, reason, samples=count)
             raise NonFiniteError(
                 "train.bad_steps",
@@ -173,7 +183,7 @@ class BadStepGuard(Callback):
         return reason
 
     def _find_problem(self, loss: float, grad_norm: float) -> str | None:
-        """Return why a step with these numbers is bad; None if it is good."""
+        """Return why a step with this loss and this gradient norm is bad; None if the step is good."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
@@ -184,12 +194,21 @@ class BadStepGuard(Callback):
         mean = statistics.fmean(self._losses)
         deviation = statistics.pstdev(self._losses, mean)
         if loss > mean + limit * deviation:
-            return f"the loss {loss:.4f} is {(loss - mean) / max(deviation, 1e-12):.1f} deviations above {mean:.4f}"
+            deviations = (loss - mean) / max(deviation, 1e-12)  # The minimum avoids a division by zero.
+            return f"the loss {loss:.4f} is {deviations:.1f} deviations above {mean:.4f}"
         return None
 
     def _write_decision(self, decision: str, position: int, step: int, reason: str, **fields: int) -> None:
-        """Write a line of decisions.jsonl, and an event, on the rank that writes."""
-        if self.writes:
+        """Write a line of decisions.jsonl and an event, if this rank writes decisions.
+
+        Args:
+            decision: `skip` or `leave_out`.
+            position: the position of the first sample of the batch, or of the excluded samples.
+            step: the number of the step.
+            reason: why the step is bad.
+            **fields: further fields of the line.
+        """
+        if self.writes_decisions:
             line = {
                 "time": utc_timestamp(),
                 "decision": decision,

@@ -29,8 +29,11 @@ BARRIER_TIMEOUT = timedelta(seconds=120)
 GROUP_TIMEOUT = 3 * BARRIER_TIMEOUT
 """The time-out of the group: how long the other ranks wait for rank 0. It is longer, because rank 0 itself may wait."""
 MIN_FREE_BYTES = 16 << 20
+"""The file system counts as full if fewer bytes are free: 16 MiB."""
 MIN_FREE_INODES = 100
+"""The file system counts as full if fewer inodes are free."""
 _MATRIX_SIZE = 256
+"""Rows and columns of the two matrices of ones, whose product has this number in each entry."""
 
 
 def check_health(run: Run, rank_info: RankInfo, world: groups.World) -> None:
@@ -49,7 +52,7 @@ def check_health(run: Run, rank_info: RankInfo, world: groups.World) -> None:
 
 
 def check_this_rank(run: Run, rank_info: RankInfo, device: torch.device) -> None:
-    """Check this rank's device and, on the first rank of each node, the file system.
+    """Check this rank's device. The first rank of each node also checks the file system.
 
     Raises:
         NodeError: if the device or the file system does not work on this node.
@@ -131,9 +134,12 @@ def check_all_ranks(world: groups.World, group: dist.ProcessGroup, hosts: Sequen
     try:
         dist.monitored_barrier(group, timeout=BARRIER_TIMEOUT, wait_all_ranks=True)
     except RuntimeError as error:
+        # On rank 0, the error names the ranks that did not arrive. On other ranks, a timeout means that rank 0 did not
+        # arrive.
         missing = re.search(r"Ranks? (\d+)[\d, ]* failed to pass", str(error))
         rank = int(missing[1]) if missing else 0
-        if rank == world.rank or not (missing or "Timed out" in str(error)):
+        is_rank_known = missing is not None or "Timed out" in str(error)
+        if rank == world.rank or not is_rank_known:
             message = f"not all ranks arrived within {BARRIER_TIMEOUT}: {error}"
             raise PeerLostError("rank.lost_peer", message) from error
         message = f"{hosts[rank]}: rank {rank} did not arrive within {BARRIER_TIMEOUT}: {error}"

@@ -42,7 +42,7 @@ class Deadline(Callback):
 
     Args:
         flag: has the start time of this process and the time of the first signal.
-        time_limit_s: seconds from process start to the job's time limit; None if unlimited.
+        time_limit_s: seconds from the start of this process to the end of the job's time limit; None if unlimited.
         grace_period_s: seconds between a termination signal and SIGKILL; None if unknown.
     """
 
@@ -58,22 +58,29 @@ class Deadline(Callback):
         self.is_saving = False
         """Whether a save is in progress. The next save must wait for it."""
         self._grace_period_s = math.inf if grace_period_s is None else grace_period_s
-        self._time_limit = math.inf if time_limit_s is None else flag.start_time + time_limit_s
+        self._end_time = math.inf if time_limit_s is None else flag.start_time + time_limit_s
+        """When the job reaches its time limit, by the monotonic clock; infinity if the job has no time limit."""
         self._step_count = 0
 
     def should_stop(self, after_s: float = 0.0) -> bool:
-        """Return True if the job must stop to save within its time limit.
+        """Return True if the job must stop now to save within its time limit.
+
+        The reserve is the time of two steps and of two and a half saves, and a margin. A save in progress must finish
+        before the next save.
 
         Args:
-            after_s: seconds of other work before the stop.
+            after_s: seconds of other work that would be done before the stop.
         """
         reserve_s = 2 * self.longest_step_s + 2.5 * self.expected_save_s + SAFETY_MARGIN_S
-        return time.monotonic() + after_s + reserve_s >= self._time_limit
+        return time.monotonic() + after_s + reserve_s >= self._end_time
 
     def time_remaining_s(self) -> float:
-        """Return the seconds until this process is killed, as far as this rank knows; infinity if it does not know."""
+        """Return the seconds until this process is killed: at the time limit, or when the grace period ends.
+
+        The grace period begins with the first signal. Return infinity if neither of these times is known.
+        """
         grace_period_end = math.inf if self.flag.signal_time is None else self.flag.signal_time + self._grace_period_s
-        return min(self._time_limit, grace_period_end) - time.monotonic()
+        return min(self._end_time, grace_period_end) - time.monotonic()
 
     def save_duration_s(self) -> float:
         """Return the expected seconds until a save that is requested now would be finished."""
@@ -82,7 +89,8 @@ class Deadline(Callback):
     def record_step(self, seconds: float) -> None:
         """Update `longest_step_s` with the duration of a step.
 
-        Each step reduces the previous maximum by 10 %. The second step replaces the first, which may compile.
+        Each step reduces the previous maximum by 10 %. The second step of an attempt replaces the duration of the first
+        one, because the first step may include the time of torch.compile.
         """
         self.longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.9 * self.longest_step_s)
         self._step_count += 1
@@ -95,9 +103,9 @@ class Deadline(Callback):
         """Record that a save is in progress."""
         self.is_saving = True
 
-    def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
+    def on_saved(self, trainer: TrainerContext, step: int, save_duration_s: float) -> None:
         """Record the duration of the save."""
-        self.expected_save_s = max(self.expected_save_s, seconds)
+        self.expected_save_s = max(self.expected_save_s, save_duration_s)
         self.is_saving = False
 
 
@@ -117,14 +125,22 @@ class StopCoordinator:
         self.group = group
         self.deadline = deadline or Deadline(flag)
         self.stop_reason: str | None = None
-        """Why the ranks stop: the name of a signal, or `LOCAL_DEADLINE`; None if no rank requested a stop."""
+        """Why the ranks stop: the name of a signal, or `LOCAL_DEADLINE` if a rank must stop because of its `deadline`.
+
+        None if no rank requested a stop.
+        """
         self.is_too_late_to_save = False
-        """Whether any rank would be killed before a save is finished."""
-        self.agreed_requests: set[str] = set()
-        """Names of the other requests that any rank had at the latest exchange."""
-        self._pending: dict[str, Callable[[], bool]] = {}
-        self._votes: torch.Tensor | None = None
+        """Whether at least one rank would be killed before a save that starts now would finish."""
+        self.pending_requests: set[str] = set()
+        """Names of the requests, except a stop, that at least one rank had at the latest exchange."""
+        self._pending_checks: dict[str, Callable[[], bool]] = {}
+        """For the name of each request, a function that returns True if this rank has the request."""
+        self._message: torch.Tensor | None = None
+        """The numbers that the ranks exchange, as float64: the index of the reason to stop in `STOP_REASONS`, 1 or 0
+        for each other request, minus the remaining seconds, and the duration of a save. The all-reduce replaces each
+        number by the maximum over the ranks."""
         self._work: dist.Work | None = None
+        """The all-reduce in progress."""
 
     def add_request(self, name: str, is_pending: Callable[[], bool]) -> None:
         """Add a kind of request to each exchange. All ranks must add the same names in the same order.
@@ -133,34 +149,37 @@ class StopCoordinator:
             name: the name of the request.
             is_pending: returns True if this rank has the request.
         """
-        self._pending[name] = is_pending
+        self._pending_checks[name] = is_pending
 
     def wants_attention(self) -> bool:
         """Return True if this rank has any request. This takes a few microseconds."""
         if self.flag or self.deadline.should_stop():
             return True
-        return any(is_pending() for is_pending in self._pending.values())
+        return any(is_pending() for is_pending in self._pending_checks.values())
 
     def start_exchange(self) -> None:
         """Start to exchange the requests that this rank has now."""
         reason = self.flag.reason or (LOCAL_DEADLINE if self.deadline.should_stop() else None)
-        votes = [float(STOP_REASONS.index(reason))]
-        votes += [float(is_pending()) for is_pending in self._pending.values()]
-        votes += [-self.deadline.time_remaining_s(), self.deadline.save_duration_s()]
-        self._votes = torch.tensor(votes, dtype=torch.float64)
-        self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        numbers = [float(STOP_REASONS.index(reason))]
+        numbers += [float(is_pending()) for is_pending in self._pending_checks.values()]
+        # The maximum of the negative times is the shortest remaining time of all ranks.
+        numbers += [-self.deadline.time_remaining_s(), self.deadline.save_duration_s()]
+        self._message = torch.tensor(numbers, dtype=torch.float64)
+        self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def finish_exchange(self) -> bool:
-        """Wait for the exchange, and set `stop_reason`, `agreed_requests` and `is_too_late_to_save`.
+        """Wait for the exchange, and set `stop_reason`, `pending_requests` and `is_too_late_to_save`.
 
         Return True if any rank requested a stop when it called `start_exchange`.
         """
-        assert self._votes is not None and self._work is not None, "call start_exchange first"
+        assert self._message is not None and self._work is not None, "call start_exchange first"
         self._work.wait()
-        reason, *requests, minus_remaining_s, save_s = self._votes.tolist()
-        self.stop_reason = STOP_REASONS[int(reason)]
+        reason_index, *requests, minus_remaining_s, save_s = self._message.tolist()
+        self.stop_reason = STOP_REASONS[int(reason_index)]
         self.is_too_late_to_save = save_s >= -minus_remaining_s
-        self.agreed_requests = {name for name, vote in zip(self._pending, requests, strict=True) if vote > 0}
+        self.pending_requests = {
+            name for name, request in zip(self._pending_checks, requests, strict=True) if request > 0
+        }
         return self.stop_reason is not None
 
     def exchange(self) -> bool:
@@ -196,12 +215,12 @@ class RequestFile:
         return self._is_pending
 
     def accept(self) -> None:
-        """Record that the request is being carried out."""
+        """Record that the request is being carried out. Without a request, do nothing."""
         self._accepted_mtime_ns = self._read_mtime_ns() if self._is_pending else None
         self._is_pending = False
 
     def defer(self) -> None:
-        """Ignore this request and later ones in this attempt, so that the next attempt carries them out."""
+        """Stop checking for the file in this attempt, so that the next attempt carries out the request."""
         self._is_pending = False
         self._next_check = math.inf
 
@@ -213,6 +232,7 @@ class RequestFile:
         self._accepted_mtime_ns = None
 
     def _read_mtime_ns(self) -> int | None:
+        """Return the modification time of the file in nanoseconds; None if the file cannot be read."""
         with suppress(OSError):
             return self.file.stat().st_mtime_ns
         return None
@@ -235,6 +255,6 @@ class SaveRequests(Callback):
         """Accept the request, because this checkpoint fulfills it."""
         self._request.accept()
 
-    def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
+    def on_saved(self, trainer: TrainerContext, step: int, save_duration_s: float) -> None:
         """Remove the request, because the checkpoint was saved."""
         self._request.complete()

@@ -2,8 +2,8 @@
 
 Step times do not show which rank is slow, because all ranks wait for the slowest one in each collective. Therefore each
 rank measures its local compute time: forward passes, and waiting for data. With ZeRO 3 and tensor parallelism, forward
-passes contain collectives, so ranks of one group have equal times. Every `train.log_every` steps the ranks compare
-their times. The peers of a rank are the ranks with the same pipeline-parallel stages:
+passes contain collectives, so all ranks of a process group measure equal times. Every `train.log_every` steps the ranks
+compare their times. The peers of a rank are the ranks with the same pipeline-parallel stages:
 
 - A rank becomes a straggler if its time is above 1.3 times the median of its peers in three checks in a row.
 - It has recovered after three checks in a row up to 1.15 times the median. Both changes are events.
@@ -40,9 +40,9 @@ HOST_FILE_INTERVAL_S = 60.0
 
 
 class LocalComputeTimer:
-    """Measures the seconds that this rank computes: those within the context manager, and those of `add_seconds`.
+    """Measures for how many seconds this rank computes: within the context manager, plus the time of `add_seconds`.
 
-    On a CUDA device, the device's clock measures them.
+    On a CUDA device, CUDA events measure the time of the device within the context manager.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,8 +72,9 @@ class LocalComputeTimer:
             self._seconds += time.perf_counter() - self._start_time
 
     def read_and_reset(self) -> float:
-        """Return the seconds since the last call. On CUDA, the device must have finished the measured work."""
-        seconds: float = self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1000
+        """Return the seconds measured since the last call. On CUDA, the device must have finished the measured work."""
+        device_ms = sum(start.elapsed_time(end) for start, end in self._events)
+        seconds: float = self._seconds + device_ms / 1000
         self._seconds = 0.0
         self._events.clear()
         return seconds
@@ -85,8 +86,9 @@ class StragglerDetector(Callback):
     Args:
         run: the run.
         group: a Gloo group of all ranks, used only from the thread that trains.
-        pipeline_ranks: the pipeline rank of each rank. Ranks with the same number are peers: they do the same work.
-        timer: measures this rank.
+        pipeline_ranks: for each rank, its position in the pipeline. Ranks with the same position are peers, because
+            they do the same work.
+        timer: measures the local compute time of this rank.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class StragglerDetector(Callback):
         self._changed_checks: dict[int, int] = {}
         """For each rank, in how many checks in a row its speed did not match its state."""
         self._sums: dict[str, list[float]] = {}
-        """For each host, the sum of its ranks' times and the sum of the medians of their peers, in seconds."""
+        """For each host, two sums in seconds: the times of its ranks, and the medians of the times of their peers."""
         self._next_host_file_time = 0.0
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
@@ -139,15 +141,17 @@ class StragglerDetector(Callback):
             sums[0] += rank_s
             sums[1] += median_s
             was_straggler = rank in self._stragglers
-            is_slow = median_s > 0 and rank_s > (RECOVERED_RATIO if was_straggler else SLOW_RATIO) * median_s
+            limit_ratio = RECOVERED_RATIO if was_straggler else SLOW_RATIO
+            is_slow = median_s > 0 and rank_s > limit_ratio * median_s
             self._changed_checks[rank] = 0 if is_slow == was_straggler else self._changed_checks.get(rank, 0) + 1
             if self._changed_checks[rank] < CONSECUTIVE_CHECKS:
                 continue
             self._changed_checks[rank] = 0
-            self._stragglers ^= {rank}
             if was_straggler:
+                self._stragglers.remove(rank)
                 self.run.append_event(Recovered(stage="train", step=step, rank=rank, host=host))
                 continue
+            self._stragglers.add(rank)
             ratio = round(rank_s / median_s, 2)
             self.run.append_event(Straggler(stage="train", step=step, rank=rank, host=host, ratio=ratio))
             print(f"straggler: rank {rank} on {host} takes {ratio} × the median of its peers", flush=True)

@@ -36,7 +36,7 @@ from pipeline.train.callback import Callback, TrainerContext
 MIN_LIMIT_S = 300.0
 MAX_LIMIT_S = 6000.0
 LIMIT_PER_STEP_S = 20.0
-"""Limit of a phase, as a multiple of the longest recent step."""
+"""The limit of a phase in seconds, for each second of the longest recent step."""
 SUSPENSION_S = 1.0
 """If the thread wakes up late by more than this, its process was suspended (`scontrol suspend`)."""
 EXIT_DELAY_S = 3.0
@@ -70,7 +70,7 @@ class Watchdog(Callback):
         self.rank_info = rank_info
         self.flag = flag
         self.limits = run.config.recovery
-        self.file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
+        self.report_file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
         self._longest_step_s = 0.0
         self._step_count = 0
         # The step, the number of the phase within the step, its name, and its start time. The tuple is always replaced
@@ -81,13 +81,14 @@ class Watchdog(Callback):
 
     def start(self) -> None:
         """Start the thread. The first phase is `start`."""
-        self.file.unlink(missing_ok=True)
+        self.report_file.unlink(missing_ok=True)
         self._thread.start()
 
     def enter_phase(self, step: int, phase: str) -> None:
         """Record that this rank begins `phase` of `step`."""
-        previous_step, number, _, _ = self._phase
-        self._phase = (step, number + 1 if step == previous_step else 0, phase, time.monotonic())
+        previous_step, previous_number, _, _ = self._phase
+        phase_number = previous_number + 1 if step == previous_step else 0
+        self._phase = (step, phase_number, phase, time.monotonic())
 
     def on_phase(self, trainer: TrainerContext, step: int, phase: str) -> None:
         """Record the phase."""
@@ -96,7 +97,8 @@ class Watchdog(Callback):
     def record_step(self, seconds: float) -> None:
         """Adapt the limit of phases to the duration of a step.
 
-        Each step reduces the previous maximum by 5 %. The second step replaces the first, which may compile.
+        Each step reduces the previous maximum by 5 %. The second step of an attempt replaces the duration of the first
+        one, because the first step may include the time of torch.compile.
         """
         self._longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.95 * self._longest_step_s)
         self._step_count += 1
@@ -124,29 +126,33 @@ class Watchdog(Callback):
         suspended_s = 0.0  # Time for which the process was suspended during the current phase.
         last_check = time.monotonic()
         last_phase = self._phase
+        # A limit below 4 s is checked more often than once per second. `limit_s("step")` is the limit of every phase
+        # except `start` and `save`.
         while not self._closed.wait(interval_s := min(1.0, self.limit_s("step") / 4)):
             self.flag.poll()
             now = time.monotonic()
             if last_phase is not self._phase:
                 suspended_s = 0.0
+            # The thread woke up this much later than planned, beyond a tolerance: the process was suspended.
             suspended_s += max(0.0, now - last_check - interval_s - SUSPENSION_S)
             last_check = now
             last_phase = self._phase
-            step, number, phase, start_time = last_phase
+            step, phase_number, phase, start_time = last_phase
             seconds = now - start_time - suspended_s
             if seconds > self.limit_s(phase):
-                report = threading.Thread(target=self._report, args=(step, number, phase, seconds), daemon=True)
-                report.start()
-                report.join(REPORT_TIMEOUT_S)
+                arguments = (step, phase_number, phase, seconds)
+                report_thread = threading.Thread(target=self._report, args=arguments, daemon=True)
+                report_thread.start()
+                report_thread.join(REPORT_TIMEOUT_S)
                 time.sleep(EXIT_DELAY_S + self._longest_step_s)
                 os._exit(ExitCode.HANG)
 
-    def _report(self, step: int, number: int, phase: str, seconds: float) -> None:
-        """Write reports of the hang and of the error.
+    def _report(self, step: int, phase_number: int, phase: str, seconds: float) -> None:
+        """Write the hang report (`hang-rank-N.json`), and an error report about the hang (`error-rank-N.json`).
 
         Args:
             step: the step in which the rank hangs.
-            number: the number of the phase within the step.
+            phase_number: the number of the phase within the step, counted from 0.
             phase: the name of the phase.
             seconds: the duration of the phase so far.
         """
@@ -155,9 +161,9 @@ class Watchdog(Callback):
             file.seek(0)
             stacks = file.read().decode(errors="replace")
         rank = self.rank_info.rank
-        facts = {"rank": rank, "host": os.uname().nodename, "step": step, "number": number, "phase": phase}
+        facts = {"rank": rank, "host": os.uname().nodename, "step": step, "number": phase_number, "phase": phase}
         facts |= {"seconds": round(seconds, 1), "limit_s": self.limit_s(phase), "stacks": stacks}
-        write_json(self.file, {**facts, "collectives": list_recent_collectives()})
+        write_json(self.report_file, {**facts, "collectives": list_recent_collectives()})
         message = f"rank {rank} was in phase '{phase}' of step {step} for {seconds:.0f} s:\n{stacks}"
         print(message, file=sys.stderr, flush=True)
         write_error_report(self.run, self.stage, self.rank_info, ExitCode.HANG, message)
@@ -176,7 +182,9 @@ def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:
 
         # torch 2.13 renamed the function.
         name = "_dump_fr_trace_json" if hasattr(c10d, "_dump_fr_trace_json") else "_dump_nccl_trace_json"
+        # The arguments are includeCollectives and onlyActive.
         for entry in json.loads(getattr(c10d, name)(True, False))["entries"][-count:]:
             facts = {key: entry[torch_key] for key, torch_key in _FLIGHT_RECORDER_KEYS.items()}
+            # `process_group` has the name and the description of the group.
             collectives.append({**facts, "group": entry["process_group"][-1]})
     return sorted(collectives, key=lambda entry: entry["time_ns"])[-count:]

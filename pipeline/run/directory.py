@@ -122,7 +122,7 @@ class Run:
         self.stop_file = self.path / "stop"
         self.save_file = self.path / "save"
         self.profile_file = self.path / "profile"
-        self.profile_taken_file = self.path / "profile.taken"
+        self.accepted_profile_request_file = self.path / "profile.taken"
         self.cancelled_file = self.path / "cancelled"
         self._config = None if self.config_file.exists() else config
         self._config_stamp = (0, 0)
@@ -495,7 +495,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def lock_stage(self, stage: str, task: int | None = None, patience_s: float = 1.0) -> int | None:
+    def lock_stage(self, stage: str, task: int | None = None, timeout_s: float = 1.0) -> int | None:
         """Take the lock of a stage, or of one task of its array, and write the pid and host of this process into it.
 
         The lock of the whole stage does not lock the tasks of its array.
@@ -503,7 +503,7 @@ class Run:
         Args:
             stage: the stage.
             task: the index of the array task; None for a job without an array.
-            patience_s: how long to wait for the lock.
+            timeout_s: how long to wait for the lock.
 
         Returns:
             The file descriptor; None if another process holds the lock. Ranks that this process starts inherit the
@@ -512,7 +512,7 @@ class Run:
         name = "lock" if task is None else f"lock-{task}"
         fd = open_lock_file(self.stage_dir(stage) / name)
         # wait, because lock_holder() takes the lock for a moment to test it
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not try_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > deadline:
                 os.close(fd)
@@ -544,18 +544,18 @@ class Run:
     # -- code ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def lock_exclusively(self, patience_s: float = math.inf) -> Iterator[None]:
+    def lock_exclusively(self, timeout_s: float = math.inf) -> Iterator[None]:
         """Hold the lock under which a process creates this run, changes it, replaces its code or submits its jobs.
 
         A process that holds this lock never waits for a job, so jobs may also take the lock. The config is read again
         after taking the lock, because another process may have changed the config.
 
         Args:
-            patience_s: how long to wait for the lock. After this time the `with` block runs without the lock, because a
+            timeout_s: how long to wait for the lock. After this time the `with` block runs without the lock, because a
                 suspended process may hold it.
         """
-        deadline = time.monotonic() + patience_s
-        wait_flag = 0 if math.isinf(patience_s) else fcntl.LOCK_NB  # without a limit, flock itself waits
+        deadline = time.monotonic() + timeout_s
+        wait_flag = 0 if math.isinf(timeout_s) else fcntl.LOCK_NB  # without a limit, flock itself waits
         with open(open_lock_file(self.path / ".creating"), "rb") as lock:
             while not try_flock(lock.fileno(), fcntl.LOCK_EX | wait_flag) and time.monotonic() < deadline:
                 time.sleep(0.2)

@@ -1,8 +1,8 @@
 """Stage modules: the interface between a stage's code and the rest of Sluice.
 
 The table of stages (pipeline/config/stages.py) names the module of each stage. Importing a stage module must not load
-torch, numpy or h5py, because commands on the login node call its `missing_outputs` and `progress`. Slow imports belong
-inside `run_stage`.
+torch, numpy or h5py, because commands on the login node call its `describe_missing_outputs` and `progress`. Slow
+imports belong inside `run_stage`.
 
 A stage is done when its outputs validate, never because a job exited with 0.
 """
@@ -45,15 +45,15 @@ class StageModule(Protocol):
 
     A module may also define these optional functions. Use the functions of this file to call them.
 
-    - `quick_missing_outputs(run) -> str | None`: a cheap version of `missing_outputs` for commands that only show a
-      run. It opens few files.
+    - `describe_missing_outputs_quickly(run) -> str | None`: a cheap version of `describe_missing_outputs` for commands
+      that only show a run. It opens few files.
     - `missing_inputs(run) -> str | None`: for a stage that has not started, which input file is missing, and the
       remedy.
     - `resume_note(run) -> str | None`: what a user should know before the stage continues from existing outputs.
     - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject. The run may not exist yet.
     """
 
-    def missing_outputs(self, run: Run) -> str | None:
+    def describe_missing_outputs(self, run: Run) -> str | None:
         """Return why the stage is not done; None if its outputs validate.
 
         This checks the sizes of files. The readers of the files verify the hashes.
@@ -73,10 +73,10 @@ def load_stage_module(stage: str) -> StageModule:
     return cast(StageModule, importlib.import_module(STAGES[stage].module))
 
 
-def quick_missing_outputs(run: Run, stage: str) -> str | None:
+def describe_missing_outputs_quickly(run: Run, stage: str) -> str | None:
     """Return why the stage is not done, by its cheap check if it has one; None if it seems done."""
     module = load_stage_module(stage)
-    check = getattr(module, "quick_missing_outputs", module.missing_outputs)
+    check = getattr(module, "describe_missing_outputs_quickly", module.describe_missing_outputs)
     reason: str | None = check(run)
     return reason
 
@@ -93,7 +93,7 @@ def check_stage_inputs(run: Run) -> None:
     for stage in list_run_stages(run):
         module = load_stage_module(stage)
         check = getattr(module, "check_inputs", None)
-        if check is not None and module.missing_outputs(run) is not None:
+        if check is not None and module.describe_missing_outputs(run) is not None:
             check(run)
 
 

@@ -97,11 +97,11 @@ class Callback:
     def on_save(self, trainer: TrainerContext, step: int) -> None:
         """Run when the checkpoint of `step` is about to be saved."""
 
-    def on_saved(self, trainer: TrainerContext, step: int, seconds: float) -> None:
+    def on_saved(self, trainer: TrainerContext, step: int, save_duration_s: float) -> None:
         """Run after the checkpoint was committed, on rank 0 only and in the thread that writes it.
 
         Args:
-            seconds: the duration of the save.
+            save_duration_s: the duration of the save in seconds.
         """
 
     def on_stop(self, trainer: TrainerContext, step: int, reason: str) -> None:
@@ -184,10 +184,10 @@ class CallbackList:
         for hook in self._on_save:
             hook(self._trainer, step)
 
-    def on_saved(self, step: int, seconds: float) -> None:
+    def on_saved(self, step: int, save_duration_s: float) -> None:
         """Call `Callback.on_saved`."""
         for hook in self._on_saved:
-            hook(self._trainer, step, seconds)
+            hook(self._trainer, step, save_duration_s)
 
     def on_stop(self, step: int, reason: str) -> None:
         """Call `Callback.on_stop`."""

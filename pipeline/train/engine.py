@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # The import takes half a second, and only runs with pipeline
 def compute_step_seed(seed: int, step: int, stream: int, micro_batch: int) -> int:
     """Return the seed for the random numbers of one micro-batch; `stream` is this rank's `Layout.random_stream`."""
     text = f"{seed}/{step}/{stream}/{micro_batch}".encode()
+    # The shift keeps 63 bits, because torch's seeds are signed 64-bit integers.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
@@ -90,21 +91,25 @@ class Engine:
         parallel = config.parallel
         has_full_model = layout.pp == 1 and layout.tp == 1 and layout.zero == 0 and not parallel.offload
         mesh = None if has_full_model else layout.build_device_mesh(world.device.type)
-        self._is_split = mesh is not None
+        self._has_distributed_model = mesh is not None
+        """Whether the parameters are distributed over ranks: by FSDP, tensor parallelism or a pipeline."""
         self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
         self._random_stream = layout.random_stream(world.rank)
         self._loss_entries = task.units_per_step
         """Number of entries of the global batch that have a loss: tokens, or samples of a custom model."""
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        """The summed loss of this rank's samples in the latest step: float64, 0-d."""
         self._batch: Batch = {}
+        """This rank's batch of the step, from which the pipeline selects the samples of a micro-batch."""
         # Custom optimizers, and gradient hooks with residuals, may read the weights before a checkpoint is loaded.
-        reads_weights_early = config.optimizer.name == "own" or parallel.hook.kind in HOOKS_WITH_RESIDUALS
+        has_custom_optimizer = config.optimizer.name == "own"  # The user's module defines the optimizer.
+        reads_weights_early = has_custom_optimizer or parallel.hook.kind in HOOKS_WITH_RESIDUALS
         self._needs_initial_weights = from_scratch or reads_weights_early
         self._frozen = find_frozen_names(config.optimizer.freeze, task)
         stage_numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
         self.parts = [self._build_part(layout.stage_layers[number], mesh, source) for number in stage_numbers]
-        """This rank's pipeline-parallel stages; one module with the full depth if there is no pipeline."""
-        if config.optimizer.name == "own":
+        """This rank's pipeline-parallel stages; one module with all layers if there is no pipeline."""
+        if has_custom_optimizer:
             self.optimizer = make_custom_optimizer(
                 task.user_module.optimizer, list(task.named_weights(self.parts[0])), config.optimizer
             )
@@ -158,7 +163,7 @@ class Engine:
         layout = self.layout
         task = self.task
         part = task.build(layers)
-        if config.optimizer.state.master == "none":
+        if config.optimizer.state.master == "none":  # There are no fp32 master weights, only bf16 weights.
             for parameter in part.parameters():
                 parameter.data = parameter.data.bfloat16()
         if config.train.precision == "fp8":
@@ -180,6 +185,7 @@ class Engine:
                 free_after_forward=layout.gathers_blocks,
                 offload=config.parallel.offload,
             )
+        # `task.build` creates the parameters on the meta device, without memory. Now each rank allocates its shards.
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
         task.init_weights(part, self.world.device, self._needs_initial_weights and source is None)
         if source is not None:
@@ -193,7 +199,7 @@ class Engine:
         batch: Batch,
         step: int,
         enter_phase: Callable[[str], None] = lambda phase: None,
-        wants_attention: Callable[[], bool] = bool,
+        wants_attention: Callable[[], bool] = lambda: False,
     ) -> Tensor:
         """Run forward and backward of all micro-batches, and store the reduced gradients in the parameters.
 
@@ -210,6 +216,7 @@ class Engine:
             is NaN if any rank has a request. In that case, `reduce_loss_again` returns the loss.
         """
         if (entries := self.task.count_loss_entries(batch)) is not None:
+            # The sum counts the batch of a data-parallel replica once for each of its ranks.
             dist.all_reduce(entries)
             self._loss_entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
         self.replica_sync.begin_step(step)
@@ -229,7 +236,12 @@ class Engine:
         return self._reduce_loss(self._loss)
 
     def _reduce_loss(self, loss: Tensor) -> Tensor:
-        """Return the mean loss over the global batch, given the summed loss of this rank's samples."""
+        """Return the mean loss over the global batch: float64, 0-d, the same on all ranks.
+
+        Args:
+            loss: the summed loss of this rank's samples. All ranks of a tensor-parallel group have the same loss; on
+                ranks without the last pipeline-parallel stage, the loss is 0.
+        """
         total = loss.clone()
         dist.all_reduce(total)
         return total / (self.layout.tp * self._loss_entries)
@@ -240,7 +252,8 @@ class Engine:
         micro_batches = self.task.split_micro_batches(batch, self.config.train.micro_batch)
         for index, micro_batch in enumerate(micro_batches):
             torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, index))
-            with data_parallel.gradient_sync(self.model, self.layout, index == len(micro_batches) - 1):
+            is_last = index == len(micro_batches) - 1
+            with data_parallel.gradient_sync(self.model, self.layout, is_last):
                 enter_phase("forward")
                 with self.compute_timer:
                     loss = self._compute_loss(micro_batch)
@@ -260,6 +273,7 @@ class Engine:
         enter_phase("pipeline")
         self._batch = batch
         inputs = self.task.model_inputs(batch)
+        # The pipeline splits this tensor as it splits the inputs, and passes a part to `_compute_scaled_loss`.
         rows_B = torch.arange(len(inputs[0]), device=self.world.device)
         scaled_losses = self._pipeline.run_step(
             inputs, self.task.loss_inputs(batch), rows_B, self.task.document_boundaries(batch)
@@ -270,7 +284,7 @@ class Engine:
         return total / self._loss_factor()
 
     def _compute_loss(self, batch: Batch) -> Tensor:
-        """Return the summed loss of a batch. The full model must be on this rank."""
+        """Run the model on a batch and return the summed loss. This rank must have all layers of the model."""
         keywords = {**self.task.loss_inputs(batch), **self.task.document_boundaries(batch)}
         return self.task.loss(self.model(*self.task.model_inputs(batch), **keywords), batch)
 
@@ -292,7 +306,7 @@ class Engine:
         return self.layout.gradient_ranks / self._loss_entries * (1.0 if self.scaler is None else self.scaler.scale)
 
     def _match_gradient_placements(self) -> None:
-        """Redistribute gradients to the placements of their parameters. DTensor leaves some as partial sums."""
+        """Redistribute each gradient to the placements of its parameter. DTensor leaves some as partial sums."""
         for parameter in (p for part in self.parts for p in part.parameters()):
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
@@ -317,26 +331,31 @@ class Engine:
         return self.replica_sync.combine_norms(norm)
 
     def _compute_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Return the norm of the full model's gradient: fp32, 0-d.
+        """Return the L2 norm of the full model's gradient, as a 0-d fp32 tensor that is the same on all ranks.
 
-        If the model is split, each rank contributes the sum of squares of its parameters. If several ranks have the
-        same values, the sum is divided by the number of these ranks, so that each value counts once.
+        If the parameters are distributed over ranks, each rank sums the squares of its gradients, and an all-reduce
+        adds the sums. If several ranks have the same gradient, each rank divides its squares by the number of these
+        ranks, so that the gradient counts once.
+
+        Args:
+            parameters: this rank's parameters that have a gradient.
         """
-        if not self._is_split:
+        if not self._has_distributed_model:
             return compute_total_norm([p.grad for p in parameters if p.grad is not None])
+        # A pipeline with a tied embedding has two copies of the embedding. Only the copy in the first stage counts.
         tied_copy = self._get_tied_copy()
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        gradients_by_copies: dict[int, list[Tensor]] = {}
+        gradients_by_copy_count: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             gradient = parameter.grad
-            copies = 1
+            copy_count = 1
             if isinstance(gradient, DTensor):
-                sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-                copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+                sizes_and_placements = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                copy_count = math.prod(size for size, placement in sizes_and_placements if placement.is_replicate())
             if parameter is not tied_copy and gradient is not None:
-                gradients_by_copies.setdefault(copies, []).append(local_tensor(gradient))
-        for copies, gradients in gradients_by_copies.items():
-            squares += compute_total_norm(gradients).to(squares).square() / copies
+                gradients_by_copy_count.setdefault(copy_count, []).append(local_tensor(gradient))
+        for copy_count, gradients in gradients_by_copy_count.items():
+            squares += compute_total_norm(gradients).to(squares).square() / copy_count
         dist.all_reduce(squares)
         return squares.sqrt().float()
 
@@ -344,14 +363,15 @@ class Engine:
         """Perform one optimizer step and clear the gradients.
 
         Args:
-            norm: the norm that `clip_gradients` returned. With fp16, the weights do not change if it is not finite.
+            norm: the norm that `clip_gradients` returned. With fp16, the weights do not change if the norm is not
+                finite.
             is_good: whether the weights may change; False skips a bad step.
         """
-        is_good = is_good and (self.scaler is None or self.scaler.update_scale(norm))
-        if is_good:
+        is_applied = is_good and (self.scaler is None or self.scaler.update_scale(norm))
+        if is_applied:
             self.optimizer.step()
         data_parallel.clear_gradients(self.model, self.optimizer)
-        self.replica_sync.end_step(is_good)
+        self.replica_sync.end_step(is_applied)
 
     def _rebuild_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -391,9 +411,8 @@ class Engine:
 
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
-            add_gradient_of_peer(
-                local_tensor(weight.grad), self.layout.last_stage_rank if has_first_stage else 0, self._pipeline_group
-            )
+            peer = self.layout.last_stage_rank if has_first_stage else 0
+            add_gradient_of_peer(local_tensor(weight.grad), peer, self._pipeline_group)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -439,7 +458,8 @@ class Engine:
         state, _ = self.checkpoint_state()
         owners: dict[str, int] = {}
         if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts it to all ranks.
-            for rank, names in reversed(list(enumerate(all_gather_results(group, lambda: list(state))))):
+            names_by_rank = all_gather_results(group, lambda: list(state))
+            for rank, names in reversed(list(enumerate(names_by_rank))):
                 owners |= dict.fromkeys(names, rank)
         for name, parameter in self.task.named_weights(model):
             key = f"model.{name}"
@@ -457,11 +477,12 @@ class Engine:
     ) -> str | None:
         """Restore the state that `state_dict` does not contain: a tied copy of the embedding, and state of replicas.
 
-        Call it after the tensors of `state_dict` were filled from a checkpoint.
+        Call this method after the tensors of `state_dict` were filled from a checkpoint.
 
         Args:
-            saved: the description of replicas that `checkpoint_state` returned when the checkpoint was saved.
-            read: fills tensors from the checkpoint, by the names of `checkpoint_state`.
+            saved: the description of the replicas' state that `checkpoint_state` returned for the save; None if the
+                checkpoint has no such state.
+            read: fills the tensors of a dict from the checkpoint, by their names; None to restore no state of replicas.
 
         Returns:
             A message about state of replicas that was dropped or changed; None if all of it was restored.
@@ -478,13 +499,13 @@ class Engine:
 
 
 def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
-    """Return a message about state of replicas that a restore drops or changes; None if there is none.
+    """Return a message about state of data-parallel replicas that a restore drops or changes; None if it keeps all.
 
     Args:
-        saved: `ReplicaSync.describe_state` when the checkpoint was saved.
-        current: `ReplicaSync.describe_state` now.
+        saved: the result of `ReplicaSync.describe_state` when the checkpoint was saved.
+        current: the result of `ReplicaSync.describe_state` for this attempt.
     """
-    replicas = saved.get("replicas")
+    replicas = saved.get("replicas")  # The number of replicas.
     same_replicas = replicas == current.get("replicas")
     notes: list[str] = []
     if saved.get("residuals") and not current.get("residuals"):
@@ -493,6 +514,8 @@ def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]
         notes.append(f"the residuals of {replicas} replicas are summed on {current.get('replicas')}")
     if saved.get("rank") and saved["rank"] != current.get("rank"):
         notes.append(f"PowerSGD's Q of rank {saved['rank']} is dropped")
+    # With `local`, each replica has its own weights (Local SGD). During the warm-up, all replicas must have the same
+    # weights. So after a longer warm-up was configured, the replicas cannot keep their saved weights.
     keeps_weights = current.get("local") and same_replicas and current["warmup"] <= saved.get("warmup", 0)
     if saved.get("local") and not keeps_weights:
         notes.append(f"all replicas start from the mean of {replicas} replicas")

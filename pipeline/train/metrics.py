@@ -45,12 +45,15 @@ class ExposedCommMeter(Callback):
         is_ddp = isinstance(model, DistributedDataParallel)
         self._is_measurable = world.size > 1 and world.device.type == "cpu" and is_ddp
         self._last_gradient_time = 0.0
+        """When the latest gradient of this rank was computed, by `time.perf_counter`."""
         self._exposed_s = 0.0
+        """Seconds of exposed communication in the latest step."""
         for parameter in model.parameters() if self._is_measurable else ():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, _: Tensor) -> None:
+        """Record that autograd has just computed the gradient of a parameter."""
         self._last_gradient_time = time.perf_counter()
 
     def record_backward_end(self) -> None:
@@ -78,7 +81,8 @@ def measure_peak_memory(device: torch.device) -> dict[str, float]:
         torch's allocator reserved. On a CPU, `memory_gb` of the process since it started.
     """
     if device.type == "cpu":
-        return {"memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+        max_rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # On Linux in KiB (getrusage(2)).
+        return {"memory_gb": round(max_rss_kib * 1024 / 1e9, 3)}
     allocated = torch.cuda.max_memory_allocated(device)
     reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -113,7 +117,7 @@ class HeldOutEvaluation(Callback):
         Args:
             run: the run.
             evaluator: computes the held-out loss.
-            coordinator: tells whether the ranks agreed to stop.
+            coordinator: has the requests and the reason to stop that the ranks exchanged.
             copy_weights: copies the current weights into the model of `evaluator`. Called on all ranks.
             report: called on all ranks with the step and the metrics of each completed evaluation.
         """
@@ -146,12 +150,12 @@ class HeldOutEvaluation(Callback):
         metrics.update(self._evaluate_if_due(trainer, step))
 
     def _evaluate_if_due(self, trainer: TrainerContext, step: int) -> dict[str, float]:
-        """Return the held-out metrics of `step`; empty if it should not be evaluated, or the ranks agreed to stop.
+        """Return the held-out metrics of `step`. Return {} if the step is not evaluated.
 
-        If the ranks agreed to stop, the next attempt evaluates the step. No attempt follows the last step, so it is
-        evaluated in any case.
+        A step is evaluated if `train.evaluate_every` selects it, unless the ranks stop after it. In that case, the next
+        attempt evaluates the step. No attempt follows the last step, so a stop does not prevent its evaluation.
         """
-        is_last = step == trainer.steps or EARLY_STOP_REQUEST in self.coordinator.agreed_requests
+        is_last = step == trainer.steps or EARLY_STOP_REQUEST in self.coordinator.pending_requests
         if step % self._every_steps or (self.coordinator.stop_reason is not None and not is_last):
             return {}
         start_time = time.perf_counter()

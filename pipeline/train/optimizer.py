@@ -28,18 +28,19 @@ from pipeline.model.decoder import Decoder, full_tensor, local_tensor, select_lo
 from pipeline.model.task import Task
 
 _CHUNK_SIZE = 1 << 24
-"""Number of entries that are updated together. Without torch.compile, each needs about 40 bytes of temporary memory."""
+"""Number of entries that `LeanAdamW` updates together without torch.compile. Each needs about 40 temporary bytes."""
 
 
 class LeanAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weights and moments of low precision.
 
-    Weights are fp32 or bf16; moments are fp32, bf16 or int8, as `zero_moments` creates them.
+    Weights are fp32 or bf16. Moments are fp32, bf16 or int8, as `zero_moments` creates them. Values are rounded
+    stochastically to bf16 and int8. An update of one entry uses the same random numbers in every layout.
 
     Args:
         groups: parameter groups.
         config: the config section `optimizer`.
-        keys: the seed of the stochastic rounding of each parameter.
+        keys: for each parameter, the seed of its stochastic rounding.
         compiled: whether torch.compile fuses the operations of an update.
     """
 
@@ -49,10 +50,12 @@ class LeanAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
         self.keys = keys
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
+        # A compiled update is fused and needs little temporary memory, so one call updates a whole parameter.
         self._chunk_size = 1 << 62 if compiled else _CHUNK_SIZE
         self._positions: dict[nn.Parameter, list[Tensor]] = {}
+        """The results of `_make_positions`, which do not change from step to step."""
         self.gradient_factor = torch.ones(())
-        """The factor of all gradients in the next update, which clips them."""
+        """A factor at most 1 by which the next update multiplies all gradients, to clip them: 0-d."""
 
     def clip_with_norm(self, limit: float, norm: Tensor) -> None:
         """Clip the gradients in the next step, as `clip_grads_with_norm_` does, without rounding them to bf16.
@@ -61,11 +64,13 @@ class LeanAdamW(torch.optim.Optimizer):
             limit: the maximum norm of the gradient.
             norm: the norm of the full model's gradient: 0-d.
         """
+        # torch.nn.utils.clip_grads_with_norm_ adds the same 1e-6, to avoid a division by zero.
         self.gradient_factor = (limit / (norm + 1e-6)).clamp(max=1.0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
+        # The coefficients and the step keys, by step, weight decay and device. Parameters share them.
         constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
@@ -83,27 +88,36 @@ class LeanAdamW(torch.optim.Optimizer):
                 if parameter not in self._positions:
                     self._positions[parameter] = _make_positions(parameter, self.keys[parameter])
                 row_positions, *column_positions = self._positions[parameter]
-                rows = max(1, self._chunk_size // max(1, local_tensors[0][:1].numel()))
-                for chunk in zip(*(tensor.split(rows) for tensor in (row_positions, *local_tensors)), strict=True):
+                row_size = max(1, local_tensors[0][:1].numel())
+                rows_per_chunk = max(1, self._chunk_size // row_size)
+                split_tensors = [tensor.split(rows_per_chunk) for tensor in (row_positions, *local_tensors)]
+                for chunk in zip(*split_tensors, strict=True):
                     self._update(*constants[key], column_positions, *chunk)
 
 
 def _make_coefficients(group: Mapping[str, Any], step: int) -> Tensor:
     """Return the coefficients of an update in the order in which `_update` unpacks them: fp32, shape (7,).
 
-    They are a tensor, because torch.compile would recompile the update if a Python number changed.
+    The coefficients are a tensor, because torch.compile would recompile the update if a Python number changed.
+
+    Args:
+        group: the parameter group.
+        step: the number of the step, counted from 1. AdamW's bias correction depends on it.
     """
     beta1, beta2 = group["betas"]
     lr = group["lr"]
-    decay = 1 - lr * group["weight_decay"]
-    rate = lr / (1 - beta1**step)
-    return torch.tensor([1.0, 1 - beta1, 1 - beta2, decay, rate, 1 / math.sqrt(1 - beta2**step), group["eps"]])
+    gradient_factor = 1.0  # The caller overwrites this entry with the factor that clips the gradients.
+    weight_factor = 1 - lr * group["weight_decay"]
+    corrected_lr = lr / (1 - beta1**step)
+    root_factor = 1 / math.sqrt(1 - beta2**step)
+    return torch.tensor([gradient_factor, 1 - beta1, 1 - beta2, weight_factor, corrected_lr, root_factor, group["eps"]])
 
 
 def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return both moments before the first step, sharded like `parameter`; for int8 also their scales.
+    """Return both moments before the first step, sharded like `parameter`. If they are int8, also return their scales.
 
-    Vectors get fp32 moments instead of int8. Raises UserError if the layout splits an int8 block (`_zero_scales`).
+    If `dtype` is int8, vectors and scalars get fp32 moments. Raises UserError if the layout splits an int8 block
+    (`_zero_scales`).
     """
     names = ("exp_avg", "exp_avg_sq")
     is_int8 = dtype == torch.int8 and parameter.ndim >= 2
@@ -119,21 +133,22 @@ def _zero_scales(parameter: Tensor) -> Tensor:
     A row consists of all dimensions except the first. Raises UserError, on all ranks, if the layout splits a block.
     """
     rows = local_tensor(parameter).flatten(1)
-    scales = rows.new_zeros(len(rows), -(-rows.shape[1] // INT8_BLOCK), dtype=torch.float32)
+    scales = rows.new_zeros(len(rows), math.ceil(rows.shape[1] / INT8_BLOCK), dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return scales
     mesh = parameter.device_mesh
     placements = parameter.placements
     for size, placement in zip(mesh.shape, placements, strict=True):
-        splits_rows = getattr(placement, "dim", 0) > 0
-        if splits_rows and (parameter.ndim > 2 or -(-parameter.shape[1] // size) % INT8_BLOCK):
+        splits_rows = getattr(placement, "dim", 0) > 0  # Replicate has no `dim`; Shard(0) keeps rows whole.
+        shard_width = math.ceil(parameter.shape[1] / size)  # DTensor splits a dimension as torch.chunk does.
+        if splits_rows and (parameter.ndim > 2 or shard_width % INT8_BLOCK):
             raise UserError(
                 "parallel.split_int8_block",
                 f"optimizer.state.moments int8: {INT8_BLOCK} entries of a row share a scale, but the rows of a "
                 f"parameter of shape {tuple(parameter.shape)} are split over {size} ranks within such a block. Use "
                 "bf16, or another layout",
             )
-    shape = torch.Size((len(parameter), -(-math.prod(parameter.shape[1:]) // INT8_BLOCK)))
+    shape = torch.Size((len(parameter), math.ceil(math.prod(parameter.shape[1:]) / INT8_BLOCK)))
     sharded = DTensor.from_local(scales, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
     return sharded.to(parameter.device)  # With `parallel.offload`, the parameter is not on the device of the mesh.
 
@@ -145,77 +160,108 @@ def _update(
     row_positions: Tensor,
     weight: Tensor,
     gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
+    first_moment: Tensor,
+    second_moment: Tensor,
     *scales: Tensor,
 ) -> None:
     """Update a chunk of weights and both moments in place.
 
+    int8 moments are stored as integer levels with one scale for each block of `INT8_BLOCK` entries of a row. The value
+    of a level l is sign(l) · l² · scale. The levels of the first moment are -127 to 127. In place of the second moment,
+    its square root is stored. The levels of this root are 0 to 255, stored minus 128.
+
     Args:
-        coefficients: the result of `_make_coefficients`.
-        step_keys: the result of `_make_step_keys`.
-        column_positions: the positions along all dimensions except the first. With `row_positions` they add up to the
-            position of each entry, which seeds its stochastic rounding.
-        row_positions: the positions along the first dimension.
-        weight: the weights.
-        gradient: the gradients.
-        first: the first moments.
-        second: the second moments.
-        scales: the scales of the first and second moments if they are int8; empty otherwise.
+        coefficients: seven scalars: the factor that clips the gradients, 1 - beta1, 1 - beta2, the factor of the weight
+            decay, the learning rate with the bias correction of the first moment, the factor of the bias correction
+            for the root of the second moment, and eps. fp32, shape (7,).
+        step_keys: the keys of this step's random numbers, for the weights and the two moments: int32, shape (3,).
+        column_positions: for each dimension except the first, a tensor of int32 numbers. Their broadcast sum with
+            `row_positions` has a number for each entry, which seeds the stochastic rounding of the entry.
+        row_positions: the same for the first dimension.
+        weight: the weights: fp32 or bf16.
+        gradient: the gradients: fp32 or bf16.
+        first_moment: the first moments, or their int8 levels.
+        second_moment: the second moments, or the int8 levels of their square roots.
+        scales: the scales of the two moments if they are int8; empty otherwise.
     """
-    factor, one_minus_beta1, one_minus_beta2, decay, rate, root, eps = coefficients.unbind()
-    gradient = gradient.float() * factor
-    mean = first.float()
-    square = second.float()
-    if scales:
+    gradient_factor, one_minus_beta1, one_minus_beta2, weight_factor, corrected_lr, root_factor, eps = (
+        coefficients.unbind()
+    )
+    gradient = gradient.float() * gradient_factor
+    mean = first_moment.float()
+    square = second_moment.float()
+    if scales:  # Until here, `mean` and `square` are levels.
         mean = mean * mean.abs() * _expand_scales(scales[0], mean)
-        square = ((square + 128).square() * _expand_scales(scales[1], square)).square()
+        root_level = square + 128
+        root = root_level.square() * _expand_scales(scales[1], square)
+        square = root.square()
     mean = mean + one_minus_beta1 * (gradient - mean)
     square = square + one_minus_beta2 * (gradient * gradient - square)
-    new_weight = weight.float() * decay - rate * mean / (square.sqrt() * root + eps)
-    position_hash = _hash_int32(sum(column_positions, row_positions))
-    random = [_hash_int32(position_hash ^ key) for key in step_keys.unbind()]
+    new_weight = weight.float() * weight_factor - corrected_lr * mean / (square.sqrt() * root_factor + eps)
+    entry_hash = _hash_int32(sum(column_positions, row_positions))
+    weight_bits, mean_bits, square_bits = [_hash_int32(entry_hash ^ key) for key in step_keys.unbind()]
     if scales:
-        mean = _quantize(mean, random[1], 127, scales[0])
-        deviation = square.sqrt()
-        square = torch.maximum(_quantize(deviation, random[2], 255, scales[1]), (deviation > 0).float()) - 128
-    for target, values, bits in zip((weight, first, second), (new_weight, mean, square), random, strict=True):
-        target.copy_(_round_to_bf16(values, bits) if target.dtype == torch.bfloat16 else values)
+        mean = _quantize(mean, mean_bits, 127, scales[0])
+        root = square.sqrt()
+        root_level = _quantize(root, square_bits, 255, scales[1])
+        # A positive root must not be rounded down to level 0, because updates divide by the root.
+        square = torch.maximum(root_level, (root > 0).float()) - 128
+    _write_rounded(weight, new_weight, weight_bits)
+    _write_rounded(first_moment, mean, mean_bits)
+    _write_rounded(second_moment, square, square_bits)
 
 
-def _quantize(values: Tensor, random: Tensor, levels: int, scale: Tensor) -> Tensor:
-    """Quantize `values` to integer levels from -levels to levels, and write the scale of each block to `scale`.
+def _write_rounded(target: Tensor, values: Tensor, random: Tensor) -> None:
+    """Write fp32 `values` to `target`. If `target` is bf16, round them stochastically with the numbers `random`."""
+    target.copy_(_round_to_bf16(values, random) if target.dtype == torch.bfloat16 else values)
 
-    The value of a level l is sign(l) · l² · scale. Rounding is stochastic: the upper of the two nearest levels is
-    chosen with the probability that preserves the expected value.
+
+def _quantize(values: Tensor, random: Tensor, max_level: int, scale: Tensor) -> Tensor:
+    """Quantize `values` to integer levels from -max_level to max_level, and write the scale of each block to `scale`.
+
+    The value of a level l is sign(l) · l² · scale. Rounding is stochastic: of the two nearest levels, the level of
+    larger magnitude is chosen with the probability that makes the expected value equal to the input.
 
     Args:
         values: the values: fp32.
         random: uniformly distributed random numbers: int32, of the same shape.
-        levels: the largest level.
+        max_level: the largest level.
         scale: the output for the scales: fp32, shape (rows, blocks per row).
 
     Returns:
         The levels, as fp32.
     """
     rows = values.flatten(1)
-    blocks = F.pad(rows, (0, -rows.shape[1] % INT8_BLOCK)).unflatten(1, (scale.shape[1], INT8_BLOCK))
-    scale.copy_(blocks.abs().amax(dim=2) / levels**2)
-    squares = values.abs() / _expand_scales(scale, values).clamp(min=1e-38)
-    lower = squares.sqrt().floor()
-    chance = (random & 0xFFFFFF).float() / 2**24
-    upper = chance * (2 * lower + 1) < squares - lower * lower
-    return values.sign() * (lower + upper).clamp(max=levels)
+    padding = -rows.shape[1] % INT8_BLOCK  # The number of zeros that complete the last block of a row.
+    blocks = F.pad(rows, (0, padding)).unflatten(1, (scale.shape[1], INT8_BLOCK))
+    scale.copy_(blocks.abs().amax(dim=2) / max_level**2)
+    # The minimum avoids a division by zero in blocks of zeros.
+    squared_levels = values.abs() / _expand_scales(scale, values).clamp(min=1e-38)
+    lower = squared_levels.sqrt().floor()
+    # fp32 represents the 24 lowest bits exactly. The number is uniform in [0, 1).
+    uniform = (random & 0xFFFFFF).float() / 2**24
+    # The squares of the levels `lower` and `lower` + 1 differ by 2 · lower + 1.
+    rounds_up = uniform * (2 * lower + 1) < squared_levels - lower * lower
+    return values.sign() * (lower + rounds_up).clamp(max=max_level)
 
 
 def _expand_scales(scale: Tensor, values: Tensor) -> Tensor:
-    """Return the scale of each entry's block, in the shape of `values`."""
+    """Return the scale of each entry's block, in the shape of `values`.
+
+    Args:
+        scale: the scale of each block: fp32, shape (rows, blocks per row).
+        values: a tensor with the same rows. Its values are not used.
+    """
     scale_by_entry = scale.unsqueeze(2).expand(-1, -1, INT8_BLOCK).flatten(1)
-    return scale_by_entry[:, : values[:1].numel()].reshape(values.shape)
+    row_size = values[:1].numel()  # The last block of a row may be longer than the rest of the row.
+    return scale_by_entry[:, :row_size].reshape(values.shape)
 
 
 def _round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
     """Round fp32 `values` to bf16 stochastically, with probabilities that preserve the expected value.
+
+    A bf16 number is the upper half of an fp32 number. A random number of 16 bits is added to the lower half, and the
+    carry rounds the upper half up. Then the lower half is cleared.
 
     Args:
         values: the values: fp32.
@@ -225,7 +271,11 @@ def _round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
 
 
 def _hash_int32(x: Tensor) -> Tensor:
-    """Hash int32 numbers with the finalizer of MurmurHash3 (Appleby, public domain); products wrap around."""
+    """Hash int32 numbers with the finalizer `fmix32` of MurmurHash3 (Appleby, public domain).
+
+    int32 products wrap around, as the hash requires. The masks turn the arithmetic shifts into logical shifts. The
+    factors are 0x85EBCA6B and 0xC2B2AE35 as signed numbers.
+    """
     x = (x ^ ((x >> 16) & 0xFFFF)) * -0x7A143595
     x = (x ^ ((x >> 13) & 0x7FFFF)) * -0x3D4D51CB
     return x ^ ((x >> 16) & 0xFFFF)
@@ -234,28 +284,35 @@ def _hash_int32(x: Tensor) -> Tensor:
 def _make_step_keys(step: int) -> Tensor:
     """Return the keys of a step's random numbers, for the weights and the two moments: int32, shape (3,)."""
     digest = hashlib.sha256(f"rounding of step {step}".encode()).digest()
-    return torch.frombuffer(bytearray(digest[:12]), dtype=torch.int32)
+    return torch.frombuffer(bytearray(digest[:12]), dtype=torch.int32)  # Three keys of four bytes each.
 
 
 def _make_positions(parameter: Tensor, key: int) -> list[Tensor]:
-    """Return one int32 tensor for each dimension, whose broadcast sum is a number for each entry of this rank's shard.
+    """Return one int32 tensor for each dimension. Their broadcast sum has a number for each entry of this rank's shard.
 
-    The number is the position of the entry in the full parameter plus `key`, so it does not depend on the layout.
+    The number is the position of the entry in the flattened full parameter, plus `key`, modulo 2³². Therefore it does
+    not depend on the layout.
+
+    Args:
+        parameter: the parameter; its shard if it is a DTensor.
+        key: the seed of the parameter's stochastic rounding.
     """
+    key = key % 2**31  # The key must fit into an int32.
     positions = []
     for dim, size in enumerate(parameter.shape):
-        line = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device)
-        line = line * (math.prod(parameter.shape[dim + 1 :]) % 2**31)
+        stride = math.prod(parameter.shape[dim + 1 :]) % 2**31
+        line = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device) * stride
         if dim == 0:
-            line = line + (key % 2**31)
+            line = line + key
         shape = [1] * parameter.ndim
         shape[dim] = size
+        # `select_local_part` needs the shape of the full parameter. Afterwards, the other dimensions shrink to size 1.
         position = line.view(shape).expand(parameter.shape)
         position = select_local_part(position, parameter) if isinstance(parameter, DTensor) else position
         for other in set(range(parameter.ndim)) - {dim}:
             position = position.narrow(other, 0, min(1, position.shape[other]))
         positions.append(position)
-    return positions or [torch.tensor([key % 2**31], dtype=torch.int32, device=parameter.device)]
+    return positions or [torch.tensor([key], dtype=torch.int32, device=parameter.device)]
 
 
 @dataclass(frozen=True)
@@ -263,13 +320,13 @@ class OptimizerKind:
     """An optimizer that `optimizer.name` can select."""
 
     make: Callable[[list[dict[str, Any]], OptimizerConfig, bool | None], torch.optim.Optimizer]
-    """Creates the optimizer from parameter groups, the config, and the argument `fused` of torch's optimizers."""
+    """Creates the optimizer from parameter groups, the config section `optimizer`, and torch's argument `fused`."""
     moments: tuple[str, ...]
     """Names of the state tensors with the shape of the parameter. They are zero before the first step."""
     counts_steps: bool = True
     """Whether the state of each parameter has the number of its steps, as `step`."""
     allows_fused: bool = True
-    """Whether to use torch's fused kernel if there is one. It needs `step` on the device of the parameter."""
+    """Whether to use torch's fused kernel if there is one. The kernel needs `step` on the device of the parameter."""
     make_moments: Callable[[Tensor], dict[str, Tensor]] | None = None
     """Creates the state of a parameter except `step`; None to create `moments` with the dtype of the parameter."""
 
@@ -295,7 +352,7 @@ class _Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient."""
+        """Update every matrix that has a gradient: gather it, update it with torch, and write it back."""
         groups = self.param_groups
         key = "momentum_buffer"
         for group in groups:
@@ -369,11 +426,14 @@ def make_optimizer(
         return _create_optimizer(kind, parameters, config, device)
     if config.name != "muon":
         return _create_optimizer(OPTIMIZERS[config.name], parameters, config, device)
-    matrices = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
-    shares = {"muon": [p for p in parameters if id(p) in matrices]}
-    shares["adamw"] = [p for p in parameters if id(p) not in matrices]
+    matrix_ids = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
+    matrices = [p for p in parameters if id(p) in matrix_ids]
+    other_parameters = [p for p in parameters if id(p) not in matrix_ids]
     return _CombinedOptimizer(
-        [_create_optimizer(OPTIMIZERS[name], share, config, device) for name, share in shares.items()]
+        [
+            _create_optimizer(OPTIMIZERS["muon"], matrices, config, device),
+            _create_optimizer(OPTIMIZERS["adamw"], other_parameters, config, device),
+        ]
     )
 
 
@@ -384,7 +444,13 @@ def _create_optimizer(
 
     Weight decay applies to parameters of two or more dimensions (matrices and embeddings), not to vectors (norms). The
     fused kernel is used if torch has one for the device type. The state is created here, before the first step, so that
-    a checkpoint can be loaded into it.
+    a checkpoint can be loaded into the state.
+
+    Args:
+        kind: how to create the optimizer.
+        parameters: the parameters to optimize.
+        config: the config section `optimizer`.
+        device: the device of the update.
     """
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -393,13 +459,13 @@ def _create_optimizer(
     fused = True if kind.allows_fused and device.type in ("cpu", "cuda") else None
     optimizer = kind.make(groups, config, fused)
     for parameter in parameters:
-        state = (
-            kind.make_moments(parameter)
-            if kind.make_moments
-            else {key: torch.zeros_like(parameter) for key in kind.moments}
-        )
+        if kind.make_moments:
+            state = kind.make_moments(parameter)
+        else:
+            state = {key: torch.zeros_like(parameter) for key in kind.moments}
         if kind.counts_steps:
-            state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"), **state}
+            step_device = parameter.device if fused else torch.device("cpu")
+            state = {"step": torch.zeros((), dtype=torch.float32, device=step_device), **state}
         optimizer.state[parameter] = state
     return optimizer
 
@@ -427,13 +493,13 @@ def make_custom_optimizer(
             "optimizer of model.target must return a torch.optim.Optimizer of all parameters that it receives; "
             f"{missing[0]} is in none of its groups",
         )
-    for group in groups:
+    for group in groups:  # `set_learning_rate` keeps this ratio.
         group["lr_factor"] = group["lr"] / config.lr
     return optimizer
 
 
 def _get_group_options(group: dict[str, Any]) -> dict[str, str]:
-    """Return the options of a parameter group, as texts. The learning rate is not included, since each step sets it."""
+    """Return the options of a parameter group as texts, except the learning rate, which each step sets."""
     return {key: repr(value) for key, value in group.items() if key not in ("params", "lr", "lr_factor")}
 
 
@@ -477,7 +543,10 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the optimizer's next step. Groups of a custom optimizer keep their ratios to it.
+    """Set the learning rate of the optimizer's next step.
+
+    If the groups of a custom optimizer were created with different learning rates, they keep the ratios of these rates
+    to `optimizer.lr`.
 
     Raises UserError if a custom schedule returned an `lr` that is not a finite number.
     """
@@ -505,6 +574,7 @@ class LossScaler:
     def __init__(self) -> None:
         self.scale = 2.0**16
         self._good_steps = 0
+        """Number of finite steps in a row since the scale last changed."""
 
     def update_scale(self, norm: float) -> bool:
         """Set the scale of the next step, and return whether `norm` is finite.
@@ -531,8 +601,8 @@ class LossScaler:
         self._good_steps = int(state["good"])
 
 
-_CHUNK_ENTRIES = 2**15
-"""Number of entries whose squares are summed sequentially."""
+_NORM_CHUNK_SIZE = 2**15
+"""Number of entries whose squares are summed sequentially by `compute_total_norm`."""
 
 
 def compute_total_norm(gradients: list[Tensor]) -> Tensor:
@@ -542,7 +612,7 @@ def compute_total_norm(gradients: list[Tensor]) -> Tensor:
     large tensors are split into chunks, which is accurate to 1e-7.
     """
     if any(gradient.device.type == "cpu" for gradient in gradients):
-        gradients = [chunk for gradient in gradients for chunk in gradient.flatten().split(_CHUNK_ENTRIES)]
+        gradients = [chunk for gradient in gradients for chunk in gradient.flatten().split(_NORM_CHUNK_SIZE)]
     if all(gradient.dtype == torch.float32 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
     # `get_total_norm` would round the norm of each tensor to the tensor's dtype.
@@ -559,7 +629,7 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
         task: builds the model.
 
     Raises:
-        UserError: if a pattern matches no parameter, or all parameters match.
+        UserError: if a pattern matches no parameter, or if every parameter matches a pattern.
     """
     if not patterns:
         return set()
@@ -567,20 +637,21 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
     return _match_patterns(patterns, [name for name, _ in task.named_weights(task.build(all_layers))])
 
 
-def check_freeze(patterns: str, model: str) -> None:
-    """Raise UserError if a pattern matches no parameter of the decoder, or all parameters match.
+def check_freeze(patterns_json: str, model_json: str) -> None:
+    """Raise UserError if a pattern matches no parameter of the decoder, or if every parameter matches a pattern.
 
     Args:
-        patterns: the config key `optimizer.freeze`, as JSON.
-        model: the config section `model`, as JSON.
+        patterns_json: the config key `optimizer.freeze`, as JSON.
+        model_json: the config section `model`, as JSON.
     """
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig.model_validate_json(model), 1, 1)
-    _match_patterns(json.loads(patterns), [name for name, _ in decoder.named_weights()])
+        # The names of the parameters depend on neither of these sizes.
+        decoder = Decoder(ModelConfig.model_validate_json(model_json), vocab_size=1, sequence_length=1)
+    _match_patterns(json.loads(patterns_json), [name for name, _ in decoder.named_weights()])
 
 
 def _match_patterns(patterns: Sequence[str], names: Collection[str]) -> set[str]:
-    """Return the names that match. Raise UserError if a pattern matches none, or if all names match."""
+    """Return the names that match a pattern. Raise UserError if a pattern matches no name, or if all names match."""
     frozen: set[str] = set()
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)

@@ -36,7 +36,7 @@ from pipeline.resilience.stop import PROFILE_REQUEST, RequestFile, StopCoordinat
 from pipeline.resilience.watchdog import list_recent_collectives
 from pipeline.run.directory import Run
 from pipeline.train.callback import Callback, TrainerContext
-from pipeline.train.step_trace import GROUP, PIPELINE, STEP, average_ranks, divide_step, parse_trace
+from pipeline.train.step_trace import GROUP, PIPELINE, STEP, average_parts_over_ranks, divide_step, parse_trace
 
 ROUND_TRIPS = 5
 """Number of messages with which each rank compares its clock to that of rank 0."""
@@ -73,20 +73,23 @@ class Profiler(Callback):
         coordinator.add_request(PROFILE_REQUEST, self.request.is_pending if world.is_rank0 else lambda: False)
         self.overhead_s = 0.0
         """Seconds spent on profiling since the metrics of the previous step, without the step itself."""
-        self._longest_s = MIN_DURATION_S
+        self._longest_profile_s = MIN_DURATION_S
+        """Duration of the longest profile of a step, without the step itself; at least `MIN_DURATION_S`."""
         self._steps_left = 0
         """Number of requested steps that are not recorded yet."""
         self._requested_steps = 0
+        """Number of steps of the latest request; 0 if there was none in this attempt."""
         self._ranks: Sequence[int] = range(world.size)
         """The ranks that record a trace."""
         self._clock_error_and_offset_ns = (0, 0)
+        """The latest result of `_compare_clocks`."""
         self._annotation: record_function | None = None
         """The annotation around the step that is being recorded; None between profiles."""
         self._recorder: profile | None = None
         if world.is_rank0:
-            # A request is not repeated if the previous attempt ended while it was carried out.
+            # If the previous attempt ended while it carried out a request, this attempt does not repeat the request.
             with suppress(OSError):
-                run.profile_taken_file.unlink()
+                run.accepted_profile_request_file.unlink()
 
     def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
         """Start recording the step if it should be profiled."""
@@ -100,47 +103,55 @@ class Profiler(Callback):
             self.overhead_s = 0.0
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Accept the request for a profile if the ranks have agreed on one."""
-        if PROFILE_REQUEST in self.coordinator.agreed_requests:
+        """Accept the request for a profile on all ranks, if rank 0 had a request at the latest exchange."""
+        if PROFILE_REQUEST in self.coordinator.pending_requests:
             self.accept_request()
 
     def accept_request(self) -> None:
-        """Read the request file and profile from the next step on.
+        """Read the request file, and profile the requested number of steps, from the next step on.
 
-        If the time limit is too near, the request remains for the next attempt.
+        The request file is renamed, so that the request is not read twice. If the time limit is too near, the file
+        remains, and the next attempt carries out the request.
         """
-        steps_and_ranks: list[Any] = [0, None]
-        if self.world.is_rank0 and self.deadline.should_stop(self._longest_s):
+        steps_and_ranks: list[Any] = [0, None]  # None means all ranks.
+        if self.world.is_rank0 and self.deadline.should_stop(self._longest_profile_s):
             self.request.defer()
         elif self.world.is_rank0:
             steps_and_ranks = [1, None]  # An empty or damaged file requests one step of all ranks.
-            with self._warn_on_error("the request"):
-                os.replace(self.request.file, self.run.profile_taken_file)
-                with open_regular_file(self.run.profile_taken_file) as file:
+            with self._warn_on_error("reading the request"):
+                os.replace(self.request.file, self.run.accepted_profile_request_file)
+                with open_regular_file(self.run.accepted_profile_request_file) as file:
                     content = json.loads(file.read() or b"{}")
-                steps_and_ranks = [min(max(1, int(content.get("steps", 1))), MAX_STEPS), content.get("ranks")]
+                requested_steps = int(content.get("steps", 1))
+                steps_and_ranks = [min(max(1, requested_steps), MAX_STEPS), content.get("ranks")]
             self.request.accept()
         self._steps_left, ranks = broadcast_from_rank0(self.group, steps_and_ranks)
         self._requested_steps = self._steps_left
         self._ranks = ranks or range(self.world.size)
 
     def begin_step(self, step: int) -> None:
-        """Start recording `step` if it was requested or `train.profile_every` selects it."""
+        """Start recording `step` if it was requested, or if `train.profile_every` selects it.
+
+        If the time limit is too near, do not record the step, and drop the request. If no step of the request was
+        recorded yet, the request file is put back for the next attempt.
+        """
         every = self.run.config.train.profile_every
         start_time = time.perf_counter()
-        if not self._steps_left and (every is None or step % every):
+        is_requested = self._steps_left > 0
+        is_selected = every is not None and step % every == 0
+        if not is_requested and not is_selected:
             return
-        # Rank 0 decides whether there is enough time, because only its deadline includes the duration of saves.
-        if broadcast_from_rank0(self.group, self.deadline.should_stop(self._longest_s)):
-            if self._steps_left == self._requested_steps > 0 and self.world.is_rank0:
-                # No requested step was recorded yet, so the next attempt carries out the request.
+        # Rank 0 decides whether there is enough time, because only rank 0 measures the duration of saves.
+        if broadcast_from_rank0(self.group, self.deadline.should_stop(self._longest_profile_s)):
+            is_none_recorded = self._steps_left == self._requested_steps
+            if is_requested and is_none_recorded and self.world.is_rank0:
                 with suppress(OSError):
-                    os.replace(self.run.profile_taken_file, self.request.file)
+                    os.replace(self.run.accepted_profile_request_file, self.request.file)
                 self.request.defer()
             self._steps_left = 0
             return
         self._clock_error_and_offset_ns = self._compare_clocks()
-        with self._warn_on_error("the start"):
+        with self._warn_on_error("starting the profiler"):
             if self.world.rank in self._ranks:
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto would log each start and stop.
                 gpu_activities = [ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
@@ -154,7 +165,7 @@ class Profiler(Callback):
         self._annotation.__enter__()
 
     def end_step(self, step: int, *, save: bool) -> dict[str, Any]:
-        """Stop recording `step`.
+        """Stop recording `step`. If the step is not being recorded, return {}.
 
         Args:
             step: the number of the step.
@@ -162,7 +173,7 @@ class Profiler(Callback):
 
         Returns:
             Under `profile`, the seconds by part (:func:`divide_step`), as the mean over the ranks that saved a trace.
-            Empty if no rank did.
+            Empty if no rank saved a trace.
         """
         if self._annotation is None:
             return {}
@@ -172,7 +183,7 @@ class Profiler(Callback):
         start_time = time.perf_counter()
         folder = self.run.profiles_dir / f"step-{step:08}"
         parts: dict[str, Any] | None = None
-        with self._warn_on_error("the trace"):
+        with self._warn_on_error("saving the trace"):
             if self._recorder is not None:
                 self._recorder.stop()
             if self._recorder is not None and save:
@@ -190,23 +201,30 @@ class Profiler(Callback):
         if self.world.is_rank0:
             self._update_folder(folder, parts_by_rank)
         self.overhead_s += time.perf_counter() - start_time
-        self._longest_s = max(self._longest_s, self.overhead_s)
-        return {"profile": average_ranks(list(parts_by_rank.values()))} if parts_by_rank else {}
+        self._longest_profile_s = max(self._longest_profile_s, self.overhead_s)
+        return {"profile": average_parts_over_ranks(list(parts_by_rank.values()))} if parts_by_rank else {}
 
     def _update_folder(self, folder: Path, parts_by_rank: Mapping[int, Any]) -> None:
-        """Write the parts of all ranks to `folder` and remove old profiles. Remove the request after its last step."""
-        with self._warn_on_error("the folder"):
+        """Write the parts of all ranks to `folder`, and remove the oldest profiles.
+
+        After the last step of a request, remove the file of the request.
+        """
+        with self._warn_on_error("updating the folder"):
             if parts_by_rank:
                 write_json(folder / "parts.json", parts_by_rank)
             for old_profile in sorted(self.run.profiles_dir.glob("step-*"), key=os.path.getmtime)[:-MAX_STEPS]:
                 shutil.rmtree(old_profile)
         if self._steps_left == 0:
-            with self._warn_on_error("the request"):
-                self.run.profile_taken_file.unlink(missing_ok=True)
+            with self._warn_on_error("removing the request"):
+                self.run.accepted_profile_request_file.unlink(missing_ok=True)
 
     @contextmanager
     def _warn_on_error(self, activity: str) -> Iterator[None]:
-        """Print an exception of the block as a warning, because a failed profile must not end the run."""
+        """Print an exception of the block as a warning, because a failed profile must not end the run.
+
+        Args:
+            activity: what the block does, as a phrase such as `saving the trace`.
+        """
         try:
             yield
         except Exception as error:
@@ -217,15 +235,16 @@ class Profiler(Callback):
     def _compare_clocks(self) -> tuple[int, int]:
         """Compare the clock of this rank with that of rank 0.
 
-        In each round trip, rank 0 sends its time. The shortest round trip gives the best estimate, because rank 0 read
-        its clock at some moment within it (Cristian, "Probabilistic clock synchronization", Distributed Computing 3,
-        1989).
+        In each round trip, this rank sends a message, and rank 0 replies with its time. Rank 0 read its clock at some
+        moment of the round trip, so the shortest round trip gives the best estimate (Cristian, "Probabilistic clock
+        synchronization", Distributed Computing 3, 1989).
 
         Returns:
             The maximum error of the offset, and the offset to add to this rank's clock, both in nanoseconds.
         """
         errors_and_offsets = [(0, 0)] if self.world.is_rank0 else []
-        clock = torch.zeros(1, dtype=torch.int64)
+        clock = torch.zeros(1, dtype=torch.int64)  # The message in both directions. Only the replies have a value.
+        # One rank after another compares its clock, so that the round trips do not delay each other.
         for rank in [rank for rank in range(1, self.world.size) for _ in range(ROUND_TRIPS)]:
             if self.world.is_rank0:
                 dist.recv(clock, rank, group=self.group)
@@ -235,10 +254,11 @@ class Profiler(Callback):
                 dist.send(clock, 0, group=self.group)
                 dist.recv(clock, 0, group=self.group)
                 received_ns = time.time_ns()
+                middle_ns = (sent_ns + received_ns) // 2
                 error_ns = (received_ns - sent_ns) // 2
-                offset_ns = int(clock.item()) - (sent_ns + received_ns) // 2
+                offset_ns = int(clock.item()) - middle_ns
                 errors_and_offsets.append((error_ns, offset_ns))
-        return min(errors_and_offsets)
+        return min(errors_and_offsets)  # The pair with the smallest error.
 
     def _save_trace(self, file: Path, recorder: profile) -> dict[str, Any]:
         """Write the spans of this rank's step to `file`. Return the seconds of its parts (:func:`divide_step`).
@@ -252,6 +272,7 @@ class Profiler(Callback):
                     f"torch's trace has {size:,} bytes, more than {MAX_TRACE_BYTES:,}: use fewer micro-batches"
                 )
             trace = json.loads(Path(exported.name).read_bytes())  # torch replaced the file, so it is opened by name.
+        # All times of events (`ts`) are in microseconds since `baseTimeNanoseconds`. "X" marks events with a duration.
         base_ns = trace["baseTimeNanoseconds"]
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         self._mark_gloo_operations(events, base_ns)
@@ -269,16 +290,16 @@ class Profiler(Callback):
             "rank": self.world.rank, "host": os.uname().nodename, "clock_error_ns": error_ns,
             "place": {"pipeline": coordinates.pp, "data": coordinates.dp, "tensor": coordinates.tp},
             "step_us": step_us, "begin_ns": base_ns + round(1000 * begin_us) + offset_ns,
-            "spans": sorted(spans, key=lambda span: span.start - span.end)[:MAX_SPANS],
+            "spans": sorted(spans, key=lambda span: span.start - span.end)[:MAX_SPANS],  # The longest spans first.
         }  # fmt: skip
-        file.write_bytes(gzip.compress(json.dumps(content).encode(), 1))
+        file.write_bytes(gzip.compress(json.dumps(content).encode(), 1))  # 1 is the fastest compression level.
         return divide_step(spans, step_us)
 
     def _mark_gloo_operations(self, events: Sequence[dict[str, Any]], base_ns: int) -> None:
         """Set the category of Gloo's operations to communication, and add their process group.
 
-        torch's flight recorder lists the recent collectives with their groups. The group of an operation is that of the
-        latest collective with the same name that began before it.
+        torch's flight recorder lists the recent collectives with their groups. The group of an operation is the group
+        of the latest collective with the same name that began before the operation.
 
         Args:
             events: the events of the trace, which are changed in place.
@@ -288,9 +309,14 @@ class Profiler(Callback):
         for event in events:
             if event["name"].startswith("gloo:"):
                 start_ns = base_ns + 1000 * event["ts"]
-                count = bisect_right(collectives, start_ns, key=lambda collective: collective["time_ns"])
-                groups = [each["group"] for each in collectives[:count] if each["operation"] == event["name"]]
-                # The recorder lists no messages. Only the pipeline sends messages. In torch 2.11, the recorder lists no
-                # Gloo operation at all, so the group is unknown.
-                groups = groups or [PIPELINE if event["name"][5:9] in ("send", "recv") else "unknown"]
-                event.update({"cat": "communication", "args": {GROUP: groups[-1]}})
+                earlier_count = bisect_right(collectives, start_ns, key=lambda collective: collective["time_ns"])
+                earlier = collectives[:earlier_count]
+                groups = [each["group"] for each in earlier if each["operation"] == event["name"]]
+                if groups:
+                    group = groups[-1]
+                elif event["name"].startswith(("gloo:send", "gloo:recv")):
+                    # The recorder lists no point-to-point messages, but only the pipeline sends them.
+                    group = PIPELINE
+                else:  # In torch 2.11, the recorder lists no Gloo operation at all.
+                    group = "unknown"
+                event.update({"cat": "communication", "args": {GROUP: group}})

@@ -75,7 +75,13 @@ def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list
 
 
 def _classify_event(event: Mapping[str, Any], has_gpu: bool) -> tuple[str, str]:
-    """Return kind and row of an event. `has_gpu`: whether the trace has events of a GPU."""
+    """Return the kind and the row of an event, as :class:`Span` has them.
+
+    Args:
+        event: a complete event of the trace.
+        has_gpu: whether the trace has events of a GPU. If so, operators on the CPU only start kernels and are no
+            compute.
+    """
     name = str(event["name"])
     category = str(event.get("cat"))
     thread = TRAINING if event.get("tid") == event.get("pid") else f"thread {event.get('tid')}"
@@ -87,9 +93,10 @@ def _classify_event(event: Mapping[str, Any], has_gpu: bool) -> tuple[str, str]:
     if name == "_c10d_functional::wait_tensor":
         return "wait", thread
     is_operator = "::" in name and not name.startswith(_WRAPPERS)
+    is_compiled = name.startswith(_COMPILED)
     # Operators of other threads are sums that Gloo computes, which are part of the communication.
     may_compute = category == "cpu_op" and thread == TRAINING and not has_gpu
-    return "compute" if may_compute and (is_operator or name.startswith(_COMPILED)) else "host", thread
+    return "compute" if may_compute and (is_operator or is_compiled) else "host", thread
 
 
 def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
@@ -112,22 +119,27 @@ def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
         The seconds by part, and under `exposed_by_group` the seconds of exposed communication by group. Times at which
         several groups communicate count for each of them.
     """
-    edges = [(time, change, (s.kind, s.row)) for s in spans for time, change in ((s.start, 1), (s.end, -1))]
+    # Each span has two edges: at its start, the number of active spans of its kind and row changes by 1, at its end by
+    # -1. Between two edges, the active spans do not change.
+    edges = [(s.start, 1, (s.kind, s.row)) for s in spans] + [(s.end, -1, (s.kind, s.row)) for s in spans]
+    end_of_step = (step_us, 0, ("", ""))
     parts = dict.fromkeys(STEP_PARTS, 0.0)
     exposed_by_group = Counter[str]()
     active = Counter[tuple[str, str]]()
     previous_time = 0.0
-    for time, change, key in [*sorted(edges), (step_us, 0, ("", ""))]:
+    for time, change, key in [*sorted(edges), end_of_step]:
         if time > previous_time:
             kinds = {kind for (kind, _) in active}
             groups = {row for (kind, row) in active if kind == "communication"}
             if "compute" in kinds and "wait" not in kinds:
                 part = "compute"
-                groups = set()
+                groups = set()  # This communication is not exposed, because the rank computes at the same time.
             elif groups - {PIPELINE}:
                 part = "communication_exposed"
+            elif "copy" in kinds:
+                part = "copy"
             else:
-                part = "copy" if "copy" in kinds else "bubble" if groups else "idle"
+                part = "bubble" if groups else "idle"
             seconds = (time - previous_time) / 1e6
             parts[part] += seconds
             exposed_by_group.update(dict.fromkeys(groups, seconds))
@@ -138,19 +150,30 @@ def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
     return parts | {"exposed_by_group": dict(exposed_by_group)}
 
 
-def average_ranks(parts_of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each part over the ranks. A rank counts as 0 for a group that it does not belong to."""
+def average_parts_over_ranks(parts_of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each part over the ranks, in seconds, rounded to microseconds.
+
+    A rank that does not belong to a process group has no entry for this group in `exposed_by_group`. Its time counts as
+    0 in the mean.
+
+    Args:
+        parts_of_ranks: for each rank, the result of :func:`divide_step`; at least one.
+    """
     means: dict[str, Any] = {}
     for name in dict.fromkeys(name for parts in parts_of_ranks for name in parts):
-        if isinstance(parts_of_ranks[0].get(name), dict):
-            means[name] = average_ranks([parts.get(name, {}) for parts in parts_of_ranks])
+        if isinstance(parts_of_ranks[0].get(name), dict):  # `exposed_by_group`, which every rank has.
+            means[name] = average_parts_over_ranks([parts.get(name, {}) for parts in parts_of_ranks])
         else:
             means[name] = round(fmean(parts.get(name, 0.0) for parts in parts_of_ranks), 6)
     return means
 
 
 def describe_parts(parts: Mapping[str, Any]) -> str:
-    """Return a text with the duration of a profiled step in ms, and the share of each part in per cent."""
-    total = sum(parts[name] for name in STEP_PARTS) or 1.0
+    """Return a text with the duration of a profiled step in ms, and the share of each part in per cent.
+
+    Args:
+        parts: the seconds by part (:func:`divide_step`).
+    """
+    total = sum(parts[name] for name in STEP_PARTS) or 1.0  # The value 1.0 avoids a division by zero.
     shares = ", ".join(f"{name.replace('_', ' ')} {100 * parts[name] / total:.0f} %" for name in STEP_PARTS)
     return f"{1000 * total:.1f} ms: {shares}"

@@ -20,7 +20,7 @@ from pipeline.run.stages import Progress
 from pipeline.train.lr_schedule import compute_learning_rate
 
 
-def missing_outputs(run: Run) -> str | None:
+def describe_missing_outputs(run: Run) -> str | None:
     """Return a message if the stage is not done; None if its final checkpoint exists."""
     step = find_newest_step(run.checkpoints_dir)
     steps = count_training_steps(run.config, run.data_dir)
@@ -37,7 +37,7 @@ def is_complete_early(run: Run, step: int, steps: int) -> bool:
 
 
 def progress(run: Run) -> Progress:
-    """Return how many steps are done, with the loss and the speed of the last one in metrics.jsonl."""
+    """Return how many steps are done, with the loss and the speed of the last step in metrics.jsonl."""
     steps = count_training_steps(run.config, run.data_dir)
     last_line = read_last_object(run.metrics_file, is_step_line)
     if steps is None:
@@ -56,10 +56,13 @@ def progress(run: Run) -> Progress:
 
 
 def resume_note(run: Run) -> str | None:
-    """Return a note about an unexpected learning rate; None if it is as expected.
+    """Return a note for the user about an unexpected learning rate; None if the learning rates are as expected.
 
-    Two cases are unexpected: the last step has the learning rate 0, or the learning rate increases on resume. It
-    increases if `train.steps` was raised, because the schedule depends on the number of the last step.
+    There are two unexpected cases:
+
+    - Before the first step: the last step will have the learning rate 0.
+    - After the warm-up: the learning rate will increase on resume. This happens if `train.steps` was raised, because
+      the schedule depends on the number of the last step.
     """
     optimizer = run.config.optimizer
     steps = count_training_steps(run.config, run.data_dir)
@@ -75,7 +78,8 @@ def resume_note(run: Run) -> str | None:
         )
     if not previous_lr or step < optimizer.warmup_steps + 1 - optimizer.schedule_counts_from:
         return None
-    if (lr := compute_learning_rate(optimizer, step + 1, steps)) <= previous_lr * (1 + 1e-9):
+    lr = compute_learning_rate(optimizer, step + 1, steps)
+    if lr <= previous_lr * (1 + 1e-9):  # The tolerance allows for rounding.
         return None
     return (
         f"note: the learning rate goes from {previous_lr:.3g} (step {step}) to {lr:.3g}: its schedule now ends at "
@@ -110,7 +114,7 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
     part_start_time = flag.start_time
 
     def record_startup(part: str) -> None:
-        """Record that `part` of the start-up ends now."""
+        """Record the time since the end of the previous part as the duration of `part` of the start-up."""
         nonlocal part_start_time
         now = time.monotonic()
         startup_s[part] = round(now - part_start_time, 3)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.base.dist_env import RankInfo, read_time_left
+from pipeline.base.dist_env import RankInfo, read_time_limit_s
 from pipeline.base.errors import CheckpointError, ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import describe_missing_checkpoints
@@ -90,10 +90,10 @@ class Trainer:
     Args:
         run: the run.
         manifest: describes the shards in the run directory.
-        rank_info: this rank's ranks and sizes, as the launcher set them.
+        rank_info: the rank of this process and the world size, as the launcher set them.
         world: the process group of all ranks, which this rank has joined.
         flag: set by signals that request a stop.
-        watchdog: a watchdog that is already running; if None, no watchdog checks this rank for hangs.
+        watchdog: a watchdog that is already running; None if no thread shall check this rank for hangs.
     """
 
     def __init__(
@@ -116,12 +116,15 @@ class Trainer:
         vocab_size = manifest.vocab_size if isinstance(manifest, Manifest) else None
         self.layout = resolve_layout(config, world.size, rank_info.local_world_size, vocab_size)
         self.task = make_task(run, manifest)
+        """Builds the model and computes its loss. It is not an array task of Slurm."""
+        # The number of steps is only unknown if there are no shards, but `manifest` describes existing shards.
         self.steps = count_training_steps(config, run.data_dir) or 0
         check_warmup(config, self.steps)
-        custom_schedule = config.optimizer.schedule == "own"
-        self.learning_rate = self.task.user_module.learning_rate if custom_schedule else compute_learning_rate
-        self.deadline = Deadline(flag, read_time_left(os.environ), config.recovery.grace_s)
+        has_custom_schedule = config.optimizer.schedule == "own"  # The user's module defines the schedule.
+        self.learning_rate = self.task.user_module.learning_rate if has_custom_schedule else compute_learning_rate
+        self.deadline = Deadline(flag, read_time_limit_s(os.environ), config.recovery.grace_s)
         self.coordinator = StopCoordinator(flag, groups.new_control_group(), self.deadline)
+        # A watchdog whose thread is never started records phases and does nothing else.
         self.watchdog = watchdog or Watchdog(run, "train", rank_info, flag)
         self.compute_timer = LocalComputeTimer(world.device)
         self.checkpointer = self._make_checkpointer()
@@ -130,15 +133,20 @@ class Trainer:
         from_scratch = not self.checkpointer.has_checkpoint()
         self.engine = self._make_engine(from_scratch)
         self.samples_consumed = 0
+        """The number of samples of the global batches of all steps so far, also of previous attempts."""
         self.step_s = 0.0
+        """Duration of the latest step in seconds, without `overhead_s`."""
         self.data_wait_s = 0.0
+        """Seconds for which the latest step waited for its batch."""
         self.overhead_s: dict[str, float] = {}
+        """Seconds since the metrics of the previous step that were spent on other work, by name: `evaluate_s`, …"""
         self.startup_s: Mapping[str, float] = {}
         """Seconds that each part of this rank's start-up took. Rank 0 writes them to the event `ready`."""
-        self.stop_request: str | None = None
+        self.requested_stop_reason: str | None = None
         """The reason that a callback passed to `request_stop`; None if no callback requested a stop."""
         self.early_stop: Mapping[str, Any] | None = None
-        """`reason` and planned `steps` of a run that a callback completed early; None otherwise."""
+        """Set if a callback completed the run early: its `reason`, and `steps`, the step at which the run should have
+        ended according to the config. None otherwise."""
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
         self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
@@ -153,7 +161,7 @@ class Trainer:
         world = self.world
         train = self.config.train
         pipeline_ranks = [self.layout.coordinates(rank).pp for rank in range(world.size)]
-        self.coordinator.add_request(EARLY_STOP_REQUEST, lambda: self.stop_request is not None)
+        self.coordinator.add_request(EARLY_STOP_REQUEST, lambda: self.requested_stop_reason is not None)
         callbacks: list[Callback] = [
             self.watchdog,
             self.deadline,
@@ -175,6 +183,7 @@ class Trainer:
         return callbacks + make_user_callbacks(self.task.user_module, self.config)
 
     def _make_checkpointer(self) -> Checkpointer:
+        """Return the checkpointer, whose manifests contain the layout and the identity of this run."""
         layout = describe_layout_identity(self.layout, self.config, self.world.backend, self.device.type)
         return Checkpointer(
             self.run.checkpoints_dir,
@@ -186,15 +195,21 @@ class Trainer:
         )
 
     def _make_dataset(self) -> MappedDataset:
+        """Return the training samples of the run, in the order of the shards."""
         if isinstance(self.manifest, SampleManifest):
             seed = self.config.run.seed
             return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
         return TokenDataset(self.manifest.train, self.config.data.sequence_length, self.run.data_dir)
 
     def _make_engine(self, from_scratch: bool) -> Engine:
-        """Return the engine. If `from_scratch`, its model has initial weights; otherwise a checkpoint is loaded next.
+        """Return the engine.
 
-        Raises CheckpointError if the run starts from scratch although it had saved checkpoints, which have disappeared.
+        Args:
+            from_scratch: whether the model gets initial weights: random ones, or open weights (`model.init_from`).
+                Otherwise the caller loads a checkpoint next.
+
+        Raises:
+            CheckpointError: if the run starts from scratch, and had saved checkpoints that have disappeared.
         """
         source = None
         if from_scratch:
@@ -211,6 +226,7 @@ class Trainer:
         )
         if source is not None:
             source.write_source()
+        # The hash of the open weights is known only now, because `write_source` has just written it to the run.
         self.checkpointer.describe |= compute_source_identity(self.run)
         return engine
 
@@ -221,7 +237,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open_batches(self) -> Iterator[BatchLoader]:
-        """Yield a loader of this rank's part of each global batch. It starts at the first sample not yet consumed."""
+        """Yield a loader of this rank's part of each global batch. It continues after the samples consumed so far."""
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=self.config.train.global_batch,
@@ -253,20 +269,23 @@ class Trainer:
         engine = self.engine
         lr = self.learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
-        mean_loss = engine.backward(batch, step, partial(self.enter_phase, step), self.coordinator.wants_attention)
+        enter_phase_of_step = partial(self.enter_phase, step)
+        mean_loss = engine.backward(batch, step, enter_phase_of_step, self.coordinator.wants_attention)
         self.callbacks.on_backward_end(step)
         grad_norm = engine.clip_gradients(config.optimizer.clip_norm)
-        # The CPU waits for the GPU only here, because loss and norm must be checked before the weights change.
+        # The CPU waits for the GPU only here, because loss and norm must be checked before the weights change. One
+        # tensor with both numbers needs only one copy from the GPU.
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
-        self.coordinator.agreed_requests.clear()
+        self.coordinator.pending_requests.clear()  # Those of the previous step. This step's follow if there are any.
         if math.isnan(loss):  # Either a rank has a request, or the loss itself is NaN. All ranks see the same value.
             self.coordinator.exchange()
             loss = engine.reduce_loss_again().item()
         is_scaled = engine.scaler is not None and engine.scaler.scale > 1
         has_overflowed = is_scaled and not math.isfinite(norm)
-        # If fp16 overflows, the loss scaler skips the step and halves the scale. Callbacks must not count it as bad.
+        # If fp16 overflows, the loss scaler skips the step and halves the scale. This is normal, so the bad-step guard
+        # gets a norm of 0 and does not count the step as bad.
         skip_reason = self.callbacks.on_before_optimizer_step(step, loss, 0.0 if has_overflowed else norm)
-        self.checkpointer.wait_until_staged()
+        self.checkpointer.wait_until_staged()  # A background save may still be copying the weights of the last step.
         engine.update_weights(norm, is_good=skip_reason is None)
         self.samples_consumed += config.train.global_batch
         metrics = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
@@ -278,10 +297,10 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------
 
     def fit(self) -> ExitCode:
-        """Train until the last step, or until all ranks agree to stop.
+        """Train until the last step, or until all ranks stop together.
 
         Returns:
-            DONE if the train stage is complete, STOPPED if a later attempt must continue it.
+            DONE if the train stage is complete, STOPPED if a later attempt must continue the stage.
         """
         if self.start_step >= self.steps or self.early_stop is not None:
             return ExitCode.DONE
@@ -311,9 +330,10 @@ class Trainer:
 
     def _after_step(self, step: int) -> ExitCode | None:
         """Save or stop after `step` if necessary. Return the exit code if this attempt ends; None if it continues."""
-        requests = self.coordinator.agreed_requests
+        requests = self.coordinator.pending_requests
         # After too many consecutive bad steps, the run restarts from the checkpoint before them and excludes their
-        # samples. A checkpoint between bad steps would count these samples as consumed, so none is saved there.
+        # samples. A checkpoint between bad steps would count these samples as consumed. So no checkpoint is saved after
+        # a bad step, except the one of the last step.
         may_save = not self.guard.consecutive_bad_steps
         if step == self.steps:
             self.save(step)
@@ -334,7 +354,7 @@ class Trainer:
 
         Args:
             step: the step that has just ended.
-            reason: the signal or the deadline that the ranks agreed on.
+            reason: why the ranks stop (`StopCoordinator.stop_reason`).
         """
         skip_reason = None
         if self.coordinator.is_too_late_to_save:
@@ -354,7 +374,7 @@ class Trainer:
 
     def _complete_early(self, step: int) -> None:
         """Save the final checkpoint after `step`, because a callback called `request_stop`."""
-        reason = self._agree_on_stop_request()
+        reason = self._gather_requested_stop_reason()
         assert reason is not None
         self.early_stop = {"reason": reason, "steps": self.steps}
         if self.world.is_rank0:
@@ -378,10 +398,10 @@ class Trainer:
     def request_stop(self, reason: str) -> None:
         """Complete the train stage early: all ranks finish the next step, save and exit.
 
-        A single rank may call this. No later job then continues the stage.
+        It is enough if a single rank calls this method. The stage is then done, and no later job continues it.
         """
-        if self.stop_request is None:
-            self.stop_request = reason
+        if self.requested_stop_reason is None:
+            self.requested_stop_reason = reason
 
     def log(self, message: str) -> None:
         """Print a line to the job's output, on rank 0 only."""
@@ -405,21 +425,21 @@ class Trainer:
             extra["callbacks"] = callback_states
         if self.early_stop is not None:
             extra["early_stop"] = self.early_stop
-        elif reason := self._agree_on_stop_request():
+        elif reason := self._gather_requested_stop_reason():
             extra["stop_request"] = reason
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
 
-    def _agree_on_stop_request(self) -> str | None:
-        """Return the reason of the lowest rank whose callbacks called `request_stop`; None if no rank's did.
+    def _gather_requested_stop_reason(self) -> str | None:
+        """Return the reason of the lowest rank on which a callback called `request_stop`; None if no callback did.
 
-        All ranks return the same reason.
+        All ranks return the same reason, and keep it as `requested_stop_reason`.
         """
-        if not hasattr(self.task.user_module, "callbacks"):
+        if not hasattr(self.task.user_module, "callbacks"):  # Only callbacks of the user call `request_stop`.
             return None
-        reasons = groups.all_gather_results(self.coordinator.group, lambda: self.stop_request)
-        self.stop_request = next((reason for reason in reasons if reason is not None), None)
-        return self.stop_request
+        reasons = groups.all_gather_results(self.coordinator.group, lambda: self.requested_stop_reason)
+        self.requested_stop_reason = next((reason for reason in reasons if reason is not None), None)
+        return self.requested_stop_reason
 
     def _finish_saving(self, step: int) -> None:
         """Wait for the save in progress, and free the checkpointer's buffers."""
@@ -461,9 +481,9 @@ class Trainer:
             notes["versions"] = describe_version_changes(manifest["versions"], collect_versions())
             if extra["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load_state_dict(extra["scaler"])
-            self.stop_request = extra.get("stop_request")
+            self.requested_stop_reason = extra.get("stop_request")
             early_stop = extra.get("early_stop")
-            if early_stop and early_stop["steps"] == self.steps:
+            if early_stop and early_stop["steps"] == self.steps:  # Otherwise the user has changed the number of steps.
                 self.early_stop = early_stop
         if self.world.is_rank0:
             self._rewind_metrics(step, start_time, notes)
@@ -477,7 +497,8 @@ class Trainer:
         Args:
             step: the restored step; 0 if there is no checkpoint.
             start_time: when the restore began, by `time.perf_counter`.
-            notes: what differs from the attempt that saved: `replicas` and `versions`; None if nothing differs.
+            notes: messages about differences from the attempt that saved the checkpoint, under the keys `replicas`
+                and `versions`; None for no difference.
         """
         save_durations = [event.seconds for event in self.run.read_events("train", Saved)]
         # The latest save is the best estimate, because storage may have been slower or faster before.
@@ -534,21 +555,22 @@ class Trainer:
         )
 
     def _count_sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that a rank sends in a step, by group. For a custom model they are unknown: return {}."""
+        """Return the bytes that a rank sends in a step, by process group; {} for a custom model."""
         if not isinstance(self.task, DecoderTask):
             return {}
         return {group: size for group, size, _ in count_traffic(self.config, self.layout, self.task.vocab_size)}
 
     def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Call `on_evaluation` of all callbacks."""
         self.callbacks.on_evaluation(step, metrics)
 
     def _report_saved(self, step: int, seconds: float) -> None:
-        """Report a committed checkpoint. Called on rank 0, in the thread that writes it."""
+        """Report a committed checkpoint. The checkpointer calls this on rank 0, in the thread that wrote the files."""
         self.callbacks.on_saved(step, seconds)
         self.run.append_event(Saved(stage="train", step=step, seconds=round(seconds, 3)))
         self.log(f"saved step {step} ({seconds:.2f} s)")
 
     def _report_damaged(self, step: int, reason: str) -> None:
-        """Report a checkpoint that was set aside. Called on rank 0."""
+        """Report a damaged checkpoint, which was renamed and is not used again. Only rank 0 calls this."""
         self.log(f"WARNING: {reason}; step {step} is set aside, trying the previous checkpoint")
         self.run.append_event(Damaged(stage="train", step=step, reason=reason))

@@ -152,7 +152,7 @@ def check_capacity(run: Run) -> None:
         if reason is None:
             continue
         # in a sweep, the outputs of some stages are in the points, so `run` does not show whether they are done
-        is_done = run.config.sweep is None and stages.load_stage_module(stage).missing_outputs(run) is None
+        is_done = run.config.sweep is None and stages.load_stage_module(stage).describe_missing_outputs(run) is None
         if is_done:
             continue
         can_power_on_nodes = read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)")

@@ -72,21 +72,21 @@ class JobInfo:
     """When the job was submitted or last requeued, in seconds since 1970."""
 
 
-def read_job_info(job_id: str, patience_s: float = 0.5) -> JobInfo | None:
+def read_job_info(job_id: str, timeout_s: float = 0.5) -> JobInfo | None:
     """Return what the controller shows about a job.
 
-    A busy controller refuses some queries, so a failed query is repeated for `patience_s` seconds. Without an answer,
+    A busy controller refuses some queries, so a failed query is repeated for `timeout_s` seconds. Without an answer,
     the supervisor could report a wrong cause for a stop. While the job is COMPLETING, its state is replaced by the
     final state in accounting, if there is one.
 
     Args:
         job_id: the id of a job (`12`) or of a task of an array (`12_3`).
-        patience_s: how long to repeat a query that fails.
+        timeout_s: how long to repeat a query that fails.
 
     Returns:
         The job; None if the controller does not respond in time.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while (output := run_slurm_command("scontrol", "show", "job", job_id)) is None:
         if time.monotonic() >= deadline:
             print(f"scontrol show job {job_id}: no response", file=sys.stderr, flush=True)
@@ -176,7 +176,7 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
         Whether Slurm requeued the job.
     """
     if run_slurm_command("scontrol", "requeue", job_id) is None:
-        info = read_job_info(job_id, patience_s=4.0)
+        info = read_job_info(job_id, timeout_s=4.0)
         if info is None or info.restarts <= restarts:
             return False
     if exclude is not None:

@@ -445,7 +445,7 @@ class StatusPoller:
         """Return the status of a stage. `follows_unfinished`: whether later checkpoints may still change its inputs."""
         stage_module = stages.load_stage_module(stage)
         events = run.read_events(stage)
-        missing = stages.quick_missing_outputs(run, stage)
+        missing = stages.describe_missing_outputs_quickly(run, stage)
         lock_holder = run.lock_holder(stage)
         progress = stage_module.progress(run)
         jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]

@@ -212,7 +212,7 @@ class Chain:
         active = self.active_jobs.get((target.path, stage), [])
         has_started = any(job.state.state != "PENDING" for job in active)
         depends_on_new_job = any(parent in self.needed[name] for parent, name in self._list_parents(target, stage))
-        is_done = stage_module.missing_outputs(target) is None
+        is_done = stage_module.describe_missing_outputs(target) is None
         if is_done and not depends_on_new_job and not self._list_awaited_jobs(target, stage):
             if target is self.run:  # sweep points are only counted
                 self.say(f"{stage:9} done: {stage_module.progress(target).description}")
@@ -282,7 +282,9 @@ class Chain:
                 for target, after in zip(targets, after_by_target, strict=True):
                     self._submit(stage, [target], after)
 
-    def _submit(self, stage: str, targets: Sequence[Run], after: Sequence[str], kind: str = "afterok") -> None:
+    def _submit(
+        self, stage: str, targets: Sequence[Run], after: Sequence[str], dependency_type: str = "afterok"
+    ) -> None:
         """Submit the job or array of a stage for `targets`, which are the run or sweep points.
 
         If the stage itself is an array, the job after the array is also submitted. If the site does not requeue jobs, a
@@ -300,24 +302,24 @@ class Chain:
             keys = [(target.path, stage) for target in targets]
             if ending := [self.ending_jobs[key] for key in keys if key in self.ending_jobs]:
                 after = ending
-                kind = "afterany"
+                dependency_type = "afterany"
         tasks = run.config.stages.get_resources(stage).array_tasks
         suffix = f", after {', '.join(after)}" if after else ""
         array_id = self.incomplete_arrays.get((run.path, stage))
         if array_id is not None:
             self.say(f"{stage:9} job {array_id}: array, in the queue already")
         elif tasks > 1:
-            array_id = self._sbatch(stage, after, kind, tasks=tasks)
+            array_id = self._sbatch(stage, after, dependency_type, tasks=tasks)
             self.say(f"{stage:9} job {array_id}: array of {tasks}{suffix}")
         if array_id is not None:
             after = [array_id]
-            kind = "afterany"
+            dependency_type = "afterany"
             suffix = f": validates, after {array_id}"
-        job_id = self._sbatch(stage, after, kind, points=points)
+        job_id = self._sbatch(stage, after, dependency_type, points=points)
         for task, target in enumerate(targets):
             self.awaited_jobs[target.path, stage] = f"{job_id}_{task}" if len(targets) > 1 else job_id
         if points:
-            pairing = ", task by task" if kind == "aftercorr" else ""
+            pairing = ", task by task" if dependency_type == "aftercorr" else ""
             name = f"point {points[0].path.name}" if len(points) == 1 else f"array over {len(points)} points"
             suffix = f": {name}{suffix}{pairing}"
         self.say(f"{stage:9} job {job_id}{suffix}")
@@ -342,12 +344,12 @@ class Chain:
                 self.say(f"job {job.job_id} is cancelled")
         cancel_jobs(job.state for job in jobs)
 
-    def _sbatch(self, stage: str, after: Sequence[str], kind: str, **options: Any) -> str:
+    def _sbatch(self, stage: str, after: Sequence[str], dependency_type: str, **options: Any) -> str:
         """Submit one job or array, and return its id. `options`: further arguments of `submit_stage`."""
         from slurm.submit.sbatch import submit_stage
 
         self.run.check_not_cancelled()  # the user may have cancelled the run since the last submission
-        job_id = submit_stage(self.run, stage, after, kind=kind, say=self.say, **options)
+        job_id = submit_stage(self.run, stage, after, dependency_type=dependency_type, say=self.say, **options)
         self.queued.setdefault(stage, []).append(job_id)
         return job_id
 
@@ -372,7 +374,7 @@ def cancel_run(run: Run) -> list[str]:
     for target in targets:
         target.write_request(target.cancelled_file)
         target.append_event(CancelRequested())
-    with run.lock_exclusively(patience_s=CANCEL_WAIT_S):  # a process that is submitting jobs stops before the next job
+    with run.lock_exclusively(timeout_s=CANCEL_WAIT_S):  # a process that is submitting jobs stops before the next job
         job_ids, notes = cancel_pending_jobs(run)
     running = []
     for target, stage in product(targets, STAGES):

@@ -121,7 +121,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         run.reload_config()
         run.check_not_cancelled()
         holder = run.lock_holder(stage)
-        if holder is None and stage_module.missing_outputs(run) is None:
+        if holder is None and stage_module.describe_missing_outputs(run) is None:
             say(f"{stage:9} done: {stage_module.progress(run).description}")
             return ExitCode.DONE
         before = read_stage_state(run.read_events(stage))
@@ -140,7 +140,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         state = read_stage_state(events)
         if state.end_event is None:
             is_run_by_other = job and not state.start_event and run.lock_holder(stage)
-            if is_run_by_other or stage_module.missing_outputs(run) is None:
+            if is_run_by_other or stage_module.describe_missing_outputs(run) is None:
                 continue  # the stage is done, or another process started an attempt at the same moment: follow it
         if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
             continue  # the stage was already stopping before this process followed it: run the stage again

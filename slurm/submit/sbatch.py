@@ -261,11 +261,11 @@ def submit_stage(
     stage: str,
     after: Sequence[str],
     *,
-    kind: str,
+    dependency_type: str,
     tasks: int = 1,
     points: Sequence[Run] = (),
     say: Callable[[str], None] = print_to_log,
-    patience_s: float = SBATCH_TIMEOUT_S,
+    timeout_s: float = SBATCH_TIMEOUT_S,
     **event_fields: Any,
 ) -> str:
     """Submit a job that runs the supervisor of a stage.
@@ -274,12 +274,12 @@ def submit_stage(
         run: the run; of a sweep, the sweep itself.
         stage: the stage.
         after: the ids of the jobs on which this job depends.
-        kind: the type of this dependency, such as `afterok` (sbatch(1), --dependency).
+        dependency_type: the type of this dependency, such as `afterok` (sbatch(1), --dependency).
         tasks: the number of tasks; if more than 1, the job is an array, and its tasks share the work of the stage.
         points: sweep points. The job is then an array with one task for each point, and each point records the
             submission.
         say: prints a message to the user.
-        patience_s: how long sbatch may take, and how long to wait for a controller that does not respond.
+        timeout_s: how long sbatch may take, and how long to wait for a controller that does not respond.
         **event_fields: further fields of the events `submitting` and `submitted`.
 
     Returns:
@@ -291,10 +291,10 @@ def submit_stage(
     targets = list(points) or [run]
     for _ in range(MAX_SBATCH_CALLS):
         try:
-            return _submit_once(run, stage, after, kind, tasks, targets, patience_s, event_fields)
+            return _submit_once(run, stage, after, dependency_type, tasks, targets, timeout_s, event_fields)
         except _NoReplyError as error:
             say(f"{stage:9} sbatch got no response ({error}); querying Slurm for the job …")
-            if (job_id := _find_accepted_job(stage, targets, error, say, patience_s)) is not None:
+            if (job_id := _find_accepted_job(stage, targets, error, say, timeout_s)) is not None:
                 return job_id
             reason = str(error)
             if not error.is_lost_reply:
@@ -309,7 +309,7 @@ def _submit_once(
     run: Run,
     stage: str,
     after: Sequence[str],
-    kind: str,
+    dependency_type: str,
     tasks: int,
     targets: Sequence[Run],
     timeout_s: float,
@@ -324,18 +324,18 @@ def _submit_once(
         _NoReplyError: if it is not known whether Slurm accepted the job.
     """
     key = secrets.token_hex(6)
-    script, variables = _write_submission(run, stage, key, after, kind, [*targets] * tasks)
+    script, variables = _write_submission(run, stage, key, after, dependency_type, [*targets] * tasks)
     is_array_over_points = len(targets) > 1
     events: list[Submitting] = []
     for task, _ in enumerate(targets):
         suffix = f"_{task}" if is_array_over_points else ""
-        waits_for = [f"{job}{suffix}" for job in after] if kind == "aftercorr" else list(after)
+        waits_for = [f"{job}{suffix}" for job in after] if dependency_type == "aftercorr" else list(after)
         events.append(
             Submitting(
                 stage=stage,
                 after=waits_for,
                 executor="slurm",
-                kind=kind,
+                kind=dependency_type,
                 tasks=tasks,
                 array_task=task if is_array_over_points else None,
                 key=key,
@@ -360,7 +360,7 @@ def _submit_once(
 
 
 def _write_submission(
-    run: Run, stage: str, key: str, after: Sequence[str], kind: str, targets: Sequence[Run]
+    run: Run, stage: str, key: str, after: Sequence[str], dependency_type: str, targets: Sequence[Run]
 ) -> tuple[Path, list[str]]:
     """Write the batch script and one pickle for each task. `targets`: the run or sweep point of each task.
 
@@ -371,7 +371,7 @@ def _write_submission(
 
     folder = run.stage_dir(stage)
     check_job_environment(run.config.site, os.environ)
-    executor = _make_executor(run, run.config, stage, f"{kind}:{':'.join(after)}" if after else None)
+    executor = _make_executor(run, run.config, stage, f"{dependency_type}:{':'.join(after)}" if after else None)
     if (excluded := excluded_nodes_at_submission(targets, stage)) is not None:
         executor.parameters["additional_parameters"]["exclude"] = excluded
     for task, target in enumerate(targets):
@@ -427,7 +427,7 @@ def _extract_sbatch_reason(output: str) -> str:
 
 
 def _find_accepted_job(
-    stage: str, targets: Sequence[Run], error: _NoReplyError, say: Callable[[str], None], patience_s: float
+    stage: str, targets: Sequence[Run], error: _NoReplyError, say: Callable[[str], None], timeout_s: float
 ) -> str | None:
     """Return the id of the job of a submission to which sbatch got no reply; None if Slurm did not accept the job.
 
@@ -436,34 +436,34 @@ def _find_accepted_job(
         targets: the run, or the sweep points of the array.
         error: the error of the submission.
         say: prints a message to the user.
-        patience_s: how long to wait for the controller.
+        timeout_s: how long to wait for the controller.
 
     Raises:
-        UserError: if the controller does not respond within `patience_s` seconds.
+        UserError: if the controller does not respond within `timeout_s` seconds.
     """
-    if not wait_for_controller(patience_s, targets[0].sweep_or_self.check_not_cancelled):
+    if not wait_for_controller(timeout_s, targets[0].sweep_or_self.check_not_cancelled):
         raise UserError(
             "slurm.submission_unknown",
             f"{stage}: it is not known whether Slurm accepted the job: sbatch got no response ({error}), and the "
             f"controller has not responded since. When it responds again (squeue --me), run: "
             f"{targets[0].resume_command}. This finds the job or submits it",
         )
-    confirm_submissions(targets, say, patience_s)
+    confirm_submissions(targets, say, timeout_s)
     recorded = [event for event in targets[0].read_events(stage, Submitted) if event.key == error.key]
     return array_job_id(recorded[0].job_id) if recorded else None
 
 
-def wait_for_controller(patience_s: float, check: Callable[[], None]) -> bool:
+def wait_for_controller(timeout_s: float, check: Callable[[], None]) -> bool:
     """Wait until the controller responds to squeue.
 
     Args:
-        patience_s: how long to wait.
+        timeout_s: how long to wait.
         check: called after each failed query; it may raise an exception to end the wait.
 
     Returns:
         Whether the controller responded in time.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while slurm_commands.run_slurm_command("squeue", "-h", "--me", "-o", "%i", timeout_s=INTERACTIVE_TIMEOUT_S) is None:
         check()
         if time.monotonic() >= deadline:
@@ -547,7 +547,7 @@ def mark_not_submitted(run: Run, submitting: Submitting, message: str) -> None:
 def confirm_submissions(
     runs: Sequence[Run],
     say: Callable[[str], None],
-    patience_s: float = SBATCH_TIMEOUT_S,
+    timeout_s: float = SBATCH_TIMEOUT_S,
     jobs: list[SubmittedJob] | None = None,
 ) -> list[SubmittedJob]:
     """Find out which unconfirmed submissions of `runs` have created a job, and return the jobs of `runs`.
@@ -559,11 +559,11 @@ def confirm_submissions(
     Args:
         runs: a run, or a sweep and its points.
         say: prints a message to the user.
-        patience_s: how long to wait for another process that is calling sbatch.
+        timeout_s: how long to wait for another process that is calling sbatch.
         jobs: the jobs of `runs`, if the caller has just queried them.
 
     Raises:
-        UserError: if another process is still calling sbatch after `patience_s`, or the controller does not respond.
+        UserError: if another process is still calling sbatch after `timeout_s`, or the controller does not respond.
     """
     if jobs is None:
         jobs = find_run_jobs(runs)
@@ -582,7 +582,7 @@ def confirm_submissions(
             break
         for job in unsure_jobs:
             if (submitting := _unconfirmed_event_without_job(job)) is not None:
-                _wait_for_sbatch(run_by_path[job.run], submitting, patience_s)
+                _wait_for_sbatch(run_by_path[job.run], submitting, timeout_s)
         time.sleep(RECHECK_DELAYS_S[min(times_seen[_recheck_key(job)] for job in unsure_jobs) - 1])
         jobs = find_run_jobs(runs)
         require_response(job.state for job in jobs)
@@ -641,9 +641,9 @@ def _submission_time(job: SubmittedJob) -> float:
     return job.state.submit_time if job.event is None or not job.event.time else job.event.timestamp
 
 
-def _wait_for_sbatch(run: Run, submitting: Submitting, patience_s: float) -> None:
-    """Wait while another process calls sbatch for this submission. Raise UserError after `patience_s` seconds."""
-    deadline = time.monotonic() + patience_s
+def _wait_for_sbatch(run: Run, submitting: Submitting, timeout_s: float) -> None:
+    """Wait while another process calls sbatch for this submission. Raise UserError after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
     while _is_sbatch_running(run, submitting.stage, submitting.key):
         if time.monotonic() >= deadline:
             raise UserError(

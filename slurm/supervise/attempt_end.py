@@ -1,14 +1,14 @@
 """Determine how an attempt at a stage ended: from the exit codes and reports of its ranks, or later from its events.
 
-Ranks write reports about errors and hangs to the run directory. A rank that was killed, by a signal or because it used
-too much memory, writes no report, but the other ranks then report a lost connection. Therefore:
+Ranks write reports about errors and hangs to the run directory. A rank may be killed by a signal,
+or because it uses too much memory. Then it writes no report, but the other ranks report a lost connection. Therefore:
 
 - If a rank was killed, this rank failed first. Otherwise the first failure is the earliest report, except for reports
   about a lost connection.
 - In a hang, each rank reports its step and phase. The rank in the earliest phase caused the hang. If a rank wrote no
   report, it caused the hang.
 
-If the supervisor of an attempt was killed, the next supervisor writes the end (:func:`close_open_attempt`).
+If the supervisor of an attempt was killed, the next supervisor writes the end (:func:`end_unfinished_attempt`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def list_reports(run: Run, stage: str, kind: str, task: int | None = None) -> li
 
 
 def _read_reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
-    """Return the contents of the files that `list_reports` returns, except unreadable ones."""
+    """Return the contents of the report files that `list_reports` returns. Skip unreadable and malformed files."""
     reports = []
     for path in list_reports(run, stage, kind, task):
         with suppress(OSError, ValueError):
@@ -94,7 +94,7 @@ def get_rank_log(run: Run, stage: str, rank: int) -> Path:
 
 
 def measure_log_sizes(run: Run, stage: str) -> dict[Path, int]:
-    """Return the size of each rank's log in bytes. The output of the next attempt begins there."""
+    """Return the size of each rank's log in bytes, which is the position at which the next attempt's output begins."""
     return {path: path.stat().st_size for path in run.stage_dir(stage).glob("rank-*.log")}
 
 
@@ -116,11 +116,20 @@ def _find_gpu_failure(log: Path, start: int) -> str | None:
 
 
 def keep_user_frames(run: Run, message: str) -> str:
-    """Shorten a traceback to the frames of the user's own module. Return it unchanged if it has no such frame."""
-    module = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
-    other_frames = rf'^  File "(?!{re.escape(module)}\b).*\n(?: {{4}}.*\n)*'
+    """Shorten a traceback to the frames of the user's module (`model.target`).
+
+    If the traceback has no such frame, or there is no such module, return it unchanged.
+
+    Args:
+        run: the run.
+        message: a text that contains a traceback.
+    """
+    user_module_path = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
+    # A frame is a line `  File "PATH", line N, in NAME`, and lines with source code, which have four more spaces.
+    other_frames = rf'^  File "(?!{re.escape(user_module_path)}\b).*\n(?: {{4}}.*\n)*'
     shortened = re.sub(other_frames, "", message, flags=re.M)
-    return shortened if '  File "' in shortened else message
+    has_user_frame = '  File "' in shortened
+    return shortened if has_user_frame else message
 
 
 def find_failure(
@@ -130,12 +139,13 @@ def find_failure(
     task: int | None = None,
     log_sizes: Mapping[Path, int] | None = None,
 ) -> AttemptEnd:
-    """Return how an attempt ended in which a rank failed, with the rank that failed first.
+    """Return how an attempt ended in which at least one rank failed. Determine which rank failed first, and why.
 
     Args:
         run: the run.
         stage: the stage.
-        first_exits: the exits of the ranks that were the first to exit with an error. One poll may find several.
+        first_exits: the exits of the ranks that were the first to exit with an error. There are several if they
+            exited between two polls.
         task: the index of this Slurm array task; None if the job is not part of an array.
         log_sizes: the sizes of the ranks' logs before the attempt (:func:`measure_log_sizes`).
     """
@@ -146,13 +156,14 @@ def find_failure(
         for rank_exit in first_exits
         if rank_exit.code < 0 or (rank_exit.code == ExitCode.OUT_OF_MEMORY and rank_exit.rank not in reporting_ranks)
     ]
-    # SIGABRT is not a sure sign, because NCCL also aborts a rank after another rank has failed.
+    # After SIGABRT, another rank may have failed first, because NCCL then aborts this rank as well.
     surely_killed = [rank_exit for rank_exit in killed if rank_exit.code != -signal.SIGABRT]
     for rank_exit in first_exits:
         if rank_exit.code != -signal.SIGABRT or rank_exit.rank in reporting_ranks:
             continue
         log = get_rank_log(run, stage, rank_exit.rank if task is None else task)
-        if line := _find_gpu_failure(log, (log_sizes or {}).get(log, 0)):
+        attempt_start_byte = (log_sizes or {}).get(log, 0)
+        if line := _find_gpu_failure(log, attempt_start_byte):
             host = rank_exit.host or os.uname().nodename
             message = f"rank {rank_exit.rank} on {host}:\n{line}"
             return AttemptEnd(ExitCode.BAD_NODE, fields={"rank": rank_exit.rank, "host": host, "message": message})
@@ -165,7 +176,7 @@ def find_failure(
         message = f"rank {rank} on {host}:\n{keep_user_frames(run, report['message'])}"
     else:
         rank_exit = (surely_killed or killed or first_exits)[0]
-        # A rank that could not write its report still exits with one of our exit codes.
+        # If a rank could not write its report, its exit code still shows the cause.
         code = ExitCode(rank_exit.code) if rank_exit.code in set(ExitCode) else ExitCode.CRASHED
         rank = rank_exit.rank
         host = rank_exit.host or os.uname().nodename
@@ -177,7 +188,8 @@ def find_failure(
         description = f"rank {rank} on {host} {rank_exit}{hints.get(rank_exit.code, '')}; its log: {log}"
         message = rank_exit.description or description
     if code in (ExitCode.CRASHED, ExitCode.PEER_LOST) and (reason := run.describe_write_error()) is not None:
-        code = ExitCode.STORAGE  # Ranks cannot write a report about a full disk to this disk.
+        # The ranks did not report the full disk, because they would have had to write the report to this disk.
+        code = ExitCode.STORAGE
         message = f"{reason}\n{message}"
     return AttemptEnd(code, fields={"rank": rank, "host": host, "message": message})
 
@@ -199,10 +211,12 @@ def find_hung_rank(run: Run, stage: str, hosts: Sequence[str]) -> dict[str, Any]
 def describe_hung_rank(
     hangs: Iterable[Mapping[str, Any]], hosts: Sequence[str], reporting_ranks: Container[int]
 ) -> dict[str, Any]:
-    """Return `rank`, `host` and `message` of the rank that caused a hang, because it is behind the other ranks.
+    """Return `rank`, `host` and `message` of the rank that caused a hang.
+
+    This is a rank that wrote no report at all. If all ranks wrote a report, it is the rank in the earliest phase.
 
     Args:
-        hangs: the reports of ranks about the hang; at least one.
+        hangs: the hang reports of the ranks (pipeline/resilience/watchdog.py); at least one.
         hosts: the host of each rank.
         reporting_ranks: the ranks that wrote a report about another error. They did not cause the hang.
     """
@@ -211,13 +225,16 @@ def describe_hung_rank(
     ahead = ordered_hangs[-1]
     hanging_ranks = {hang["rank"] for hang in ordered_hangs}
     others = f"the other ranks were in phase '{ahead['phase']}' of step {ahead['step']}"
-    unreported = [rank for rank in range(len(hosts)) if rank not in hanging_ranks and rank not in reporting_ranks]
-    if unreported:
-        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in unreported)
+    ranks_without_report = [
+        rank for rank in range(len(hosts)) if rank not in hanging_ranks and rank not in reporting_ranks
+    ]
+    if ranks_without_report:
+        names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks_without_report)
         message = f"{names} did not respond; {others}"
-        return {"rank": unreported[0], "host": hosts[unreported[0]], "message": message}
+        return {"rank": ranks_without_report[0], "host": hosts[ranks_without_report[0]], "message": message}
     name = f"rank {behind['rank']} on {behind['host']}"
-    if (behind["step"], behind["number"]) == (ahead["step"], ahead["number"]):
+    all_in_same_phase = (behind["step"], behind["number"]) == (ahead["step"], ahead["number"])
+    if all_in_same_phase:
         message = f"all ranks were stuck in phase '{behind['phase']}' of step {behind['step']}; {name}"
     else:
         message = f"{name} was stuck in phase '{behind['phase']}' of step {behind['step']}; {others}"
@@ -232,15 +249,16 @@ def describe_hung_rank(
 def read_progress_marker(run: Run, stage: str) -> str:
     """Return a text that changes whenever the stage makes progress.
 
-    The train stage makes progress with each of these:
+    For stages other than train, this is the description of the stage's progress. The train stage makes progress with
+    each of these:
 
-    - a checkpoint of a step that was never saved before;
+    - a checkpoint of a step after all steps that were saved before;
     - a new checkpoint of a step, if the previous checkpoint of this step was damaged;
     - a line of `decisions.jsonl`.
 
-    The text is computed from both events and checkpoints. The checkpoints alone are not enough, because a new one may
-    have been set aside as damaged. The events alone are not enough, because a rank may be killed after it committed a
-    checkpoint and before it wrote the event.
+    The text is computed from both events and checkpoints. The checkpoints alone are not enough, because a new
+    checkpoint may have been set aside as damaged. The events alone are not enough, because a rank may be killed after
+    it committed a checkpoint and before it wrote the event.
     """
     if not STAGES[stage].is_training:
         return stages.load_stage_module(stage).progress(run).description
@@ -261,22 +279,24 @@ def read_progress_marker(run: Run, stage: str) -> str:
     return f"step {newest_step}, {repaired_count} repaired, {decision_count} decisions"
 
 
-def close_open_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> tuple[ExitCode, str] | None:
-    """Decide whether this job may start the stage, and complete the events of the previous attempt if necessary.
+def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> tuple[ExitCode, str] | None:
+    """Decide whether this job may start the stage, and write the missing end event of the previous attempt.
 
-    A supervisor that was killed, for example with its node, could not write the end of its attempt. This function then
-    writes the end. Slurm may have started this job automatically to continue the attempt: the job was requeued, or is
-    the successor. Then the rules for the normal end of an attempt apply: the budget is charged, and the stage may fail
-    permanently.
+    If a supervisor is killed, for example with its node, it cannot write the event that ends its attempt. In this case,
+    this function writes the end event.
+
+    If Slurm started this job automatically (it requeued the job, or the job is the successor of the previous job), this
+    start is a retry. Therefore this function also applies the rules for retries. It writes the event of the retry,
+    which uses one retry of the budget. If no retry is left, the stage fails permanently.
 
     Args:
         run: the run.
         stage: the stage.
-        rank_info: identifies this job and the number of its restarts.
+        rank_info: has the id of this job and the number of its restarts.
         task: the index of this Slurm array task; None if the job is not part of an array.
 
     Returns:
-        The cause and the reason if the stage must not start; None if it may start.
+        The exit code for this job and the reason if the stage must not start; None if it may start.
     """
     before = attempts.load_stage_state(run, stage, task)
     started = before.start_event
@@ -359,15 +379,17 @@ def _was_preempted(run: Run, stage: str, started: Started) -> bool:
 def _infer_unreported_cause(before: StageState, job: RecordedJob | None, was_requeued: bool) -> ExitCode:
     """Return why an attempt without an end event ended, according to its other events and to Slurm.
 
+    If neither shows a cause, return NODE_FAILURE for a job that Slurm requeued, and CRASHED otherwise.
+
     Args:
-        before: the state of the stage.
+        before: the state of the stage when the attempt ended.
         job: the job of the attempt; None if the attempt did not run in a job.
         was_requeued: whether Slurm requeued the job after the attempt.
     """
     if before.user_request:
         return ExitCode.CANCELLED if before.user_request == "cancelled" else ExitCode.STOPPED
     recorded_cause = ExitCode.__members__.get(str(before.last_cause).upper())
-    if was_requeued:  # Slurm does not requeue a cancelled job, so a recorded cause CANCELLED is wrong.
+    if was_requeued:  # Slurm does not requeue a cancelled job, so the recorded cause cannot be CANCELLED.
         return ExitCode.NODE_FAILURE if recorded_cause in (None, ExitCode.CANCELLED) else recorded_cause
     if job is None:
         return recorded_cause or ExitCode.CRASHED

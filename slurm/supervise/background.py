@@ -32,13 +32,15 @@ from slurm.query.job_states import query_job_states
 from slurm.query.run_jobs import events_since_submission, list_recorded_jobs
 from slurm.submit.site_environment import get_job_python
 
-FOLLOWER_DRAIN_S = 10.0
+FOLLOWER_STOP_TIMEOUT_S = 10.0
 """How long followers may send remaining data when the job ends. The next follower, or `submit.py track RUN`, sends the
 data that is left after this time."""
 CHECKPOINT_POLL_S = 2.0
+"""The pause between two checks for a new checkpoint."""
 MIN_RETRY_DELAY_S = 60.0
 """The pause after the first failed submission of an evaluate job. It doubles after each further failure."""
 MAX_RETRY_DELAY_S = 3600.0
+"""The longest pause between two attempts to submit an evaluate job."""
 
 
 # ---- followers
@@ -75,7 +77,13 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
 
 
 def _start_follower(run: Run, name: str, interpreter: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start `INTERPRETER -m tracking.follower NAME RUN`, with its output in `track/NAME.log`."""
+    """Start a follower, and append its output to `track/NAME.log`.
+
+    Args:
+        run: the run.
+        name: the name of the tracker, such as `wandb`; or `telemetry`.
+        interpreter: the command that starts Python: the path of the interpreter, perhaps after srun with its options.
+    """
     folder: Path = run.path / "track"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.log", "ab") as log:
@@ -83,30 +91,32 @@ def _start_follower(run: Run, name: str, interpreter: Sequence[str]) -> subproce
 
 
 def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to all followers, wait for `FOLLOWER_DRAIN_S` in total, and kill those that still run."""
-    deadline = time.monotonic() + FOLLOWER_DRAIN_S
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """Send SIGTERM to all followers, then SIGKILL to those that still run after `FOLLOWER_STOP_TIMEOUT_S` seconds."""
+    deadline = time.monotonic() + FOLLOWER_STOP_TIMEOUT_S
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(ProcessLookupError):
-                process.send_signal(number)
+                process.send_signal(signal_number)
         for process in processes:
+            # After SIGKILL the deadline has passed. The minimum lets the killed processes disappear.
+            timeout_s = max(0.1, deadline - time.monotonic())
             with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
+                process.wait(timeout_s)
 
 
 # ---- evaluations of new checkpoints
 
 
 def evaluates_one_checkpoint(run: Run, job_id: str) -> bool:
-    """Return True if :class:`EvaluationSubmitter` submitted this job, False if it is the chain's evaluate job.
+    """Return True if :class:`EvaluationSubmitter` submitted this job; False for other jobs, such as the chain's.
 
     After a job of EvaluationSubmitter, the outputs of the stage may still be incomplete, because more checkpoints may
     appear while the job runs.
     """
     submissions = run.read_events("evaluate", Submitted)
-    # The first check needs no Slurm command. The second one is exact if Slurm has reused the job id.
     if not any(event.step is not None and event.job_id == job_id for event in submissions):
-        return False
+        return False  # In this common case, no Slurm command is needed.
+    # Slurm may have reused the job id. `events_since_submission` finds the submission of the current job.
     return events_since_submission(submissions, job_id)[0].step is not None
 
 
@@ -117,10 +127,13 @@ class EvaluationSubmitter:
         self.run = run
         self.is_enabled = run.config.evaluate.every == "checkpoint" and run.config.data.held_out > 0
         steps = [event.step for event in run.read_events("evaluate", Submitted)]
-        self._last_step = max((step for step in steps if step is not None), default=0)
+        self._last_submitted_step = max((step for step in steps if step is not None), default=0)
+        """The largest step of a checkpoint for which a job was submitted; 0 if there is none."""
         self._next_poll_time = 0.0
         self._retry_delay_s = MIN_RETRY_DELAY_S
+        """The pause after the next failed submission."""
         self._last_message = ""
+        """The latest error, which is printed only once if it repeats."""
 
     def poll(self) -> None:
         """Submit a job if there is a new checkpoint. If the submission fails, print the error and try again later."""
@@ -141,32 +154,40 @@ class EvaluationSubmitter:
                     self.run.append_event(EvaluationNotSubmitted(stage="evaluate", message=message))
 
     def _submit_newest(self) -> None:
-        """Submit a job for the newest checkpoint, unless a job was submitted for it or it is the final one."""
+        """Submit a job for the newest checkpoint, unless this checkpoint already has a job or is the final one."""
         newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
-        if newest_step <= self._last_step or self._is_final(newest_step):
+        if newest_step <= self._last_submitted_step or self._is_final(newest_step):
             return
         from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage
 
+        # A submission is unconfirmed if a process was interrupted while it called sbatch. Its job may exist.
         confirm_submissions_from_job([self.run])
         submitted = [
             (event.step, job)
             for event, job in list_recorded_jobs(self.run)
             if event.stage == "evaluate" and event.step is not None
         ]
-        self._last_step = max([self._last_step, *(step for step, _ in submitted)])
-        if newest_step <= self._last_step:  # `confirm_submissions_from_job` has found the job of a lost submission.
+        self._last_submitted_step = max([self._last_submitted_step, *(step for step, _ in submitted)])
+        if newest_step <= self._last_submitted_step:  # The unconfirmed submission has a job.
             return
-        previous_states = query_job_states(job for _, job in submitted[-1:]).values()
+        previous_jobs = [job for _, job in submitted[-1:]]  # The latest job, or no job.
+        previous_states = query_job_states(previous_jobs).values()
         active_jobs = [state.job_id for state in previous_states if state.is_active]
         submit_stage(
-            self.run, "evaluate", active_jobs, kind="afterany", patience_s=JOB_SBATCH_TIMEOUT_S, step=newest_step
+            self.run,
+            "evaluate",
+            active_jobs,
+            dependency_type="afterany",
+            timeout_s=JOB_SBATCH_TIMEOUT_S,
+            step=newest_step,
         )
-        self._last_step = newest_step
+        self._last_submitted_step = newest_step
 
     def _is_final(self, step: int) -> bool:
-        """Return True if `step` has the final checkpoint, which the chain's own evaluate job evaluates.
+        """Return True if the checkpoint of `step` is the final one, which the chain's own evaluate job evaluates.
 
-        The final checkpoint is that of the last step, or of an earlier one if a callback completed the stage early.
+        The final checkpoint belongs to the last step, or to an earlier step if a callback completed the stage early. If
+        the number of steps is unknown, return True.
         """
         steps = count_training_steps(self.run.config, self.run.data_dir) or 0
         return step >= steps or is_complete_early(self.run, step, steps)

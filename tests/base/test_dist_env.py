@@ -17,7 +17,7 @@ from pipeline.base.dist_env import (
     expand_hostlist,
     make_local_rank_env,
     read_rank_info,
-    read_time_left,
+    read_time_limit_s,
 )
 from pipeline.base.errors import UserError
 
@@ -320,10 +320,10 @@ def test_error_for_an_invalid_environment_names_its_variables(env: Env, code: st
 
 
 def test_read_time_left_returns_seconds_or_none_and_rejects_text() -> None:
-    assert read_time_left({}) is None
-    assert read_time_left({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
+    assert read_time_limit_s({}) is None
+    assert read_time_limit_s({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
     with pytest.raises(UserError) as raised:
-        read_time_left({"SLUICE_TIME_LEFT": "soon"})
+        read_time_limit_s({"SLUICE_TIME_LEFT": "soon"})
     assert raised.value.code == "rank.invalid_variable" and "SLUICE_TIME_LEFT='soon'" in str(raised.value)
 
 
@@ -471,7 +471,7 @@ VARIABLES = sorted(
     | {*make_local_rank_env(0, 1, 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
     | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLUICE_TIME_LEFT"}
 )
-"""All variables that `read_rank_info` and `read_time_left` may read."""
+"""All variables that `read_rank_info` and `read_time_limit_s` may read."""
 VALUES = st.one_of(
     st.integers(-2, 5).map(str),
     # a batch step, an array task, a digit of another script, and numbers that are too large
@@ -485,7 +485,7 @@ VALUES = st.one_of(
 def test_any_environment_is_valid_or_a_user_error(env: Env) -> None:
     try:
         rank_info = read_rank_info(env)
-        read_time_left(env)
+        read_time_limit_s(env)
     except UserError as error:
         assert str(error)
         return

@@ -32,7 +32,7 @@ def test_all_unfinished_slurm_runs_are_queried_with_one_call(tmp_path: Path, mon
     for run in (done_run, first_pending_run, second_pending_run):
         write_event(run, "submitted", "prepare", job_id=run.path.name, executor="slurm")
     for module in map(load_stage_module, STAGES):
-        for name in {"missing_outputs", "quick_missing_outputs"} & set(dir(module)):
+        for name in {"describe_missing_outputs", "describe_missing_outputs_quickly"} & set(dir(module)):
             monkeypatch.setattr(module, name, lambda run: None if run.path == done_run.path else "no outputs")
     (tmp_path / "runs/broken").mkdir()
     (tmp_path / "runs/broken/config.yaml").write_text("run: {nam: x}")

@@ -116,7 +116,7 @@ def test_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pyte
     corpus.unlink()
     rows = status.StatusPoller(run).poll()[:2]
     assert [row.state for row in rows] == ["done", "waiting"]
-    for problem in (rows[1].problem, str(load_stage_module("prepare").missing_outputs(run))):
+    for problem in (rows[1].problem, str(load_stage_module("prepare").describe_missing_outputs(run))):
         assert problem.startswith(f"input {corpus} has been removed")
     checked.clear()
     write_event(run, "submitted", "shard", job_id="1", executor="local")
@@ -356,7 +356,7 @@ def test_evaluate_is_not_done_before_train_is_done(
 ) -> None:
     """All checkpoints so far are evaluated, but the train stage will save more."""
     run = make_run(tmp_path)
-    monkeypatch.setattr(load_stage_module("evaluate"), "missing_outputs", lambda run: None)
+    monkeypatch.setattr(load_stage_module("evaluate"), "describe_missing_outputs", lambda run: None)
     train_job = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
     jobs = [train_job] if job is None else [train_job, SubmittedJob(run.path, "evaluate", "4", job)]
     poller = status.StatusPoller(run)
@@ -364,7 +364,7 @@ def test_evaluate_is_not_done_before_train_is_done(
     if job is None:
         run.write_request(run.cancelled_file)
         assert [row.state for row in poller.statuses_from([])] == ["done", "done", "cancelled", "cancelled"]
-        monkeypatch.setattr(load_stage_module("train"), "missing_outputs", lambda run: None)
+        monkeypatch.setattr(load_stage_module("train"), "describe_missing_outputs", lambda run: None)
         assert [row.state for row in poller.statuses_from([])] == ["done"] * 4
 
 

@@ -247,10 +247,10 @@ def test_shard_fails_if_no_sample_fits_and_succeeds_with_a_shorter_sequence_leng
     run_stages(run, "prepare")
     with raises_error("data.no_training_sample", "40001 tokens", "data.sequence_length"):
         run_stages(run, "shard")
-    assert load_stage_module("shard").missing_outputs(run) is not None
+    assert load_stage_module("shard").describe_missing_outputs(run) is not None
     run.apply_overrides(["data.sequence_length=10000"])
     run_stages(run, "shard")
-    assert load_stage_module("shard").missing_outputs(run) is None
+    assert load_stage_module("shard").describe_missing_outputs(run) is None
 
 
 def test_check_of_a_shard_names_the_damaged_file_and_the_command_that_repairs_it(

@@ -71,7 +71,7 @@ def prepare_data(run: Run) -> Run:
     """Run the stages prepare and shard, and check that their outputs are complete."""
     for stage in ("prepare", "shard"):
         assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
-        assert load_stage_module(stage).missing_outputs(run) is None
+        assert load_stage_module(stage).describe_missing_outputs(run) is None
     return run
 
 
@@ -234,7 +234,7 @@ def test_the_example_learns_and_a_stop_does_not_change_its_result(image_folder: 
     assert results[0] == results[1], "the results are not bit-identical"
     assert results[0]["samples"] == 24 and 0 < results[0]["accuracy"] <= 1 and "perplexity" not in results[0]
     evaluate_stage = load_stage_module("evaluate")
-    assert evaluate_stage.missing_outputs(undisturbed) is None
+    assert evaluate_stage.describe_missing_outputs(undisturbed) is None
     assert "held-out loss" in evaluate_stage.progress(undisturbed).description
     assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(undisturbed.metrics_file))).keys()
 
@@ -349,14 +349,17 @@ def test_a_callback_adds_a_metric_and_stops_early_at_the_same_step_after_stops(t
     averages = read_averages(undisturbed)
     last = averages[-1][0]
     assert 51 <= last < 200 and averages[0][1] == averages[0][2]
-    assert load_stage_module("train").missing_outputs(undisturbed) is None
+    assert load_stage_module("train").describe_missing_outputs(undisturbed) is None
     assert [event["step"] for event in read_event_lines(undisturbed, "train", "stopped_early")] == [last]
     train_run(undisturbed, 2)
     assert read_averages(undisturbed) == averages, "a train stage that is done must not continue"
 
     stopped = create_prepared_run(tmp_path, "stopped", *overrides, ranks=2)
     assert set(interrupt_training(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
-    assert 20 <= len(read_averages(stopped)) < last and load_stage_module("train").missing_outputs(stopped) is not None
+    assert (
+        20 <= len(read_averages(stopped)) < last
+        and load_stage_module("train").describe_missing_outputs(stopped) is not None
+    )
     train_run(stopped, 2)
     assert read_averages(stopped) == averages and compute_run_digest(stopped) == compute_run_digest(undisturbed)
 
@@ -507,9 +510,11 @@ def test_a_damaged_user_file_is_an_error_and_stays_in_place(tmp_path: Path) -> N
     with pytest.raises(AssertionError, match=r"InputError: .*a\.h5 is damaged: .*restore the file"):
         run_ranks(1, stage_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
-    assert f"{len(content) - 1} bytes, not {len(content)}" in str(load_stage_module("shard").missing_outputs(run))
+    assert f"{len(content) - 1} bytes, not {len(content)}" in str(
+        load_stage_module("shard").describe_missing_outputs(run)
+    )
     (tmp_path / "a.h5").write_bytes(content)
-    assert load_stage_module("shard").missing_outputs(run) is None and len(train_run(run, 1)) == 10
+    assert load_stage_module("shard").describe_missing_outputs(run) is None and len(train_run(run, 1)) == 10
 
 
 def test_a_damaged_manifest_of_samples_is_detected_and_written_again(tmp_path: Path) -> None:
@@ -518,7 +523,7 @@ def test_a_damaged_manifest_of_samples_is_detected_and_written_again(tmp_path: P
     manifest = run.data_dir / "manifest.json"
     intact_text = manifest.read_text()
     manifest.write_text(intact_text.replace('"held_out_samples": 10', '"held_out_samples": 12'))
-    assert "manifest.json is damaged" in str(load_stage_module("shard").missing_outputs(run))
+    assert "manifest.json is damaged" in str(load_stage_module("shard").describe_missing_outputs(run))
     prepare_data(run)
     assert manifest.read_text() == intact_text
     values = json.loads(intact_text)
@@ -534,7 +539,7 @@ def test_prepare_runs_again_if_a_file_changes_before_it_is_hashed(tmp_path: Path
     (run.data_dir / "manifest.json").unlink()
     (run.data_dir / "shards/unit-00000.json").unlink()
     make_images.main(tmp_path / "a.h5", 50)
-    assert f"{tmp_path / 'a.h5'} has changed" in str(load_stage_module("prepare").missing_outputs(run))
+    assert f"{tmp_path / 'a.h5'} has changed" in str(load_stage_module("prepare").describe_missing_outputs(run))
     with pytest.raises(InputError, match=r"a\.h5 has changed"):
         load_stage_module("shard").run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     prepare_data(run)

@@ -82,13 +82,13 @@ def test_published_version_is_complete_and_its_card_describes_the_run(configure_
 
     rules = {"bits_per_byte": {"max": 50}, "loss": {"min": 0.1}}
     run = configure_publish(license="apache-2.0", data_license="CC0", description="A test.", rules=rules, name="small")
-    assert "step 3" in str(publish_stage.missing_outputs(run))
+    assert "step 3" in str(publish_stage.describe_missing_outputs(run))
     measurements = [
         {"time": time_s, "host": "n1", "gpus": [{"index": 0, "power_w": 360e3}]} for time_s in (100.0, 110.0)
     ]
     (run.path / "telemetry-n1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measurements))
     assert run_publish(run) == ExitCode.DONE
-    assert publish_stage.missing_outputs(run) is None
+    assert publish_stage.describe_missing_outputs(run) is None
     version = tmp_path / "models/small/step-00000003"
     assert publish_stage.progress(run).description == str(version)
     assert is_intact(version)
@@ -211,7 +211,7 @@ def test_publishing_killed_at_any_moment_leaves_one_complete_version_or_none(
         assert exit_code == KILLED
         assert versions in ([], ["step-00000003"])
         if versions:
-            assert publish_stage.missing_outputs(run) is None
+            assert publish_stage.describe_missing_outputs(run) is None
         killed_processes += 1
     assert killed_processes > 12
     assert names == ["step-00000003"]
@@ -223,10 +223,10 @@ def test_publish_command_is_run_again_until_it_succeeds(configure_publish: Any, 
     run = configure_publish(run=command)
     with raises_error("publish.command_failed", "publish.run", "code 1", "step-00000003"):
         run_publish(run)
-    assert "publish.run" in str(publish_stage.missing_outputs(run))
+    assert "publish.run" in str(publish_stage.describe_missing_outputs(run))
     (tmp_path / "succeed").touch()
     assert run_publish(run) == run_publish(run) == ExitCode.DONE
-    assert publish_stage.missing_outputs(run) is None
+    assert publish_stage.describe_missing_outputs(run) is None
     assert (tmp_path / "calls").read_text() == "x\nx\n"
 
 
@@ -269,13 +269,13 @@ def test_version_is_registered_once_if_the_registry_is_unreachable_at_first(
             run_publish(run)
     version = tmp_path / "models/tiny/step-00000003"
     file_times = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
-    assert "publish.mlflow" in str(publish_stage.missing_outputs(run))
+    assert "publish.mlflow" in str(publish_stage.describe_missing_outputs(run))
     assert "SHA256SUMS" in file_times
     run.apply_overrides([f"publish.mlflow.uri={registry}"])
     run = Run.open(run.path)
     for _ in range(2):
         assert run_publish(run) == ExitCode.DONE
-        assert publish_stage.missing_outputs(run) is None
+        assert publish_stage.describe_missing_outputs(run) is None
         (run.path / "published.json").unlink()  # as if the stage was killed before it wrote this file
     assert file_times == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     client = MlflowClient(tracking_uri=registry, registry_uri=registry)
@@ -319,7 +319,7 @@ def test_command_is_not_run_in_a_folder_that_other_users_can_write(
     with raises_error(code, version):
         run_publish(run)
     assert not (tmp_path / "executed").exists()
-    assert publish_stage.missing_outputs(run) is not None
+    assert publish_stage.describe_missing_outputs(run) is not None
 
 
 def test_publish_fails_and_changes_nothing_if_the_folder_exists_but_is_no_version(
@@ -339,7 +339,7 @@ def test_version_with_a_damaged_file_counts_as_missing_and_is_not_replaced(
     run = configure_publish()
     assert run_publish(run) == ExitCode.DONE
     (tmp_path / "models/tiny/step-00000003/model.safetensors").write_bytes(b"damaged")
-    assert "model.safetensors" in str(publish_stage.missing_outputs(run))
+    assert "model.safetensors" in str(publish_stage.describe_missing_outputs(run))
     assert publish_stage.progress(run).description == "-"
     with raises_error("publish.version_conflict", "model.safetensors"):
         run_publish(run)
@@ -387,7 +387,7 @@ def test_of_simultaneous_publishers_one_wins_and_the_others_succeed_only_with_eq
     for path, dtype, error in zip(copies, dtypes, errors, strict=True):
         if dtype == winner_dtype:
             assert error == ""
-            assert publish_stage.missing_outputs(Run.open(path)) is None
+            assert publish_stage.describe_missing_outputs(Run.open(path)) is None
         else:
             assert str(folder / "step-00000003") in error
             assert "publish.name" in error
@@ -456,7 +456,7 @@ def test_version_with_a_malformed_or_changed_description_is_rejected(
     assert run_publish(run) == ExitCode.DONE
     version = tmp_path / "models/tiny/step-00000003"
     damage(version)
-    assert re.search(problem, str(publish_stage.missing_outputs(run)))
+    assert re.search(problem, str(publish_stage.describe_missing_outputs(run)))
     assert publish_stage.progress(run).description == "-"
     with raises_error("publish.version_conflict", version):
         run_publish(run)
@@ -466,7 +466,7 @@ def test_version_with_a_malformed_or_changed_description_is_rejected(
 def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
     configure_publish: Any, tmp_path: Path, keep_time: bool
 ) -> None:
-    """`missing_outputs` only compares sizes and times. The stage also compares hashes before it runs the command."""
+    """`describe_missing_outputs` only compares sizes and times. The stage also compares hashes before the command."""
     run = configure_publish(run=f"touch {tmp_path}/called; test -e {tmp_path}/succeed")
     with raises_error("publish.command_failed", "code 1"):
         run_publish(run)
@@ -479,7 +479,7 @@ def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
     if keep_time:
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     else:
-        assert str(weights) in str(publish_stage.missing_outputs(run))
+        assert str(weights) in str(publish_stage.describe_missing_outputs(run))
     (tmp_path / "succeed").touch()
     with raises_error("publish.version_changed", "model.safetensors", "SHA256SUMS"):
         run_publish(run)
@@ -489,16 +489,16 @@ def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
     content[-1] ^= 1
     weights.write_bytes(content)
     assert run_publish(run) == ExitCode.DONE
-    assert publish_stage.missing_outputs(run) is None
+    assert publish_stage.describe_missing_outputs(run) is None
     os.utime(weights)
-    assert publish_stage.missing_outputs(run) is not None
+    assert publish_stage.describe_missing_outputs(run) is not None
     assert run_publish(run) == ExitCode.DONE
-    assert publish_stage.missing_outputs(run) is None
+    assert publish_stage.describe_missing_outputs(run) is None
 
     # A change after the stage is done is also detected.
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert publish_stage.missing_outputs(run) is not None
+    assert publish_stage.describe_missing_outputs(run) is not None
     with raises_error("publish.version_changed"):
         run_publish(run)
 
@@ -508,7 +508,7 @@ def test_version_without_published_json_counts_as_published(configure_publish: A
     run = configure_publish()
     assert run_publish(run) == ExitCode.DONE
     (run.path / "published.json").unlink(missing_ok=True)
-    assert publish_stage.missing_outputs(run) is None
+    assert publish_stage.describe_missing_outputs(run) is None
     assert run_publish(run) == ExitCode.DONE
 
 

@@ -150,7 +150,7 @@ def test_loss_far_above_the_last_hundred_losses_is_bad(losses: list[float], devi
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config, decisions_file=Path(os.devnull), event=lambda *_, **__: None)
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-    guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
+    guard = BadStepGuard(run, decisions=[], metrics=metrics, writes_decisions=False)  # type: ignore[arg-type]
     mean = statistics.fmean(losses[-100:])
     deviation = statistics.pstdev(losses[-100:])
     if abs(deviations - 5) < 1e-6 or deviation < 1e-6:  # too close to the limit for rounding errors
@@ -165,7 +165,7 @@ def test_high_loss_is_not_bad_after_fewer_than_20_losses() -> None:
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config)
     metrics = [{"step": step, "loss": 1.0 + step / 100} for step in range(1, 20)]
-    guard = BadStepGuard(run, decisions=[], metrics=metrics, writes=False)  # type: ignore[arg-type]
+    guard = BadStepGuard(run, decisions=[], metrics=metrics, writes_decisions=False)  # type: ignore[arg-type]
     assert guard.check_step(20, 1000.0, 1.0) is None
 
 

@@ -54,7 +54,7 @@ def exchange_requests(rank_info: RankInfo) -> list[Any]:
         coordinator.add_request(SAVE_REQUEST, lambda requests_save=requests_save: requests_save)  # type: ignore[misc]
         wants_attention = coordinator.wants_attention()
         assert coordinator.exchange() == (coordinator.stop_reason is not None)
-        agreed_to_save = SAVE_REQUEST in coordinator.agreed_requests
+        agreed_to_save = SAVE_REQUEST in coordinator.pending_requests
         results.append(((coordinator.stop_reason, agreed_to_save, coordinator.is_too_late_to_save), wants_attention))
     return results
 

@@ -94,7 +94,7 @@ def test_a_damaged_shard_is_an_error_and_is_written_again(tmp_path: Path, damage
         assert shard.name in message and "Traceback" not in message and "resume" in message
     from pipeline.run.stages import load_stage_module
 
-    assert load_stage_module("shard").missing_outputs(run) is not None
+    assert load_stage_module("shard").describe_missing_outputs(run) is not None
     assert run_ranks(2, stage_rank, run.path, "shard") == [ExitCode.DONE, ExitCode.DONE]
     assert shard.read_bytes() == content
     assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE, ExitCode.DONE]

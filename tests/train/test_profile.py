@@ -21,7 +21,15 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.resilience.stop import Deadline, StopCoordinator
 from pipeline.run.directory import Run
-from pipeline.train.step_trace import PIPELINE, STEP, STEP_PARTS, Span, average_ranks, divide_step, parse_trace
+from pipeline.train.step_trace import (
+    PIPELINE,
+    STEP,
+    STEP_PARTS,
+    Span,
+    average_parts_over_ranks,
+    divide_step,
+    parse_trace,
+)
 from tests.support.mpirun import run_mpirun
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank
@@ -107,7 +115,7 @@ def test_a_trace_without_its_step_is_an_error() -> None:
 
 
 def test_average_ranks_divides_by_the_number_of_all_ranks() -> None:
-    average = average_ranks([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
+    average = average_parts_over_ranks([{"a": 1.0, "by": {"x": 2.0}}, {"a": 3.0, "by": {"y": 1.0}}])
     assert average == {"a": 2.0, "by": {"x": 1.0, "y": 0.5}}
 
 
@@ -248,7 +256,7 @@ def train_with_failing_profiles_on_rank(rank_info: RankInfo, path: Path, request
         profiler.gzip = SimpleNamespace(compress=fail)  # type: ignore[assignment]
     if rank_info.rank == 0:
         run = Run.open(path)
-        run.profile_taken_file.write_bytes(b'{"steps": 3}')  # a previous attempt crashed during this request
+        run.accepted_profile_request_file.write_bytes(b'{"steps": 3}')  # a previous attempt crashed during this request
         if request == REQUEST_IS_FOLDER:
             run.profile_file.mkdir()
         else:
@@ -278,7 +286,7 @@ def test_a_failed_profile_does_not_stop_the_run(
     assert len(lines) == 5 and sum("profile" in line for line in lines) == (steps if ranks else 0)
     folders = sorted(run.profiles_dir.glob("step-*/parts.json"))
     assert len(folders) == (steps if ranks else 0) and not run.profile_file.exists()
-    assert run.profile_taken_file.exists() == (request_ == REQUEST_IS_FOLDER)
+    assert run.accepted_profile_request_file.exists() == (request_ == REQUEST_IS_FOLDER)
     for folder in folders:
         assert sorted(json.loads(folder.read_text())) == [str(rank) for rank in ranks]
     stderr = [(run.path / f"stderr-{rank}").read_text() for rank in range(2)]

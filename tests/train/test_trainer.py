@@ -322,13 +322,13 @@ def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path
     }.items():
         with pytest.raises(UserError, match=fact):
             run.apply_overrides([invalid])
-    assert load_stage_module("train").missing_outputs(run) is None
+    assert load_stage_module("train").describe_missing_outputs(run) is None
     run.apply_overrides(["train.epochs=3"])
-    assert f"of {-(-3 * samples // 100)}" in (load_stage_module("train").missing_outputs(run) or "")
+    assert f"of {-(-3 * samples // 100)}" in (load_stage_module("train").describe_missing_outputs(run) or "")
 
 
 def test_the_number_of_steps_is_unknown_before_the_data_is_sharded(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     run = make_run(tmp_path, "unsharded", EPOCHS, tmp_path / "none")
     assert load_stage_module("train").progress(run).description == "2 epochs (steps known after shard)"
-    assert "unknown" in (load_stage_module("train").missing_outputs(run) or "")
+    assert "unknown" in (load_stage_module("train").describe_missing_outputs(run) or "")

@@ -284,7 +284,7 @@ def test_only_a_requeued_job_continues_its_attempt(run: Run, case: str) -> None:
     write_event(run, "started", "train", job_id="6", slurm_job="6", **fields)
     if case == "submitted again":
         write_submitted(run, "train", "6")
-    attempt_end.close_open_attempt(run, "train", make_job_rank_info("6", 1), None)
+    attempt_end.end_unfinished_attempt(run, "train", make_job_rank_info("6", 1), None)
     assert bool(read_event_lines(run, "train", "requeued")) == (case == "requeued")
 
 
@@ -300,7 +300,7 @@ def test_the_end_of_an_open_attempt_is_not_read_from_another_job(run: Run, monke
         set_slurm_output(monkeypatch, squeue_all_users=row)
         fields = {"attempt": 1, "restarts": 0, "standing": "", "cluster": cluster, **identity}
         write_event(run, "started", "train", job_id="1", slurm_job="1", **fields)
-        attempt_end.close_open_attempt(run, "train", make_job_rank_info("9"), None)
+        attempt_end.end_unfinished_attempt(run, "train", make_job_rank_info("9"), None)
         assert read_event_lines(run, "train")[-1]["cause"] == cause.name.lower(), (comment, name, cluster)
 
 
@@ -313,7 +313,7 @@ def test_the_exit_code_of_another_job_with_the_same_id_is_not_used(run: Run, mon
         output = f"JobId=1 JobName=r-train\n   {fields}\n"
         monkeypatch.setattr(current_job, "run_slurm_command", lambda *command, output=output: output)
         write_event(run, "started", "train", job_id="1", slurm_job="1", attempt=1, restarts=0, standing="", **identity)
-        attempt_end.close_open_attempt(run, "train", make_job_rank_info("9"), None)
+        attempt_end.end_unfinished_attempt(run, "train", make_job_rank_info("9"), None)
         assert read_event_lines(run, "train")[-1]["cause"] == cause.name.lower()
 
 

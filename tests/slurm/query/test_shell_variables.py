@@ -52,7 +52,7 @@ def submit_and_read_variables(
     run = Run.create(load_config(write_config(folder), overrides))
     code = f"json.dump(dict(os.environ), open('{folder}/environment', 'w'))\nprint('Submitted batch job 7')\n"
     write_command(folder, "sbatch", code, monkeypatch)
-    sbatch.submit_stage(run, stage, [], kind="afterok")
+    sbatch.submit_stage(run, stage, [], dependency_type="afterok")
     environment = json.loads((folder / "environment").read_text())
     return {name: value for name, value in environment.items() if name.startswith("SBATCH_")}
 

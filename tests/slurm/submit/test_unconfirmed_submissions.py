@@ -162,7 +162,7 @@ def test_a_job_is_submitted_once_if_sbatch_does_not_respond(
     submit_stage = sbatch.submit_stage
     if outcome == "hang":
         monkeypatch.setattr(
-            sbatch, "submit_stage", lambda *arguments, **options: submit_stage(*arguments, **options, patience_s=1.5)
+            sbatch, "submit_stage", lambda *arguments, **options: submit_stage(*arguments, **options, timeout_s=1.5)
         )
     slurm.set_sbatch_outcomes(call_4=[outcome, "0.4"])
     output = submit(run)
@@ -174,7 +174,7 @@ def test_a_job_is_submitted_once_if_sbatch_does_not_respond(
 def test_a_submission_stays_open_while_the_controller_does_not_respond(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sbatch, "wait_for_controller", lambda patience_s, check: False)
+    monkeypatch.setattr(sbatch, "wait_for_controller", lambda timeout_s, check: False)
     slurm.set_sbatch_outcomes(call_4=["timeout"])
     with raises_error("slurm.submission_unknown", run.resume_command, "prepare (1)", "shard (2, 3)", "train, evaluate"):
         submit(run)
@@ -307,7 +307,7 @@ def test_submit_waits_for_the_sbatch_of_another_process(run: Run, slurm: FakeSlu
     with open(script, "r+b") as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with raises_error("slurm.submission_in_progress", "prepare", run.path):
-            sbatch.confirm_submissions([run], print, patience_s=0.1)
+            sbatch.confirm_submissions([run], print, timeout_s=0.1)
 
         def finish_sbatch(seconds: float) -> None:
             lock.close()
@@ -329,7 +329,7 @@ def test_a_sweep_with_many_points_waits_for_the_sbatch_of_another_process(tmp_pa
     with open(sbatch.submission_script_path(sweep, "train", submission.key), "r+b") as lock:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
         with raises_error("slurm.submission_in_progress", "train"):
-            sbatch.confirm_submissions((sweep, *points), print, patience_s=0.1)
+            sbatch.confirm_submissions((sweep, *points), print, timeout_s=0.1)
     assert read_event_lines(points[0], "train", "not_submitted") == []
 
 
@@ -415,7 +415,7 @@ def test_an_evaluation_without_a_record_is_not_submitted_twice(
         background.EvaluationSubmitter(run_in_training)._submit_newest()
     submitter = background.EvaluationSubmitter(run_in_training)
     submitter._submit_newest()
-    assert len(slurm.list_jobs()) == 4 and submitter._last_step == 7
+    assert len(slurm.list_jobs()) == 4 and submitter._last_submitted_step == 7
     assert background.evaluates_one_checkpoint(run_in_training, "4")
     monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [14])
     submitter._submit_newest()

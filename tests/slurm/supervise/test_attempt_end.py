@@ -25,7 +25,7 @@ from slurm.query.current_job import JobInfo
 from slurm.query.job_states import UNKNOWN, JobState
 from slurm.supervise import attempt_end
 from slurm.supervise.attempt_end import (
-    close_open_attempt,
+    end_unfinished_attempt,
     find_failure,
     get_rank_log,
     measure_log_sizes,
@@ -228,11 +228,11 @@ def test_job_submits_its_successor_if_the_site_does_not_requeue(
     submitted: list[object] = []
     cancellations: list[bool] = []
 
-    def submit(run: Run, stage: str, after: Sequence[str], *, kind: str, **options: object) -> None:
+    def submit(run: Run, stage: str, after: Sequence[str], *, dependency_type: str, **options: object) -> None:
         submitted.append(stage)
         if len(submitted) == 1:
             raise UserError("slurm.job_refused", "sbatch refused the job")
-        write_event(run, "submitted", stage, job_id="8", after=list(after), kind=kind)
+        write_event(run, "submitted", stage, job_id="8", after=list(after), kind=dependency_type)
 
     monkeypatch.setattr(sbatch, "submit_stage", submit)
     monkeypatch.setattr(
@@ -300,10 +300,10 @@ def make_unreported_attempt(folder: Path, *events: tuple[str, dict[str, Any]], o
 
 
 def close_attempt(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
-    """Call `close_open_attempt` in a job. Return the cause and the reason if it must not start, and the new events."""
+    """Call `end_unfinished_attempt` in a job. Return the cause and reason if it must not start, and the new events."""
     count_before = len(read_event_lines(run, "train"))
     rank_info = replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts)
-    cause, reason = close_open_attempt(run, "train", rank_info, None) or (None, None)
+    cause, reason = end_unfinished_attempt(run, "train", rank_info, None) or (None, None)
     return cause, reason, read_event_lines(run, "train")[count_before:]
 
 
@@ -387,7 +387,9 @@ def test_budget_is_charged_if_the_supervisor_was_killed_after_it_wrote_the_end(t
 
 def test_open_attempt_of_a_sweep_point_in_a_job_array_is_closed(tmp_path: Path) -> None:
     run = make_unreported_attempt(tmp_path)
-    close_open_attempt(run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None)
+    end_unfinished_attempt(
+        run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None
+    )
     assert [e["event"] for e in read_event_lines(run, "train")[-2:]] == ["failed", "requeued"]
 
 

@@ -161,7 +161,12 @@ def test_cause_is_the_time_limit_if_ranks_stop_at_their_own_deadline(info: JobIn
         (make_info("CANCELLED"), SITE, True, NextAction.CANCEL),
         (make_info("COMPLETING"), SITE, True, NextAction.CANCEL),
         (make_info("COMPLETING", time_left_s=0.0), SITE, True, NextAction.REQUEUE),
-        (None, SITE, True, NextAction.QUERY_JOB),  # The job may have been cancelled: it received a signal.
+        (
+            None,
+            SITE,
+            True,
+            NextAction.END_UNKNOWN_CANCELLATION,
+        ),  # The job may have been cancelled: it received a signal.
         (None, SITE, False, NextAction.REQUEUE),
         (make_info(is_preempted=True), SITE, True, NextAction.EXIT),
         (make_info(is_preempted=True, restarts=1), SITE, True, NextAction.AWAIT_REQUEUE),

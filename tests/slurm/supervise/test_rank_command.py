@@ -70,7 +70,7 @@ def start_and_read_calls(ranks: RankLauncher, calls_file: Path) -> list[tuple[li
 
 def make_srun_launcher(run: Run, stage: str = "train") -> SrunLauncher:
     """Return a launcher of two ranks on one node."""
-    return SrunLauncher(run, stage, 2, os.open(run.path, os.O_RDONLY), nodes=1)
+    return SrunLauncher(run, stage, 2, os.open(run.path, os.O_RDONLY), node_count=1)
 
 
 def test_srun_starts_ranks_with_the_python_and_options_of_the_site(tmp_path: Path, calls_file: Path) -> None:

@@ -169,7 +169,7 @@ def test_stage_that_is_done_does_not_start_again(
     monkeypatch.setattr(
         job_supervisor,
         "stage_module",
-        SimpleNamespace(missing_outputs=lambda run: None, progress=lambda run: Progress("30/30")),
+        SimpleNamespace(describe_missing_outputs=lambda run: None, progress=lambda run: Progress("30/30")),
     )
     assert job_supervisor.supervise() == ExitCode.DONE
     assert "30/30" in capsys.readouterr().out and not read_event_lines(run, "train")
@@ -295,7 +295,9 @@ def test_temporary_failure_of_the_file_system_does_not_stop_the_ranks(
 
     job_supervisor = make_supervisor(run, monkeypatch, polls=30, code=ExitCode.DONE, on_poll=recover_at_poll_30)
     monkeypatch.setattr(
-        job_supervisor, "stage_module", SimpleNamespace(missing_outputs=lambda run: "no" if failing[0] else None)
+        job_supervisor,
+        "stage_module",
+        SimpleNamespace(describe_missing_outputs=lambda run: "no" if failing[0] else None),
     )
     monkeypatch.setattr(Path, "stat", fail_for_requests)
     monkeypatch.setattr(Run, "check_not_cancelled", lambda self: None)
@@ -544,10 +546,10 @@ def test_successor_starts_without_a_further_successor_and_submits_it_at_the_end(
     refusals = [UserError("slurm.job_refused", "sbatch refused the job: too many jobs")]
     submitted: list[Any] = []
 
-    def submit(run: Run, stage: str, after: list[str], *, kind: str, **options: Any) -> None:
+    def submit(run: Run, stage: str, after: list[str], *, dependency_type: str, **options: Any) -> None:
         if refusals:
             raise refusals.pop()
-        submitted.append((stage, after, kind))
+        submitted.append((stage, after, dependency_type))
 
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
     monkeypatch.setattr(succession.job_states, "query_job_states", lambda jobs: {})
@@ -572,7 +574,7 @@ def test_error_of_an_unclear_submission_contains_the_output_of_sbatch(
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
     with pytest.raises(UserError) as raised:
-        submit_stage(run, "train", [], kind="afternotok", patience_s=0.5)
+        submit_stage(run, "train", [], dependency_type="afternotok", timeout_s=0.5)
     assert raised.value.code == "slurm.submission_unknown" and output in str(raised.value)
 
 
