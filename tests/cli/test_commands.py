@@ -66,7 +66,7 @@ def group() -> CommandGroup:
     return command_group
 
 
-def run(
+def run_command(
     arguments: list[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder` and return its result."""
@@ -76,22 +76,22 @@ def run(
 
 
 def test_submit_continues_in_the_venv_of_its_checkout(checkout: Path, tmp_path: Path) -> None:
-    result = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    result = run_command([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
     assert result.returncode == 0 and "no runs below runs" in result.stdout, result.stderr
     (checkout / ".venv").unlink()
-    result = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    result = run_command([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
     assert result.returncode == ExitCode.USER_ERROR and "Traceback" not in result.stderr
     assert "typer" in result.stderr and "make install" in result.stderr and f"{checkout}/.venv" in result.stderr
 
 
 def test_a_venv_python_that_is_a_wrapper_script_is_started_once(checkout: Path, tmp_path: Path) -> None:
-    """The wrapper starts an interpreter that also lacks the packages. This is an error, not an endless loop."""
+    """The wrapper starts an interpreter without the packages, like the first one. It must not be started again."""
     (checkout / ".venv").unlink()
     script = checkout / ".venv/bin/python"
     script.parent.mkdir(parents=True)
     script.write_text(f'#!/bin/sh\necho started >>{tmp_path}/starts\nexec {sys.executable} -S "$@"\n')
     script.chmod(0o755)
-    result = run([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
+    result = run_command([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
     assert result.returncode == ExitCode.USER_ERROR and "typer" in result.stderr and "Traceback" not in result.stderr
     assert (tmp_path / "starts").read_text().split() == ["started"]
 
@@ -111,20 +111,20 @@ def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_p
         command = ["sluice"]
         environment = environment | {"PATH": f"{sluice.parent}{os.pathsep}{environment['PATH']}"}
     # `env` searches PATH as a shell does
-    output = run(["env", *command, "status"], folder, environment).stdout
+    output = run_command(["env", *command, "status"], folder, environment).stdout
     printed_command = output.replace("\n", " ").partition("to make one: ")[2].removesuffix(" CONFIG.yaml ")
     assert printed_command.split()[-1] == command[-1], output
-    result = run(["bash", "-c", f"{printed_command} --version"], folder, environment)
+    result = run_command(["bash", "-c", f"{printed_command} --version"], folder, environment)
     assert result.stdout == f"sluice {VERSION}\n", result.stderr
 
 
 def test_a_printed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/slurm/__main__.py", "train"])
     assert shlex.split(format_command("resume", "runs/it's")) == ["python", "submit.py", "resume", "runs/it's"]
-    monkeypatch.setattr(sys, "argv", ["/no where/submit.py"])
+    monkeypatch.setattr(sys, "argv", ["/my code/submit.py"])
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     # the command names this Python, because another one would lack the packages
-    assert shlex.split(format_command("status")) == [sys.executable, "/no where/submit.py", "status"]
+    assert shlex.split(format_command("status")) == [sys.executable, "/my code/submit.py", "status"]
 
 
 @pytest.mark.parametrize(("command", "match"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])
@@ -136,7 +136,9 @@ def test_the_error_for_an_unknown_command_names_the_most_similar_command(command
         assert name in str(error.value).partition(";")[2]
 
 
-def test_a_file_is_not_a_mistyped_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_file_or_a_path_is_not_reported_as_an_unknown_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "statuss").write_text("run: {}")
     for arguments in (["statuss"], ["missing.yaml"], ["--executor", "local", "missing.yaml"], ["configs/missing"]):
@@ -146,8 +148,8 @@ def test_a_file_is_not_a_mistyped_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_shell_completes_commands(sluice: Path, tmp_path: Path) -> None:
-    request = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
-    result = run([str(sluice)], tmp_path, {**CLEAN_ENVIRONMENT, **request, "COMP_CWORD": "1"})
+    completion_request = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
+    result = run_command([str(sluice)], tmp_path, {**CLEAN_ENVIRONMENT, **completion_request, "COMP_CWORD": "1"})
     assert result.stdout.split() == ["resume", "report"], result.stderr
 
 
@@ -161,6 +163,7 @@ def test_the_help_lists_every_command_on_one_line(
     assert exit_info.value.code == 0 and max(map(len, output.splitlines())) <= 80
     assert "..." not in output.split("Options:")[1]
     listed = re.findall(r"^      (\w+) .*  [a-z]", output.split("Run\n")[1], re.M)
+    # `submit` has no name on the command line: its argument is CONFIG
     assert sorted(listed) == sorted(["CONFIG", *({*COMMANDS} - {"submit"})])
     assert "my_text.yaml --dry-run" in output
 
@@ -191,7 +194,7 @@ def test_help_and_docs_list_the_keys_that_resume_may_change() -> None:
         assert key in (resume.__doc__ or "")
 
 
-LIGHT_COMMANDS = {
+COMMANDS_WITHOUT_TORCH = {
     "submit": ["tiny.yaml", "--dry-run", "--executor", "local"],
     "resume": ["runs/none"],
     "status": [],
@@ -207,12 +210,12 @@ LIGHT_COMMANDS = {
 """Commands that never import a slow package in their own process, and arguments for each."""
 
 
-@pytest.mark.parametrize("name", LIGHT_COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS_WITHOUT_TORCH)
 def test_a_command_that_needs_no_torch_imports_no_slow_package(name: str, tmp_path: Path) -> None:
     write_config(tmp_path)
     program = (
         "import json, sys\n"
-        f"sys.argv = ['submit.py', {name!r}, *{LIGHT_COMMANDS[name]!r}]\n"
+        f"sys.argv = ['submit.py', {name!r}, *{COMMANDS_WITHOUT_TORCH[name]!r}]\n"
         "from cli.main import main\n"
         "try:\n"
         "    main()\n"
@@ -220,13 +223,13 @@ def test_a_command_that_needs_no_torch_imports_no_slow_package(name: str, tmp_pa
         "    pass\n"
         "print(json.dumps([*sys.modules]))\n"
     )
-    result = run([sys.executable, "-c", program], tmp_path, {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)})
+    result = run_command([sys.executable, "-c", program], tmp_path, {**CLEAN_ENVIRONMENT, "PYTHONPATH": str(CODE_ROOT)})
     imported = {module.split(".")[0] for module in json.loads(result.stdout.splitlines()[-1])}
     assert f"cli.{name}" in result.stdout and SLOW_PACKAGES & imported == set(), result.stderr
 
 
 def test_help_imports_neither_pydantic_nor_command_modules(tmp_path: Path) -> None:
-    result = run([sys.executable, "-X", "importtime", str(CODE_ROOT / "submit.py"), "--help"], tmp_path)
+    result = run_command([sys.executable, "-X", "importtime", str(CODE_ROOT / "submit.py"), "--help"], tmp_path)
     imported = set(re.findall(r"\| +([\w.]+)$", result.stderr, re.M))
     assert result.returncode == 0 and "cli.main" in imported
     assert {f"cli.{name}" for name in COMMANDS} & imported == set() and "pydantic" not in imported
@@ -235,7 +238,7 @@ def test_help_imports_neither_pydantic_nor_command_modules(tmp_path: Path) -> No
 def test_a_command_that_imports_torch_prefers_the_packages_of_sluice(tmp_path: Path) -> None:
     """A folder on PYTHONPATH has a package of the same name. Processes that torch starts must not import it either."""
     (tmp_path / "planning").mkdir()
-    (tmp_path / "planning/__init__.py").write_text("raise ImportError('not ours')\n")
+    (tmp_path / "planning/__init__.py").write_text("raise ImportError('a package of the user')\n")
     program = (
         "import os, sys\n"
         "import cli.common\n"
@@ -246,7 +249,7 @@ def test_a_command_that_imports_torch_prefers_the_packages_of_sluice(tmp_path: P
         "subprocess.run([sys.executable, '-c', 'import planning.machine'], check=True)\n"
     )
     environment = {**CLEAN_ENVIRONMENT, "PYTHONPATH": f"{CODE_ROOT}{os.pathsep}{tmp_path}"}
-    result = run([sys.executable, "-c", program], tmp_path, environment)
+    result = run_command([sys.executable, "-c", program], tmp_path, environment)
     assert result.returncode == 0, result.stderr
 
 
@@ -271,7 +274,7 @@ def test_ctrl_c_ends_a_command_that_imports_torch_without_a_traceback(tmp_path: 
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and process.stderr.read() == b""
+    assert process.wait(60) == 128 + signal.SIGINT and process.stderr.read() == b""
 
 
 def test_the_help_of_a_rank_explains_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,13 +283,13 @@ def test_the_help_of_a_rank_explains_its_arguments(capsys: pytest.CaptureFixture
     assert exit_info.value.code == 0 and "evaluate RUN --step 100" in capsys.readouterr().out
 
 
-def test_a_mistyped_option_is_a_user_error() -> None:
+def test_a_missing_argument_and_an_unknown_option_are_user_errors() -> None:
     submit = [sys.executable, str(CODE_ROOT / "submit.py")]
-    missing = run([*submit, "verify"], CODE_ROOT)
-    unknown = run([*submit, "verify", "--stp=3", "x"], CODE_ROOT)
-    assert missing.returncode == unknown.returncode == ExitCode.USER_ERROR
-    assert "Traceback" not in missing.stderr + unknown.stderr
-    assert "RUN" in missing.stderr and "--stp" in unknown.stderr
+    missing_argument = run_command([*submit, "verify"], CODE_ROOT)
+    unknown_option = run_command([*submit, "verify", "--stp=3", "x"], CODE_ROOT)
+    assert missing_argument.returncode == unknown_option.returncode == ExitCode.USER_ERROR
+    assert "Traceback" not in missing_argument.stderr + unknown_option.stderr
+    assert "RUN" in missing_argument.stderr and "--stp" in unknown_option.stderr
 
 
 def test_a_rank_raises_its_limit_of_open_files_to_the_hard_limit() -> None:
@@ -295,6 +298,14 @@ def test_a_rank_raises_its_limit_of_open_files_to_the_hard_limit() -> None:
         "from resource import *; from pipeline.__main__ import main; main(['train', 'nowhere.yaml']); "
         "print(getrlimit(RLIMIT_NOFILE))"
     )
-    limited = ["sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 2000 && exec "$@"', "sh", sys.executable, "-c", program]
-    result = run(limited, CODE_ROOT)
+    command_with_limits = [
+        "sh",
+        "-c",
+        'ulimit -Sn 256 && ulimit -Hn 2000 && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        program,
+    ]
+    result = run_command(command_with_limits, CODE_ROOT)
     assert result.stdout.endswith("(2000, 2000)\n"), result.stderr

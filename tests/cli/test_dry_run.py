@@ -41,7 +41,7 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-def test_the_summary_fits_a_screen_and_begins_with_the_verdict(run_cli: Callable[..., str]) -> None:
+def test_the_summary_fits_on_a_screen_and_begins_with_the_verdict(run_cli: Callable[..., str]) -> None:
     for arguments in ((), ("--executor", "slurm"), ("sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}}",)):
         output = run_cli("tiny.yaml", "--dry-run", *arguments)
         assert len(output.splitlines()) <= 24 and output.startswith("run       runs/tiny\nverdict   "), output
@@ -83,7 +83,7 @@ def test_a_controller_that_does_not_respond_is_a_problem(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "training", "layout"),
+    ("overrides", "expected_batch", "expected_layout"),
     [
         (
             ["parallel.tensor=2"],
@@ -99,15 +99,15 @@ def test_a_controller_that_does_not_respond_is_a_problem(
     ],
 )  # fmt: skip
 def test_the_batch_is_split_over_replicas_and_the_layout_is_shown(
-    run_cli: Callable[..., str], overrides: list[str], training: str, layout: str
+    run_cli: Callable[..., str], overrides: list[str], expected_batch: str, expected_layout: str
 ) -> None:
     output = run_cli("tiny.yaml", "--dry-run", "train.micro_batch=4", *overrides)
-    assert re.search(rf"^training  30 steps of .* sequences .*: {re.escape(training)}$", output, re.M), output
-    assert f"\nlayout    {layout}\n" in output, output
+    assert re.search(rf"^training  30 steps of .* sequences .*: {re.escape(expected_batch)}$", output, re.M), output
+    assert f"\nlayout    {expected_layout}\n" in output, output
 
 
 def test_a_dry_run_for_an_existing_run_shows_changes_and_remaining_stages(run_cli: Callable[..., str]) -> None:
-    """Changes are corrections in the config, or values that `resume` has changed. Stages that are done are left out."""
+    """Changes are corrections in the config, or values that `resume` has changed. Completed stages need no job."""
     run = make_run(Path.cwd())
     output = run_cli("tiny.yaml", "--dry-run", "optimizer.lr=0.5", "--executor", "local")
     assert "\ncorrects  optimizer.lr: 0.01 → 0.5\n" in output
@@ -131,7 +131,7 @@ def test_slurm_requests_are_summed(run_cli: Callable[..., str]) -> None:
     assert all(option in line for option in ("partition gpu", "mem_gb 100", "gpus_per_node 4", "reservation r1"))
 
 
-LARGE = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 28672}", "train.precision=bf16")
+LARGE_MODEL = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 28672}", "train.precision=bf16")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_gpu_memory_is_checked_as_in_plan_if_its_size_is_known(
     run_cli: Callable[..., str], arguments: list[str], size: str | None, fits: bool
 ) -> None:
     """Each rank has one GPU. The dry run imports no torch, but its verdict must be that of `plan`."""
-    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *arguments)
+    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE_MODEL, "site.gpus_per_node=2", *arguments)
     lines = [line for line in output.splitlines() if re.match("(problem|memory) .*GPU", line)]
     if size is None:
         assert not lines
@@ -161,13 +161,15 @@ def test_gpu_memory_is_checked_as_in_plan_if_its_size_is_known(
     size_gib = re.search(r": ([\d.]+) GiB", line)
     assert size_gib is not None
     overrides = [argument for argument in arguments if "=" in argument]
-    config = load_config(Path("tiny.yaml"), [*LARGE, *overrides, f"site.gpu_memory_gib={size_gib[1]}"])
+    config = load_config(Path("tiny.yaml"), [*LARGE_MODEL, *overrides, f"site.gpu_memory_gib={size_gib[1]}"])
     with nullcontext() if fits else pytest.raises(UserError):
         assert list(describe_plan(config))
 
 
 def test_a_gpu_type_with_several_memory_sizes_gets_a_verdict_for_each_size(run_cli: Callable[..., str]) -> None:
-    output = run_cli("tiny.yaml", "--dry-run", *LARGE, "model.layers=4", "site.gpu_type=a100", "--executor", "slurm")
+    output = run_cli(
+        "tiny.yaml", "--dry-run", *LARGE_MODEL, "model.layers=4", "site.gpu_type=a100", "--executor", "slurm"
+    )
     (line,) = [line for line in output.splitlines() if "GPU: " in line]
     assert re.search(r"does not fit: .*a100: 40 GiB.*; fits: .*a100: 80 GiB", line), line
 
@@ -182,19 +184,20 @@ def test_an_unknown_machine_is_a_problem_in_a_config_and_an_error_as_option(run_
     assert error.value.code == "cli.conflict" and "--dry-run" in str(error.value)
 
 
-HUGE = "model={dim: 16384, layers: 64, heads: 128}"
+HUGE_MODEL = "model={dim: 16384, layers: 64, heads: 128}"
 
 
 def test_a_model_that_exceeds_the_host_memory_of_this_machine_is_a_problem(
     run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expected memory has 16 bytes per parameter on each of two ranks: fp32 weights, gradients and two moments."""
+    """Each of two ranks needs 16 bytes per parameter: fp32 weights, gradients and two moments."""
     monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     assert "memory    host: fits" in run_cli("tiny.yaml", "--dry-run", "--executor", "local")
-    output = run_cli("tiny.yaml", "--dry-run", "--executor", "local", HUGE)
+    output = run_cli("tiny.yaml", "--dry-run", "--executor", "local", HUGE_MODEL)
     match = re.search(r"^problem   host memory: does not fit: .* ([\d,]+) GB at the start .* of 23.0 GB", output, re.M)
-    parameters = 64 * 16384 * (2 * 16384 + 2 * 2 * 128 + 3 * 43712) + 2 * 300 * 16384  # with two key-value heads
+    # 64 layers of width 16384 with two key-value heads of 128 and intermediate size 43712, and a vocabulary of 300
+    parameters = 64 * 16384 * (2 * 16384 + 2 * 2 * 128 + 3 * 43712) + 2 * 300 * 16384
     assert match and float(match[1].replace(",", "")) * 1e9 == pytest.approx(2 * 16 * parameters, rel=0.01), output
 
 
@@ -216,7 +219,7 @@ def test_a_local_run_needs_host_memory_for_the_ranks_of_all_nodes(run_cli: Calla
 def test_a_model_that_exceeds_the_host_memory_of_its_job_is_a_problem(
     run_cli: Callable[..., str], override: str, limit: str
 ) -> None:
-    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", HUGE, override)
+    output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", HUGE_MODEL, override)
     (line,) = [line for line in output.splitlines() if "host memory: does not fit" in line]
     assert limit in line
 
@@ -247,7 +250,9 @@ def test_the_memory_limit_of_a_cgroup_is_used(
 def test_ranks_on_gpus_need_host_memory_for_offloaded_state(run_cli: Callable[..., str]) -> None:
     def read_host_memory_gb(*overrides: str) -> tuple[float, float]:
         """Return the predicted host memory of the ranks at the start and during a save, in GB."""
-        output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE, "site.gpus_per_node=2", *overrides)
+        output = run_cli(
+            "tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE_MODEL, "site.gpus_per_node=2", *overrides
+        )
         match = re.search(r"need about ([\d.,]+) GB at the start and ([\d.,]+) GB during a save", output)
         assert match is not None, output
         return float(match[1].replace(",", "")), float(match[2].replace(",", ""))
@@ -268,14 +273,14 @@ def test_the_problem_names_the_sweep_point_that_exceeds_the_memory(
 
 
 def test_submitting_a_run_prints_memory_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(write_config(tmp_path), [HUGE, "site.mem_gb=64", "site.gpu_memory_gib=80"])
+    config = load_config(write_config(tmp_path), [HUGE_MODEL, "site.mem_gb=64", "site.gpu_memory_gib=80"])
     kinds = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
     assert kinds == ["warning: GPU memory:", "warning: host memory:"]
     output = io.StringIO()
     monkeypatch.setattr(submit, "console", PlainConsole(file=output, width=300))
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     monkeypatch.setattr(local_runner, "run_chain_locally", lambda run, console: ExitCode.STOPPED)
-    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     with pytest.raises(typer.Exit):
         submit.start_run(Run.create(config), "local", is_resumed=False)
     assert "warning: host memory: does not fit" in output.getvalue()

@@ -1,4 +1,4 @@
-"""Test `init`: the files that it writes can be trained, and it never overwrites a file."""
+"""Test `init`: runs of the configs that it writes succeed, and it never overwrites a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
 
-SMALLER = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", "train.micro_batch=2")
+SMALL_RUN = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", "train.micro_batch=2")
 
 
 def write_data(folder: Path) -> None:
@@ -38,7 +38,7 @@ def write_data(folder: Path) -> None:
 
 def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
     """Run all stages of a config in `folder`, with train and evaluate on two ranks. Return the run."""
-    run = Run.create(load_config(folder / config, (*SMALLER, *overrides)))
+    run = Run.create(load_config(folder / config, (*SMALL_RUN, *overrides)))
     for stage in ("prepare", "shard"):
         assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
@@ -47,17 +47,17 @@ def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
     return run
 
 
-def test_the_text_config_can_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stages_of_the_text_config_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert write_starter(Path(), model=False).endswith(" my_text.yaml")
     assert os.listdir() == ["my_text.yaml"]
     write_data(tmp_path)
-    small = ("data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
-    run = run_all_stages(tmp_path, "my_text.yaml", *small)
+    small_model = ("data.tokenizer.vocab_size=300", "model.dim=32", "data.sequence_length=32")
+    run = run_all_stages(tmp_path, "my_text.yaml", *small_model)
     assert run.path == tmp_path / "runs/my-text" and [*run.evaluation_dir.glob("*.json")]
 
 
-def test_the_custom_model_can_be_trained_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stages_of_the_config_with_a_custom_model_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_starter(Path(), model=True)
     write_data(tmp_path)
@@ -84,7 +84,9 @@ def test_a_dry_run_accepts_the_written_config_and_a_second_init_fails(
     second_init = run_submit(*arguments)
     assert second_init.returncode == ExitCode.USER_ERROR and "error[cli.file_exists]" in second_init.stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), "editors need the schema"
+    assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), (
+        "the config must name the schema, which editors use"
+    )
 
 
 def test_init_writes_nothing_if_one_of_its_files_exists(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
         ("x", False, [], None, "waiting", "", False),
     ],
 )
-def test_the_state_follows_from_outputs_lock_events_and_job(
+def test_the_state_of_a_stage_follows_from_its_outputs_lock_events_and_job(
     missing: str | None,
     is_locked: bool,
     events: list[dict[str, Any]],
@@ -73,8 +73,10 @@ def test_the_state_follows_from_outputs_lock_events_and_job(
     assert problem in summary.problem and bool(problem) == bool(summary.problem), summary
 
 
-def test_jobs_with_an_unsatisfiable_dependency_never_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes a job that depends on such a job."""
+def test_the_state_of_jobs_with_an_unsatisfiable_dependency_is_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This includes the job of evaluate, which depends on the job of train."""
     run = make_run(tmp_path)
     jobs = [
         SubmittedJob(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
@@ -98,8 +100,8 @@ def test_the_state_of_a_held_job_has_the_command_that_releases_it(reason: str, h
     assert summary == ("held", f"until scontrol release 9 ({reason}{hint})", True)
 
 
-def test_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inputs of other stages are not checked, because there may be 100,000 of them."""
+def test_the_state_of_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only stages that wait for their inputs check them, because there may be 100,000 of them."""
     run = make_run(tmp_path)
     (run.data_dir / "manifest.json").unlink()
     checked: list[Input] = []
@@ -111,7 +113,9 @@ def test_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Input, "find_problem", record_check)
     rows = status.StatusPoller(run).poll()[:2]
-    assert [(row.state, row.problem) for row in rows] == [("done", ""), ("waiting", "")] and len(checked) == 1
+    assert [(row.state, row.problem) for row in rows] == [("done", ""), ("waiting", "")] and len(
+        checked
+    ) == 1  # the corpus
     corpus = tmp_path / "corpus.jsonl"
     corpus.unlink()
     rows = status.StatusPoller(run).poll()[:2]
@@ -125,7 +129,7 @@ def test_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pyte
     assert not checked, "a stage that has started checks its inputs itself"
 
 
-def test_only_some_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{number:03}.txt" for number in range(250)]
     checked: list[Path] = []
 
@@ -141,7 +145,7 @@ def test_only_some_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("data_prep.shard.open_finished_data_folder", lambda run: folder)
     monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=record_stat))
     assert missing_inputs(Run(tmp_path)) is None and 80 < len(checked) <= 100
-    for name in names[100:110]:
+    for name in names[100:110]:  # ten in a row, because about every third input is checked
         (tmp_path / name).unlink()
     assert "removed" in str(missing_inputs(Run(tmp_path)))
 
@@ -150,13 +154,13 @@ def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run reads an existing token file without copying it. The shard stage is done, without events."""
-    text = "data: {{source: {0}/n.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
-    text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: one, root: {0}}}\n"
-    (tmp_path / "one.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))
+    text = "data: {{source: {0}/tokens.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
+    text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: tokens, root: {0}}}\n"
+    (tmp_path / "tokens.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))
     (tmp_path / "tokenizer.json").write_text(train_bpe(["a step, then another"] * 9, 300, "<|endoftext|>"))
-    path = tmp_path / "n.bin"
+    path = tmp_path / "tokens.bin"
     np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
-    run = Run.create(load_config(tmp_path / "one.yaml"))
+    run = Run.create(load_config(tmp_path / "tokens.yaml"))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
     checked: list[Path] = []
@@ -177,7 +181,7 @@ def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing
 def test_a_failed_job_without_a_log_gets_the_advice_to_check_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Perhaps the node cannot see the run directory."""
+    """A reason for a missing log is that the node cannot access the run directory."""
     run = make_run(tmp_path)
     jobs = [SubmittedJob(run.path, "train", "3", JobState("3", "FAILED"))]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
@@ -209,7 +213,7 @@ def test_the_reason_of_a_job_is_not_truncated_on_a_narrow_terminal(
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])
-def test_a_narrow_table_lacks_columns_but_no_cell_is_truncated(width: int) -> None:
+def test_a_narrow_table_omits_columns_instead_of_truncating_cells(width: int) -> None:
     """If the remaining columns are still too wide, the terminal wraps each line."""
     durations = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
     head = ["stage", "attempt", "ranks", "end", *durations]
@@ -223,9 +227,9 @@ def test_a_narrow_table_lacks_columns_but_no_cell_is_truncated(width: int) -> No
     assert (("idle", "11:22:33") in shown) == (width == 120)
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_watch_prints_the_table_after_each_change_without_a_capable_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_watch_prints_the_table_after_each_change_if_the_output_is_no_terminal_or_a_dumb_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
     run = make_run(tmp_path)
     query_count = 0
@@ -241,11 +245,11 @@ def test_watch_prints_the_table_after_each_change_without_a_capable_terminal(
     monkeypatch.setattr(status, "QUERY_INTERVALS_S", (0.0, 0.0))
     monkeypatch.setattr(status_command, "POLL_INTERVAL_S", 0.001)
     text = io.StringIO()
-    status_command.watch(run, PlainConsole(file=text, width=150, force_terminal=terminal, _environ={"TERM": "dumb"}))
+    status_command.watch(run, PlainConsole(file=text, width=150, force_terminal=is_terminal, _environ={"TERM": "dumb"}))
     assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 
-def test_slurm_is_queried_ever_more_rarely_until_an_event_is_written(
+def test_slurm_is_queried_less_and_less_often_until_an_event_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
@@ -297,12 +301,12 @@ def test_all_jobs_are_queried_at_once_and_ended_jobs_are_not_queried_again(monke
 
 
 @pytest.mark.parametrize(
-    ("is_responding", "expected"), [(True, ["squeue", "sacct", "squeue"]), (False, ["squeue", "squeue"])]
+    ("is_responding", "expected_commands"), [(True, ["squeue", "sacct", "squeue"]), (False, ["squeue", "squeue"])]
 )
 def test_an_unknown_job_is_queried_again_only_if_slurm_does_not_respond(
-    monkeypatch: pytest.MonkeyPatch, is_responding: bool, expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, is_responding: bool, expected_commands: list[str]
 ) -> None:
-    """Each query calls squeue for jobs of this user, sacct, and squeue for jobs of other users."""
+    """A query calls squeue for the jobs of this user, then sacct, then squeue for the jobs of other users."""
     commands: list[str] = []
 
     def run_command(*command: str, **_: Any) -> str | None:
@@ -316,15 +320,15 @@ def test_an_unknown_job_is_queried_again_only_if_slurm_does_not_respond(
         state = job_states.query_job_states([RecordedJob("1")], final_states)[RecordedJob("1")]
         assert state.state == job_states.UNKNOWN
         assert (state.reason == slurm_commands.NOT_RESPONDING) == (not is_responding)
-    assert [name for name in commands if is_responding or name == "squeue"] == expected
+    assert [name for name in commands if is_responding or name == "squeue"] == expected_commands
 
 
 def test_stragglers_are_reported_until_they_recover_or_a_new_attempt_starts() -> None:
     started = make_event("started")
     slow = make_event("straggler", rank=2, host="n3", ratio=1.6)
-    worse = make_event("straggler", rank=0, host="n1", ratio=2.5)
+    slower = make_event("straggler", rank=0, host="n1", ratio=2.5)
     assert find_current_stragglers([started, slow]) == [slow]
-    assert find_current_stragglers([started, slow, worse])[0] == worse
+    assert find_current_stragglers([started, slow, slower])[0] == slower
     assert find_current_stragglers([started, slow, make_event("recovered", rank=2)]) == []
     assert find_current_stragglers([started, slow, started]) == []
 

@@ -56,7 +56,7 @@ def get_error(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml"
 
 
 @pytest.mark.parametrize(
-    ("override", "fact"),
+    ("override", "expected_text"),
     [
         ("data.source=none/*.jsonl", "none/*.jsonl' matches no file; name .txt, .jsonl"),
         ("data.source=[corpus.jsonl, tiny.yaml]", "tiny.yaml: text"),
@@ -67,21 +67,19 @@ def get_error(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml"
     ],
 )
 def test_unusable_inputs_and_folders_are_errors_before_anything_is_created(
-    folder: Path, override: str, fact: str
+    folder: Path, override: str, expected_text: str
 ) -> None:
-    assert fact.replace("{}", str(folder)) in get_error(override)
+    assert expected_text.replace("{}", str(folder)) in get_error(override)
 
 
 def test_invalid_job_options_are_errors_on_slurm_only(folder: Path) -> None:
-    both = ("site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}")
-    check_submission(load_config(Path("tiny.yaml"), both), False)
-    assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in get_error(*both, on_slurm=True)
-    assert "site.pass: NOT_THERE not set" in get_error("site.pass=[NOT_THERE]", on_slurm=True)
+    conflicting_options = ("site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}")
+    check_submission(load_config(Path("tiny.yaml"), conflicting_options), False)
+    assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in get_error(*conflicting_options, on_slurm=True)
+    assert "site.pass: UNSET_VARIABLE not set" in get_error("site.pass=[UNSET_VARIABLE]", on_slurm=True)
 
 
-def test_jobs_that_no_node_can_run_are_rejected_before_submission(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_no_node_can_run_are_rejected_on_slurm_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: "low*|4|4|65536|(null)|(null)\n")
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {})
     assert "site.cpus_per_task: 8" in get_error("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
@@ -157,8 +155,11 @@ def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
     assert "must return a torch.nn.Module; it returns None\nwith model.options {'width': 'wide', " in message
 
 
-def test_code_for_another_python_is_compiled_but_not_imported(folder: Path) -> None:
-    """Its imports may exist only for the other Python. The error names the file of the user, not the planned copy."""
+def test_modules_of_the_user_for_another_python_are_compiled_but_not_imported(folder: Path) -> None:
+    """The packages that they import may exist only for the other Python (site.python).
+
+    The error names the file of the user, not the copy in the run directory.
+    """
     other_python = "site.python=/usr/bin/python3"
     (folder / "own.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
@@ -187,7 +188,7 @@ def test_only_the_remaining_stages_of_an_existing_run_are_checked(folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "fact"),
+    ("overrides", "expected_text"),
     [
         (
             ["site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"],
@@ -197,7 +198,7 @@ def test_only_the_remaining_stages_of_an_existing_run_are_checked(folder: Path) 
     ],
 )
 def test_submit_and_its_dry_run_report_the_same_error_and_submit_nothing(
-    folder: Path, overrides: list[str], fact: str
+    folder: Path, overrides: list[str], expected_text: str
 ) -> None:
     """The dry run reports the error also on a machine without Slurm."""
     commands = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {folder}/submitted; exit 1", "squeue": "exit 1"}
@@ -214,7 +215,7 @@ def test_submit_and_its_dry_run_report_the_same_error_and_submit_nothing(
         )
         results.append((result.returncode, result.stdout, result.stderr))
     assert results[0] == results[1] == results[2] and results[0][0] == ExitCode.USER_ERROR, results
-    assert fact in results[0][2]
+    assert expected_text in results[0][2]
     assert not (folder / "runs").exists() and not (folder / "submitted").exists()
 
 

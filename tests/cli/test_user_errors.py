@@ -56,7 +56,7 @@ class FakeRunner:
     """Runs a stage as one forked rank, instead of as a job."""
 
     runs_stages = False
-    """Whether stages run; otherwise they succeed at once."""
+    """Whether stages run. Otherwise they succeed without doing anything."""
     was_called = False
     """Whether a chain of stages has started since the last command."""
 
@@ -122,6 +122,7 @@ def read_output(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def check_output(mistake: Mistake, output: str) -> None:
+    """Check that the output has the error code and the facts of a mistake, and a traceback only if a stage has run."""
     for fact in mistake.facts:
         assert fact in output, f"{fact!r} is missing:\n{output}"
     assert not mistake.code or f"error[{mistake.code}]" in output, output
@@ -133,7 +134,7 @@ def test_a_rejected_submission_names_its_correction(mistake: Mistake, capsys: py
     mistake.prepare()
     assert submit_py(mistake.command) == ExitCode.USER_ERROR
     check_output(mistake, read_output(capsys))
-    assert not Path("runs").exists(), "a rejected submission leaves no run"
+    assert not Path("runs").exists(), "a rejected submission must not create a run"
     mistake.fix()
     assert submit_py(f"{mistake.retry_command or mistake.command} --dry-run") == ExitCode.DONE, read_output(capsys)
 
@@ -169,7 +170,7 @@ def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.C
     assert submit_py(retry_command) == ExitCode.DONE, f"{retry_command}: {read_output(capsys)}"
     if mistake.runs_stages and not mistake.retry_command:
         run = Run.open(next(Path("runs").iterdir()))
-        assert run.config == load_config(Path(mistake.command.split()[0])), "the run has exactly the corrected config"
+        assert run.config == load_config(Path(mistake.command.split()[0])), "the run must have the corrected config"
     if mistake.runs_stages:
         newest = max(Path().glob("runs/*/metrics.jsonl"), key=lambda file: file.stat().st_mtime_ns)
         steps = [line["step"] for line in read_jsonl(newest)]
@@ -184,19 +185,23 @@ def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.C
 def test_a_corrected_run_equals_one_that_was_correct_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     """The corrected config is recognized when it is submitted again; a correction may also be corrected."""
     FakeRunner.runs_stages = True
-    correct = Path("own.yaml").read_text()
-    Path("own.yaml").write_text(correct.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
+    correct_config = Path("own.yaml").read_text()
+    Path("own.yaml").write_text(
+        correct_config.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3")
+    )
     assert submit_py("own.yaml") != ExitCode.DONE
-    Path("own.yaml").write_text(correct.replace("width: 4", "width: 8"))
-    for name in ("own", "own", "calm"):
+    Path("own.yaml").write_text(correct_config.replace("width: 4", "width: 8"))
+    for name in ("own", "own", "correct"):
         assert submit_py(f"own.yaml run.name={name}") == ExitCode.DONE, read_output(capsys)
-    assert compute_run_digest(Run(Path("runs/own"))) == compute_run_digest(Run(Path("runs/calm")))
+    assert compute_run_digest(Run(Path("runs/own"))) == compute_run_digest(Run(Path("runs/correct")))
     assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
     shutil.rmtree("runs/own/checkpoints")
-    Path("own.yaml").write_text(correct.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3"))
+    Path("own.yaml").write_text(
+        correct_config.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3")
+    )
     assert submit_py("own.yaml evaluate.batch=8") != ExitCode.DONE
     output = read_output(capsys)
-    assert "model.options.classes: None → 2" in output, "also back to the value at creation"
+    assert "model.options.classes: None → 2" in output, "the original value is a change too"
 
 
 WIDTH_SWEEP = "own.yaml 'sweep={grid: {model.options.width: [4, 8, 16]}}'"
@@ -220,7 +225,9 @@ def test_a_failed_sweep_point_prints_a_command_for_the_whole_sweep(capsys: pytes
     newest_steps = {point.name: find_newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
     assert newest_steps == {"000": 2, "001": 0, "002": 2}
     assert "points/00" in output and "run.name" in output
-    assert output.rindex("point 001: train failed (crashed): ") > output.index("point 002\n"), "repeated at the end"
+    assert output.rindex("point 001: train failed (crashed): ") > output.index("point 002\n"), (
+        "the error must be printed again at the end"
+    )
     assert submit_py(WIDTH_SWEEP.replace("8", "5")) == ExitCode.USER_ERROR
     assert "points/00" in read_output(capsys)
     (printed_command,) = {*re.findall(r"submit\.py (.+)$", output, re.M)}
@@ -245,6 +252,7 @@ def test_a_failed_point_does_not_stop_the_others_but_a_signal_does(
         return codes.get(calls[-1], ExitCode.DONE)
 
     def take_point_calls() -> list[str]:
+        """Return the stages of points that were run, such as `000 train`, and forget all calls."""
         point_calls = [call for call in calls if call[0] == "0"]
         calls.clear()
         return point_calls
@@ -255,15 +263,15 @@ def test_a_failed_point_does_not_stop_the_others_but_a_signal_does(
     codes |= {"000 train": ExitCode.NON_FINITE, "001 evaluate": ExitCode.CRASHED}
     read_output(capsys)
     assert submit_py(LR_SWEEP) == ExitCode.NON_FINITE and take_point_calls() == [all_calls[0], *all_calls[2:]]
-    assert "bits per byte" in read_output(capsys), "the table of the points"
+    assert "bits per byte" in read_output(capsys), "the table of the points is missing"
     codes["001 train"] = ExitCode.STOPPED
     assert submit_py(LR_SWEEP) == ExitCode.STOPPED and take_point_calls() == ["000 train", "001 train"]
     codes["tiny prepare"] = ExitCode.STORAGE
     assert submit_py(LR_SWEEP) == ExitCode.STORAGE and calls == ["tiny prepare"]
 
 
-def test_the_code_of_a_point_is_replaced_repeatedly_and_by_that_of_its_sweep(folder: Path) -> None:
-    """A point's code is a symbolic link to its sweep's code; a killed replacement may leave another link."""
+def test_the_code_of_a_point_can_be_replaced_repeatedly_and_by_the_code_of_its_sweep(folder: Path) -> None:
+    """The code of a point is a symbolic link to the code of its sweep. `.code.old` is left by a killed replacement."""
     config = load_config(Path("own.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
     sweep = Run.create(config)
     point = create_points(sweep)[1]
@@ -288,7 +296,9 @@ def test_an_unreadable_run_is_an_error(folder: Path, capsys: pytest.CaptureFixtu
     assert submit_py("status runs/tiny") == ExitCode.DONE
 
 
-def test_unreadable_runs_are_not_reported_as_no_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_runs_are_reported_as_unreadable_and_not_as_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert submit_py("status") == ExitCode.DONE and "no runs below runs" in read_output(capsys)
     submit_py("tiny.yaml")
     submit_py("status")
