@@ -210,7 +210,7 @@ SUBMISSION_MISTAKES = [
     Mistake(
         "a tab in the config",
         "tiny.yaml",
-        ("tiny.yaml:2:1", "YAML", "'\\t'", "blanks"),
+        ("tiny.yaml:2:1", "YAML", "'\\t'", "spaces"),
         prepare=replace_text("tiny.yaml", "run: {name: tiny,", "run:\n\t{name: tiny,"),
         fix=replace_text("tiny.yaml", "\n\t{", " {"),
     ),
