@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.cluster import Cluster
 from tests.support.requirements import skip_or_fail_in_ci
@@ -22,6 +23,9 @@ SLOW_FILES = (
 """Test files that mostly wait, for Slurm or for other processes. They start first, so that others compute meanwhile."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with many processes on few cores, more threads only wait for each other
+
+settings.register_profile("sluice", deadline=None)  # Hypothesis's limit of 200 ms per example fails on busy cores
+settings.load_profile("sluice")
 
 
 def uses_cluster(item: pytest.Item) -> bool:
