@@ -189,7 +189,7 @@ def test_a_chat_receives_failures_hangs_and_the_end_of_the_run_once(
     Follower(fake_run.run, "webhook").catch_up()
     Follower(fake_run.run, "webhook").catch_up()
     assert [text.partition(" [")[0] for _, text in Chat.messages] == [
-        "tiny: train failed (crashed): oh", "tiny: train stalled: rank 3", "tiny: done"
+        "tiny: train failed (crashed): an error", "tiny: train stalled: rank 3", "tiny: done"
     ]  # fmt: skip
     assert all(f"id {identifier}]" in text for identifier, text in Chat.messages)
     assert len({identifier for identifier, _ in Chat.messages}) == 3
