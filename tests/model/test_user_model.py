@@ -830,7 +830,8 @@ def train_and_catch_error_rank(rank_info: RankInfo, path: Path, text: str | None
     return ""
 
 
-SUM = ".masked_fill(~real, 0.0).sum()"
+SUM = ".masked_fill(~is_in_series, 0.0).sum()"
+MEAN_OF_ALL = ".masked_fill(~is_in_series, 0.0).mean()"
 MEAN_CODE = "model.loss_not_a_sum"
 MEAN = "is a mean"
 
@@ -848,7 +849,7 @@ MEAN = "is a mean"
         ),
         ("import torch\n", "import torch\nimport not_installed\n", "model.import_failed", ["'not_installed'"]),
         (SUM, "", "model.wrong_loss", ["loss of ragged"]),
-        (SUM, ".masked_fill(~real, 0.0).mean()", "model.loss_not_a_sum", [MEAN]),
+        (SUM, MEAN_OF_ALL, "model.loss_not_a_sum", [MEAN]),
     ],
 )
 def test_ranks_report_an_invalid_module(series_folder: Path, old: str, new: str, code: str, facts: list[str]) -> None:
@@ -863,7 +864,7 @@ def test_ranks_report_an_invalid_module(series_folder: Path, old: str, new: str,
 def test_a_mean_is_an_error_even_if_the_loss_of_the_first_batch_is_0(series_folder: Path) -> None:
     """DDP starts with a backward pass on a batch of zeros. A loss of 0 does not show whether it is a sum."""
     text = (ROOT / "tests/support/ragged.py").read_text()
-    mean = text.replace(SUM, '.masked_fill(~real, 0.0).mean() * batch["series"].any()')
+    mean = text.replace(SUM, f'{MEAN_OF_ALL} * batch["series"].any()')
     run = create_prepared_run(series_folder, "zeros", ranks=2, text=RAGGED_CONFIG)
     error = run_ranks(2, train_and_catch_error_rank, run.path, mean)[0]
     assert error.startswith(f"{MEAN_CODE}: ") and MEAN in error
@@ -873,8 +874,8 @@ def test_a_mean_is_an_error_if_the_outputs_have_several_rows_per_sample(series_f
     text = (ROOT / "tests/support/ragged.py").read_text()
     for old, new in (
         ("self.last(x)[..., 0]", "self.last(x)[..., 0].flatten()"),
-        ("    real = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    real = '),
-        (SUM, ".masked_fill(~real, 0.0).mean()"),
+        ("    is_in_series = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    is_in_series = '),
+        (SUM, MEAN_OF_ALL),
     ):
         assert old in text
         text = text.replace(old, new, 1)
