@@ -32,6 +32,7 @@ from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from planning.plan import describe_plan
+from tests.support.edits import replace_in_file
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines
 from tests.support.ranks import make_rank_info, run_ranks
@@ -320,7 +321,7 @@ LBFGS = "    return torch.optim.LBFGS([value for _, value in parameters])\n    m
 )
 def test_an_invalid_optimizer_or_schedule_is_an_error(tmp_path: Path, old: str, new: str, facts: str) -> None:
     module = write_module_with_optimizer(tmp_path)
-    module.write_text(module.read_text().replace(old, new, 1))
+    replace_in_file(module, old, new)
     with pytest.raises(AssertionError, match=facts):
         train_run(create_prepared_run(tmp_path, "invalid", *CUSTOM_OPTIMIZER_OVERRIDES), 1)
 
@@ -1049,7 +1050,7 @@ def test_a_dry_run_notes_each_unread_option_once(tmp_path: Path) -> None:
 def test_a_tensor_plan_that_omits_a_parameter_is_an_error(image_folder: Path) -> None:
     run = create_prepared_run(image_folder, "omits", "parallel.tensor=2", ranks=2)
     module = run.code_dir / "examples" / "vit.py"
-    module.write_text(module.read_text().replace('"norm": Replicated(), ', ""))
+    replace_in_file(module, '"norm": Replicated(), ', "")
     with pytest.raises(AssertionError, match=r"UserError: tensor_plan of examples.vit .*norm\.weight"):
         run_ranks(2, stage_rank, run.path, "train")
 

@@ -20,6 +20,7 @@ from pipeline.config.read import load_config
 from pipeline.publish import export
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from tests.support.edits import replace_in_file
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, write_config
 
@@ -116,10 +117,10 @@ def test_exported_model_is_the_same_in_transformers_and_after_an_import(
     config_file = (first / "config.json").read_text()
     assert '"eos_token_id": 0,' in config_file and '"pad_token_id": null' in config_file
     config = write_config(tmp_path, "second")
-    text = config.read_text().replace(
-        "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}", f"model: {{init_from: {first}}}"
+    replace_in_file(
+        config, "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}", f"model: {{init_from: {first}}}"
     )
-    config.write_text(text.replace("  tokenizer: {vocab_size: 300, train_bytes: 50000}\n", ""))
+    replace_in_file(config, "  tokenizer: {vocab_size: 300, train_bytes: 50000}\n", "")
     run = Run.create(load_config(config))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)

@@ -20,6 +20,7 @@ from pipeline.config.read import dump_values, load_config, load_run_config, make
 from pipeline.config.sections import Config
 from pipeline.data.manifest import FORMAT_VERSION, load_manifest
 from pipeline.run.directory import Run, create_points
+from tests.support.edits import replace_in_file
 from tests.support.tiny import make_run, write_config
 
 KEY = "data.add_special_tokens"
@@ -179,7 +180,7 @@ def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path)
 
 def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config_with_initial_model(tmp_path)))
-    run.metadata_file.write_text(run.metadata_file.read_text().replace("4096", "4097"))
+    replace_in_file(run.metadata_file, "4096", "4097")
     with pytest.raises(UserError) as error:
         Run.open(run.path)
     assert error.value.code == "run.damaged_file"

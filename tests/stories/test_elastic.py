@@ -13,6 +13,7 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import count_steps, list_event_names, run_submit, wait_for
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.tiny import slow_down_steps, write_config
 
@@ -45,9 +46,7 @@ def test_a_run_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluste
     assert result.returncode == 0, result.stdout + result.stderr
 
     config = write_config(tmp_path, steps=40)
-    config.write_text(
-        config.read_text().replace(str(tmp_path / "corpus.jsonl"), str(tmp_path / "reference/corpus.jsonl"))
-    )
+    replace_in_file(config, str(tmp_path / "corpus.jsonl"), str(tmp_path / "reference/corpus.jsonl"))
     run = Run.create(load_config(config, ELASTIC))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(reference.data_dir)

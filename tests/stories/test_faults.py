@@ -22,6 +22,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.failure import explain_error
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, stage_rank, write_config
@@ -228,7 +229,7 @@ def test_an_error_of_the_file_system_client_counts_as_a_bad_node(number: int, na
 
 def test_a_misspelled_config_key_is_an_error(tmp_path: Path) -> None:
     path = write_config(tmp_path)
-    path.write_text(path.read_text().replace("global_batch", "global_bach"))
+    replace_in_file(path, "global_batch", "global_bach")
     result = run_submit([str(path)])
     assert result.returncode == ExitCode.USER_ERROR and "Traceback" not in result.stderr
     for fact in (path.name, "train.global_bach", "global_batch"):

@@ -29,6 +29,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from slurm.submit import local_runner
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 
@@ -263,13 +264,6 @@ def write_config_on_data(folder: Path, finished_folder: Path) -> Path:
     return config
 
 
-def replace_code(path: Path, old: str, new: str) -> None:
-    """Replace text in a file of a run's copy of the code."""
-    text = path.read_text()
-    assert text.count(old) == 1, f"{path.name} has changed"
-    path.write_text(text.replace(old, new))
-
-
 def create_slow_run(folder: Path, finished_folder: Path, *overrides: str) -> Path:
     """Create the run of `write_config_on_data`, with steps that take 0.1 s longer. Return its path."""
     return slow_down_steps(Run.create(load_config(write_config_on_data(folder, finished_folder), overrides)), 0.1).path
@@ -279,7 +273,7 @@ def create_slow_run(folder: Path, finished_folder: Path, *overrides: str) -> Pat
 def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path, finished_folder: Path) -> None:
     """The save takes longer than a second, after which submitit would kill the job. The ranks count their signals."""
     run = create_slow_run(tmp_path, finished_folder)
-    replace_code(
+    replace_in_file(
         run / "code/pipeline/train/trainer.py",
         "        if skip_reason is None:\n            self.save(step)\n",
         "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
@@ -339,7 +333,7 @@ def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finishe
     run = create_slow_run(tmp_path, finished_folder)
     slow_save = "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
     quick_save = slow_save.replace("            time.sleep(3)\n", "")
-    replace_code(run / "code/pipeline/train/trainer.py", quick_save, slow_save)
+    replace_in_file(run / "code/pipeline/train/trainer.py", quick_save, slow_save)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 5)
     process.terminate()
@@ -379,7 +373,7 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished_fol
     """The run's copy of the code raises an exception on rank 1."""
     config = write_config_on_data(tmp_path, finished_folder)
     assert run_submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
-    replace_code(
+    replace_in_file(
         Run.create(load_config(config)).code_dir / "pipeline/train/trainer.py",
         "        lr = self.learning_rate(",
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('bug in rank one')\n"

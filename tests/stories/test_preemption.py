@@ -32,6 +32,7 @@ from tests.support.cluster_runs import (
     wait_for,
     wait_for_empty_queue,
 )
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, slow_down_steps, write_config
 
@@ -209,9 +210,7 @@ def submit_slow_run(
     run.data_dir.symlink_to(data)
     if requests_requeue:
         code = run.code_dir / "slurm/query/preemption.py"
-        text = code.read_text()
-        assert text.count("MIN_REMAINING_EXITS = 2\n") == 1
-        code.write_text(text.replace("MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n"))
+        replace_in_file(code, "MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n")
     result = run_submit(cluster, folder, str(config), *NODES)
     assert result.returncode == 0, result.stdout + result.stderr
     return run.path

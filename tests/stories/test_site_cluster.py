@@ -25,6 +25,7 @@ from pipeline.run.directory import Run
 from slurm.submit.sbatch import render_batch_script
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.tiny import write_config
 
@@ -180,7 +181,7 @@ def test_jobs_and_ranks_get_the_settings_of_the_profile(tmp_path: Path, cluster:
     run = Run.create(load_config(config, overrides))
     entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
-    entry_point.write_text(entry_point.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
+    replace_in_file(entry_point, "\nimport sys\n", f"\nimport sys\n{dump}")
     # site.pass names a variable that is not set yet
     rejected = run_submit(cluster, tmp_path, "tiny.yaml", "--dry-run", *overrides)
     assert rejected.returncode == ExitCode.USER_ERROR and "PASSED" in rejected.stderr

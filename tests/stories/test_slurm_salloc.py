@@ -18,6 +18,7 @@ from slurm.submit.site_environment import SETUP_NOT_RUN
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import create_slow_run, list_event_names, run_submit
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.tiny import make_run, write_config
 
@@ -56,7 +57,7 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     correct_code = trainer.read_text()
     anchor = "        lr = self.learning_rate("
     bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('bug in rank three')\n"
-    trainer.write_text(correct_code.replace(anchor, f"{bug}{anchor}", 1))
+    replace_in_file(trainer, anchor, f"{bug}{anchor}")
     options = "-N2 --ntasks-per-node=2"
     failed = run_in_allocation(cluster, tmp_path, options, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
     assert failed.returncode == ExitCode.CRASHED, failed.stdout + failed.stderr
@@ -88,7 +89,7 @@ def test_shard_uses_all_tasks_of_the_allocation(
     run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *site]))
     entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
-    entry_point.write_text(entry_point.read_text().replace("import sys\n", f"import sys\n{dump}", 1))
+    replace_in_file(entry_point, "\nimport sys\n", f"\nimport sys\n{dump}")
     command = f"{format_supervisor_command('prepare', run)} && {format_supervisor_command('shard', run)}"
     result = run_in_allocation(cluster, CODE_ROOT, options, "sh", "-c", command)
     assert result.returncode == 0, result.stdout + result.stderr

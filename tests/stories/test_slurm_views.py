@@ -28,6 +28,7 @@ from tests.cluster.fixture import cluster_fixture
 from tests.cluster.machines import Machine
 from tests.stories.test_local_runs import Terminal
 from tests.support.cluster_runs import get_job_id, list_event_names, run_submit, submit_template, wait_for
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 from tracking.report import read_report_data
@@ -256,7 +257,7 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all_ranks(
         "        if step == 5 and self.world.rank == 3:\n            time.sleep(600)\n"
     )
     anchor = "        lr = self.learning_rate("
-    trainer.write_text(correct_code.replace(anchor, bug + anchor, 1))
+    replace_in_file(trainer, anchor, bug + anchor)
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
     command += [sys.executable, "-m", "pipeline", "train", str(run)]
     start = time.monotonic()

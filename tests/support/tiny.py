@@ -11,6 +11,7 @@ from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
+from tests.support.edits import replace_in_file
 from tests.support.ranks import make_rank_info, run_ranks
 
 WORDS = ["the", "model", "rank", "step", "loss", "shard", "token", "save", "run", "when", "then", "each", "of", "and"]
@@ -87,9 +88,7 @@ def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:
     """
     trainer = run.code_dir / "pipeline/train/trainer.py"
     line = "        lr = self.learning_rate("
-    text = trainer.read_text()
-    assert text.count(line) == 1, "the trainer has changed"
-    trainer.write_text(text.replace(line, f"        time.sleep({seconds})\n{line}"))
+    replace_in_file(trainer, line, f"        time.sleep({seconds})\n{line}")
     return run
 
 

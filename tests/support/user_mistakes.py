@@ -15,6 +15,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from tests.support.edits import replace_in_file
+
 TINY_CONFIG = """\
 run: {name: tiny, root: runs, seed: 3}
 data:
@@ -53,12 +55,7 @@ Action = Callable[[], object]
 def replace_text(file: str, old: str, new: str) -> Action:
     """Return an action that replaces text in a file of the working directory."""
 
-    def replace() -> None:
-        text = Path(file).read_text()
-        assert text.count(old) == 1, f"{old} in {file}"
-        Path(file).write_text(text.replace(old, new))
-
-    return replace
+    return partial(replace_in_file, Path(file), old, new)
 
 
 def write_arrays(*names: str) -> Action:

@@ -36,6 +36,7 @@ from tests.support.cluster_runs import (
     wait_for,
     wait_for_empty_queue,
 )
+from tests.support.edits import replace_in_file
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, write_config
@@ -292,10 +293,9 @@ def test_resume_replaces_pending_jobs_and_waits_for_a_running_save(tmp_path: Pat
     (path / "data").symlink_to(run.data_dir)
     trainer = path / "code/pipeline/train/trainer.py"
     save_lines = "        if skip_reason is None:\n            self.save(step)\n"
-    assert trainer.read_text().count(save_lines) == 1
     # the delay leaves enough time to call `resume` during the save
     slow_save_lines = save_lines.replace("self.save", "time.sleep(4)\n            self.save")
-    trainer.write_text(trainer.read_text().replace(save_lines, slow_save_lines))
+    replace_in_file(trainer, save_lines, slow_save_lines)
     assert run_submit(cluster, tmp_path, "held.yaml", *held).returncode == 0
     replaced_jobs = [get_job_id(path, stage) for stage in ("train", "evaluate")]
     result = run_submit(cluster, tmp_path, "resume", "runs/held", "stages.train.nodes=2", "site.sbatch={hold: false}")
@@ -309,7 +309,7 @@ def test_resume_replaces_pending_jobs_and_waits_for_a_running_save(tmp_path: Pat
     assert Run.open(path).config.stages.train.nodes == 2
     assert run_submit(cluster, tmp_path, "cancel", "runs/held").returncode == 0
     wait_for("the save", lambda: "stopping" in list_event_names(path, "train"))
-    trainer.write_text(trainer.read_text().replace("time.sleep(0.5)", "pass"))  # remove the delay of each step
+    replace_in_file(trainer, "time.sleep(0.5)", "pass")  # remove the delay of each step
     result = run_submit(cluster, tmp_path, "resume", "runs/held")
     assert f"after {job}\n" in result.stdout, result.stdout + result.stderr
     wait_for("the evaluation", lambda: has_evaluation(path))

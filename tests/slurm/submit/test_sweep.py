@@ -29,6 +29,7 @@ from slurm.query.status import StageStatus, StatusPoller, print_status, tabulate
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.cluster_runs import list_event_names, run_submit, wait_for, wait_for_empty_queue
+from tests.support.edits import replace_in_file
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, write_config
@@ -240,8 +241,7 @@ def test_each_checkpoint_is_evaluated_while_the_run_trains(tmp_path: Path, data:
     step_line = "        lr = self.learning_rate("
     wait_line = f"        while step == 20 and not os.path.exists({str(first_result)!r}):"
     # the training waits at step 20 for the result of step 8
-    text = trainer.read_text().replace(step_line, f"{wait_line}\n            time.sleep(0.1)\n{step_line}", 1)
-    trainer.write_text(text)
+    replace_in_file(trainer, step_line, f"{wait_line}\n            time.sleep(0.1)\n{step_line}")
     assert run_submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
     wait_for("the first evaluation", first_result.exists)
     wait_for("the last evaluation", (run.evaluation_dir / "step-00000024.json").exists)

@@ -37,6 +37,7 @@ from slurm.submit import sbatch
 from slurm.submit.chain import cancel_run, reset_for_resume, submit_chain
 from slurm.supervise import background, succession
 from slurm.supervise.succession import find_predecessor
+from tests.support.edits import replace_in_file
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines, write_event
 from tests.support.fake_slurm import CLUSTER, FakeSlurm
@@ -198,9 +199,8 @@ def test_a_job_whose_submission_was_marked_as_failed_exits_without_work(
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\necho ran >> {tmp_path}/log\n")
     program.chmod(0o755)
-    text = script.read_text()
-    command_line = next(line for line in text.splitlines() if line.startswith("exec "))
-    script.write_text(text.replace(command_line, f"exec {program}"))
+    command_line = next(line for line in script.read_text().splitlines() if line.startswith("exec "))
+    replace_in_file(script, command_line, f"exec {program}")
 
     def start_job(job_id: str) -> str:
         environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": job_id}

@@ -24,6 +24,7 @@ from tests.support.cluster_runs import (
     run_submit,
     wait_for,
 )
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, write_config
 
@@ -47,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def create_run_with_shared_data(folder: Path, undisturbed: Path, overrides: Sequence[str] = WITHOUT_REQUEUE) -> Path:
     """Create a run with the data of the undisturbed run, and return its directory."""
     config = write_config(folder, steps=40)
-    config.write_text(config.read_text().replace(str(folder / "corpus.jsonl"), str(undisturbed / "corpus.jsonl")))
+    replace_in_file(config, str(folder / "corpus.jsonl"), str(undisturbed / "corpus.jsonl"))
     (folder / "runs/tiny").mkdir(parents=True)
     (folder / "runs/tiny/data").symlink_to(undisturbed / "runs/tiny/data")
     return create_slow_run(folder, config, overrides)
