@@ -69,7 +69,7 @@ def make_run(folder: Path, source: Path) -> Path:
     from pipeline.run.directory import Run
     from pipeline.run.stages import load_stage_module
     from tests.support.ranks import make_rank_info
-    from tests.support.tiny import HarmlessFlag, write_corpus
+    from tests.support.tiny import PassiveStopFlag, write_corpus
 
     file = folder / "run.yaml"
     file.write_text(
@@ -78,7 +78,7 @@ def make_run(folder: Path, source: Path) -> Path:
     )
     run = Run.create(load_config(file))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run.path
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.table import write_table
 from tests.parallel.test_parallel import FEW_BATCHES, HYBRID, LAYOUTS, SCHEDULES, make_layout_config, train_one_process
 from tests.support.ranks import run_ranks
-from tests.support.tiny_training import STEPS, change_layout_rank, tiny_config, train_rank
+from tests.support.tiny_training import STEPS, change_layouts_on_rank, tiny_config, train_configs
 
 ALL = {"pipeline": 2, "tensor": 2}
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -60,14 +60,14 @@ def main() -> None:
         configs = [
             tiny_config(ranks, parallel=case, train=train) for case, train in zip(cases, train_sections, strict=True)
         ]
-        results = run_ranks(ranks, train_rank, configs, timeout=LIMIT_S)[0]
+        results = run_ranks(ranks, train_configs, configs, timeout=LIMIT_S)[0]
         for case, train, steps in zip(cases, train_sections, results, strict=True):
             differences = format_largest_differences(steps, train_one_process({"train": train}))
             rows.append([f"{ranks}", format_layout(case), *differences, ""])
     first, *others = [make_layout_config(parallel, {}) for parallel in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
         arguments = (first, [*others, first], Path(folder), 3, STEPS)
-        (digest, expected_steps), *changes = run_ranks(4, change_layout_rank, *arguments, timeout=LIMIT_S)[0]
+        (digest, expected_steps), *changes = run_ranks(4, change_layouts_on_rank, *arguments, timeout=LIMIT_S)[0]
     for before, after, (saved_digest, steps) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], changes, strict=True):
         result = "equal" if saved_digest == digest else "DIFFERENT"
         layouts = f"{format_layout(before)} → {format_layout(after)}"

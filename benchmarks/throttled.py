@@ -37,7 +37,7 @@ from pipeline.run.events import LocalCopy
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info
 from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mount
-from tests.support.tiny import HarmlessFlag, make_run, write_config
+from tests.support.tiny import PassiveStopFlag, make_run, write_config
 
 TRAINING_TIMEOUT_S = 400.0
 
@@ -71,7 +71,7 @@ def create_run_on_mount(mount: SlowMount, folder: Path, name: str, tokens: int, 
     )
     run = Run.create(load_config(write_config(folder, name), (*run_overrides, *overrides)))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 

@@ -20,35 +20,43 @@ SLOW_FILES = (
     "test_slurm_salloc", "test_preemption", "test_resume", "test_succession", "test_mpi_launch",
     "test_site_cluster", "test_parallel",
 )  # fmt: skip
-"""Test files that mostly wait, for Slurm or for other processes. They start first, so that others compute meanwhile."""
+"""Names of test files that mostly wait for Slurm or for other processes.
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # with many processes on few cores, more threads only wait for each other
+They start first, so that other tests use the cores while these tests wait.
+"""
 
-settings.register_profile("sluice", deadline=None)  # Hypothesis's limit of 200 ms per example fails on busy cores
+# Tests run many processes on few cores. With more threads per process, the threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("sluice", deadline=None)  # the default, 200 ms per example, is too short on busy cores
 settings.load_profile("sluice")
 
 
 def uses_cluster(item: pytest.Item) -> bool:
     """Return True if a test needs a fixture of tests.cluster.fixture, directly or through other fixtures."""
-    fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-    return any(fixture[-1].func.__module__ == "tests.cluster.fixture" for fixture in fixtures.values())
+    definitions_by_name = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    modules = {definitions[-1].func.__module__ for definitions in definitions_by_name.values()}  # the last one is used
+    return "tests.cluster.fixture" in modules
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests on a cluster as stories, and sort the slow files first. A worker runs the files one after another."""
+    """Add the marker `story` to tests that use a cluster, except those with the marker `short`.
+
+    Also move the tests of SLOW_FILES to the beginning.
+    """
     for item in items:
         if uses_cluster(item) and not item.get_closest_marker("short"):
             item.add_marker("story")
-    position = {name: number for number, name in enumerate(SLOW_FILES)}
-    items.sort(key=lambda item: position.get(item.path.stem, len(position)))
+    position_by_name = {name: position for position, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: position_by_name.get(item.path.stem, len(SLOW_FILES)))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
     """Add the state of Slurm and the logs of the runs to the report of a test that failed on a cluster.
 
-    The cluster is removed after the test, so this is the only chance to see them.
+    The cluster is removed after the test, so its state and its logs cannot be read later.
     """
     outcome = yield
     report = outcome.get_result()
@@ -59,7 +67,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     for command in (["squeue", "--states=all"], ["sinfo", "-N", "-o", "%N %T %E"]):
         with suppress(Exception):
             report.sections.append((" ".join(command), cluster.output(command)))
-    # each file, and how many of its last lines to show
+    # each log file, and the number of its last lines to show
     files = [(file, 60) for file in sorted((cluster.directory / "log").glob("*.log"))]
     if folder := arguments.get("tmp_path"):
         for pattern, line_count in ("runs/*/events.jsonl", 12), ("*.log", 80), ("runs/*/jobs/*/*.log", 40):
@@ -71,7 +79,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of nine megabytes: enough for a copy of the code and a few tiny checkpoints."""
+    """Mount a file system of 9 MB during the test. This is enough for a copy of the code and a few tiny checkpoints."""
     if os.geteuid() != 0:
         skip_or_fail_in_ci("mounting a small tmpfs needs root")
     folder = tmp_path / "disk"

@@ -222,7 +222,7 @@ def test_ranks_killed_in_any_phase_of_a_save_leave_an_intact_checkpoint(tmp_path
         time.sleep(0.02)
     for process in ranks.processes:  # After the rename, rank 1 may have exited already.
         process.kill()
-    ranks.results(failures_expected=True)
+    ranks.wait_for_results(failures_expected=True)
     assert catalog.list_checkpoint_steps(tmp_path) == ([2, 1] if phase == "after rename" else [1])
     assert run_ranks(2, restore_newest, tmp_path) == [2 if phase == "after rename" else 1] * 2
     assert not list(tmp_path.glob(".tmp-*")), "a restore must remove incomplete checkpoints"

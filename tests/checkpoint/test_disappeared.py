@@ -22,7 +22,7 @@ from pipeline.run.stages import load_stage_module
 from slurm.supervise.attempt_end import read_progress_marker
 from tests.support.events import read_event_lines, write_event
 from tests.support.ranks import run_ranks
-from tests.support.tiny import make_run, stage_rank, write_config
+from tests.support.tiny import make_run, run_stage_on_rank, write_config
 
 STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 
@@ -30,18 +30,18 @@ STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 @pytest.mark.parametrize("pattern", ["checkpoints", "checkpoints/*"])
 def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path: Path, pattern: str) -> None:
     run = make_run(tmp_path, overrides=STEPS)
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     metrics = run.metrics_file.read_bytes()
     for folder in list(run.path.glob(pattern)):
         shutil.rmtree(folder)
     message = str(load_stage_module("train").describe_missing_outputs(run))
     assert "step 4" in message and str(run.checkpoints_dir) in message and str(run.metrics_file) in message
     with pytest.raises(AssertionError, match=f"CheckpointError: {re.escape(message)}"):
-        run_ranks(2, stage_rank, run.path, "train")
+        run_ranks(2, run_stage_on_rank, run.path, "train")
     assert run.metrics_file.read_bytes() == metrics and not read_event_lines(run, "train", "began_anew")
     run.metrics_file.unlink()  # The message tells the user to do this.
     assert describe_missing_checkpoints(run) is None
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert find_newest_step(run.checkpoints_dir) == 4 and len(list(read_jsonl(run.metrics_file))) == 4
     assert [event["event"] for event in read_event_lines(run, "train")].count("began_anew") == 1
 
@@ -84,14 +84,14 @@ def test_missing_checkpoints_are_reported_after_a_change_of_the_config(tmp_path:
 def test_run_does_not_restart_from_scratch_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     """It restarts from scratch only after the user has removed the files that the error message names."""
     run = make_run(tmp_path, overrides=STEPS)
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     for step in list_checkpoint_steps(run.checkpoints_dir):
         set_checkpoint_aside(run.checkpoints_dir, step)
     with pytest.raises(AssertionError, match=r"(?s)CheckpointError: .*remove .*damaged-\* and .*metrics.jsonl"):
-        run_ranks(2, stage_rank, run.path, "train")
+        run_ranks(2, run_stage_on_rank, run.path, "train")
     assert not read_event_lines(run, "train", "began_anew")
     for folder in run.checkpoints_dir.glob("damaged-*"):
         shutil.rmtree(folder)
     run.metrics_file.unlink()
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert len(read_event_lines(run, "train", "began_anew")) == 1

@@ -19,7 +19,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info, run_ranks
-from tests.support.tiny import HarmlessFlag, stage_rank, write_corpus
+from tests.support.tiny import PassiveStopFlag, run_stage_on_rank, write_corpus
 
 SMALL_RUN = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4", "train.micro_batch=2")
 
@@ -40,9 +40,9 @@ def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
     """Run all stages of a config in `folder`, with train and evaluate on two ranks. Return the run."""
     run = Run.create(load_config(folder / config, (*SMALL_RUN, *overrides)))
     for stage in ("prepare", "shard"):
-        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
+        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag()) == ExitCode.DONE
     for stage in ("train", "evaluate"):
-        assert run_ranks(2, stage_rank, run.path, stage) == [ExitCode.DONE] * 2
+        assert run_ranks(2, run_stage_on_rank, run.path, stage) == [ExitCode.DONE] * 2
     assert [line["step"] for line in read_jsonl(run.metrics_file)] == [1, 2, 3]
     return run
 

@@ -31,7 +31,7 @@ from slurm.query.job_states import JobState, RecordedJob
 from slurm.query.run_jobs import SubmittedJob
 from tests.support.events import make_event, parse_events, write_event
 from tests.support.ranks import make_rank_info
-from tests.support.tiny import CONFIG, HarmlessFlag, make_run
+from tests.support.tiny import CONFIG, PassiveStopFlag, make_run
 from tracking.report import print_report
 
 STARTED = {"event": "started"}
@@ -162,7 +162,7 @@ def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing
     np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
     run = Run.create(load_config(tmp_path / "tokens.yaml"))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     checked: list[Path] = []
     find_problem = FileEntry.find_problem
 

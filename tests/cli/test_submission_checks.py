@@ -22,9 +22,9 @@ from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tiny import make_run, write_config
 
 CUSTOM_CONFIG = """\
-run: {name: own}
+run: {name: images}
 data: {source: images.h5, held_out: 0.1}
-model: {target: own}
+model: {target: image_model}
 train: {steps: 2}
 """
 MODULE = """\
@@ -113,45 +113,46 @@ def test_an_unreadable_text_folder_is_rejected(folder: Path, source: str) -> Non
 
 
 def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> None:
-    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
-    (folder / "own.py").write_text(MODULE)
-    assert "images.h5' matches no file; name .h5, .hdf5 files" in get_error(config="own.yaml")
+    (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
+    (folder / "image_model.py").write_text(MODULE)
+    assert "images.h5' matches no file; name .h5, .hdf5 files" in get_error(config="image_model.yaml")
     (folder / "images.h5").write_text("no HDF5 at all")
-    assert f"cannot read {folder}/images.h5: " in get_error(config="own.yaml")
+    assert f"cannot read {folder}/images.h5: " in get_error(config="image_model.yaml")
     with h5py.File(folder / "images.h5", "w") as file:
         file["tokens"] = [1, 2]
-    message = get_error(config="own.yaml")
+    message = get_error(config="image_model.yaml")
     assert f"{folder}/images.h5" in message and "'images'" in message and "tokens" in message
     make_images.main(folder / "images.h5", 20)
-    check_submission(load_config(folder / "own.yaml"), False)
-    (folder / "own.py").write_text(f"{MODULE}import not_there\n")
-    assert "own cannot be imported or built here" in get_error(config="own.yaml")
+    check_submission(load_config(folder / "image_model.yaml"), False)
+    (folder / "image_model.py").write_text(f"{MODULE}import not_there\n")
+    assert "image_model cannot be imported or built here" in get_error(config="image_model.yaml")
     image = "site.container={runtime: apptainer, image: /x.sif}"
-    check_submission(load_config(folder / "own.yaml", [image, "data.source=/only/there/*.h5"]), False)
+    check_submission(load_config(folder / "image_model.yaml", [image, "data.source=/only/there/*.h5"]), False)
 
 
 def test_each_input_file_is_checked(folder: Path) -> None:
     """The arrays of all files must also match each other."""
-    (folder / "own.py").write_text(MODULE)
+    (folder / "image_model.py").write_text(MODULE)
     make_images.main(folder / "images-a.h5", 20)
     two_files = "data.source=images-*.h5"
-    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
+    (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
     (folder / "images-b.h5").write_text("no HDF5 at all")
-    assert f"cannot read {folder}/images-b.h5: " in get_error(two_files, config="own.yaml")
+    assert f"cannot read {folder}/images-b.h5: " in get_error(two_files, config="image_model.yaml")
     with h5py.File(folder / "images-b.h5", "w") as file:
         file["images"] = [1, 2]
-    message = get_error(two_files, config="own.yaml")
+    message = get_error(two_files, config="image_model.yaml")
     assert f"{folder}/images-b.h5" in message and f"{folder}/images-a.h5" in message and "int64 (2,)" in message
 
 
 def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
-    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
+    (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
-    (folder / "own.py").write_text(MODULE.replace("2, 2", "2, options['width']"))
-    message = get_error(SWEEP, config="own.yaml")
-    assert "own cannot be imported or built here" in message and "with model.options {'width': 'wide', " in message
-    (folder / "own.py").write_text(MODULE.replace("return ", "return None if options['width'] == 'wide' else "))
-    message = get_error(SWEEP, config="own.yaml")
+    (folder / "image_model.py").write_text(MODULE.replace("2, 2", "2, options['width']"))
+    message = get_error(SWEEP, config="image_model.yaml")
+    assert "image_model cannot be imported or built here" in message
+    assert "with model.options {'width': 'wide', " in message
+    (folder / "image_model.py").write_text(MODULE.replace("return ", "return None if options['width'] == 'wide' else "))
+    message = get_error(SWEEP, config="image_model.yaml")
     assert "must return a torch.nn.Module; it returns None\nwith model.options {'width': 'wide', " in message
 
 
@@ -161,14 +162,14 @@ def test_modules_of_the_user_for_another_python_are_compiled_but_not_imported(fo
     The error names the file of the user, not the copy in the run directory.
     """
     other_python = "site.python=/usr/bin/python3"
-    (folder / "own.yaml").write_text(CUSTOM_CONFIG)
+    (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
-    (folder / "own.py").write_text(f"{MODULE}import helper, missing_package\n")
+    (folder / "image_model.py").write_text(f"{MODULE}import helper, missing_package\n")
     (folder / "helper.py").write_text("x = 1\ndef broken(:\n")
-    message = get_error(other_python, config="own.yaml")
+    message = get_error(other_python, config="image_model.yaml")
     assert f'File "{folder}/helper.py", line 2' in message and "code/helper.py" not in message
     (folder / "helper.py").write_text("x = 1\n")
-    check_submission(load_config(Path("own.yaml"), [other_python]), False)
+    check_submission(load_config(Path("image_model.yaml"), [other_python]), False)
 
 
 def test_only_the_remaining_stages_of_an_existing_run_are_checked(folder: Path) -> None:

@@ -40,7 +40,7 @@ from slurm.submit import local_runner
 from tests.support.events import write_event
 from tests.support.other_user import as_other_user
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, stage_rank, write_corpus
+from tests.support.tiny import compute_run_digest, run_stage_on_rank, write_corpus
 from tests.support.user_mistakes import (
     CUSTOM_CONFIG,
     CUSTOM_MODULE,
@@ -81,7 +81,7 @@ class FakeRunner:
 def run_stage_in_rank(rank_info: RankInfo, path: Path, stage: str) -> tuple[int, str]:
     """Run a stage. Return its exit code and error message."""
     try:
-        return stage_rank(rank_info, path, stage), ""
+        return run_stage_on_rank(rank_info, path, stage), ""
     except Exception as error:
         return explain_error(error)
 
@@ -102,8 +102,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(local_runner, "run_stage_locally", FakeRunner.run_stage)
     monkeypatch.setattr(FakeRunner, "runs_stages", False)
-    for name, text in (("tiny.yaml", TINY_CONFIG), ("own.yaml", CUSTOM_CONFIG), ("own.py", CUSTOM_MODULE)):
-        Path(name).write_text(text)
+    Path("tiny.yaml").write_text(TINY_CONFIG)
+    Path("classifier.yaml").write_text(CUSTOM_CONFIG)
+    Path("classifier.py").write_text(CUSTOM_MODULE)
     write_corpus(tmp_path, 60)
     write_arrays("inputs", "labels")()
     umask = os.umask(0o022)
@@ -185,26 +186,26 @@ def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.C
 def test_a_corrected_run_equals_one_that_was_correct_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     """The corrected config is recognized when it is submitted again; a correction may also be corrected."""
     FakeRunner.runs_stages = True
-    correct_config = Path("own.yaml").read_text()
-    Path("own.yaml").write_text(
+    correct_config = Path("classifier.yaml").read_text()
+    Path("classifier.yaml").write_text(
         correct_config.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3")
     )
-    assert submit_py("own.yaml") != ExitCode.DONE
-    Path("own.yaml").write_text(correct_config.replace("width: 4", "width: 8"))
-    for name in ("own", "own", "correct"):
-        assert submit_py(f"own.yaml run.name={name}") == ExitCode.DONE, read_output(capsys)
-    assert compute_run_digest(Run(Path("runs/own"))) == compute_run_digest(Run(Path("runs/correct")))
-    assert len(Path("runs/own/changes.jsonl").read_text().splitlines()) == 1
-    shutil.rmtree("runs/own/checkpoints")
-    Path("own.yaml").write_text(
+    assert submit_py("classifier.yaml") != ExitCode.DONE
+    Path("classifier.yaml").write_text(correct_config.replace("width: 4", "width: 8"))
+    for name in ("classifier", "classifier", "correct"):
+        assert submit_py(f"classifier.yaml run.name={name}") == ExitCode.DONE, read_output(capsys)
+    assert compute_run_digest(Run(Path("runs/classifier"))) == compute_run_digest(Run(Path("runs/correct")))
+    assert len(Path("runs/classifier/changes.jsonl").read_text().splitlines()) == 1
+    shutil.rmtree("runs/classifier/checkpoints")
+    Path("classifier.yaml").write_text(
         correct_config.replace("width: 4", "width: 4, classes: 2").replace("steps: 2", "steps: 3")
     )
-    assert submit_py("own.yaml evaluate.batch=8") != ExitCode.DONE
+    assert submit_py("classifier.yaml evaluate.batch=8") != ExitCode.DONE
     output = read_output(capsys)
     assert "model.options.classes: None → 2" in output, "the original value is a change too"
 
 
-WIDTH_SWEEP = "own.yaml 'sweep={grid: {model.options.width: [4, 8, 16]}}'"
+WIDTH_SWEEP = "classifier.yaml 'sweep={grid: {model.options.width: [4, 8, 16]}}'"
 LR_SWEEP = "tiny.yaml 'sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3]}}'"
 FAIL_WITH_WIDTH_8 = """\
 def init(name, values, options):
@@ -218,10 +219,10 @@ def init(name, values, options):
 def test_a_failed_sweep_point_prints_a_command_for_the_whole_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     """The other points still train. The printed command works repeatedly, also for the point alone."""
     FakeRunner.runs_stages = True
-    Path("own.py").write_text(CUSTOM_MODULE + FAIL_WITH_WIDTH_8)
+    Path("classifier.py").write_text(CUSTOM_MODULE + FAIL_WITH_WIDTH_8)
     assert submit_py(WIDTH_SWEEP) == ExitCode.CRASHED
     output = read_output(capsys)
-    points = Path("runs/own/points")
+    points = Path("runs/classifier/points")
     newest_steps = {point.name: find_newest_step(point / "checkpoints") for point in sorted(points.iterdir())}
     assert newest_steps == {"000": 2, "001": 0, "002": 2}
     assert "points/00" in output and "run.name" in output
@@ -231,11 +232,11 @@ def test_a_failed_sweep_point_prints_a_command_for_the_whole_sweep(capsys: pytes
     assert submit_py(WIDTH_SWEEP.replace("8", "5")) == ExitCode.USER_ERROR
     assert "points/00" in read_output(capsys)
     (printed_command,) = {*re.findall(r"submit\.py (.+)$", output, re.M)}
-    assert printed_command == "resume runs/own --update-code"
-    point_command = printed_command.replace("own ", "own/points/001 ")
+    assert printed_command == "resume runs/classifier --update-code"
+    point_command = printed_command.replace("runs/classifier ", "runs/classifier/points/001 ")
     for command in (point_command, point_command, printed_command):
         assert submit_py(command) == ExitCode.CRASHED, read_output(capsys)
-    Path("own.py").write_text(CUSTOM_MODULE + FAIL_WITH_WIDTH_8.replace("== 8", "== 9"))
+    Path("classifier.py").write_text(CUSTOM_MODULE + FAIL_WITH_WIDTH_8.replace("== 8", "== 9"))
     for _ in range(2):
         assert submit_py(printed_command) == ExitCode.DONE, read_output(capsys)
     assert find_newest_step(points / "001/checkpoints") == 2 and (points / "001/evaluation/step-00000002.json").exists()
@@ -272,18 +273,21 @@ def test_a_failed_point_does_not_stop_the_others_but_a_signal_does(
 
 def test_the_code_of_a_point_can_be_replaced_repeatedly_and_by_the_code_of_its_sweep(folder: Path) -> None:
     """The code of a point is a symbolic link to the code of its sweep. `.code.old` is left by a killed replacement."""
-    config = load_config(Path("own.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
+    config = load_config(Path("classifier.yaml"), ["sweep={grid: {model.options.width: [4, 8, 16]}}"])
     sweep = Run.create(config)
     point = create_points(sweep)[1]
     assert point.sweep_or_self.path == sweep.path and sweep.sweep_or_self is sweep
     for number in range(2):
-        Path("own.py").write_text(f"{CUSTOM_MODULE}# {number}\n")
+        Path("classifier.py").write_text(f"{CUSTOM_MODULE}# {number}\n")
         (point.path / ".code.old").symlink_to("../../code")
         point.copy_code()
-        assert not point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith(f"# {number}\n")
-        assert (sweep.code_dir / "own.py").read_text() == CUSTOM_MODULE and not (point.path / ".code.old").is_symlink()
+        assert not point.code_dir.is_symlink()
+        assert (point.code_dir / "classifier.py").read_text().endswith(f"# {number}\n")
+        assert (sweep.code_dir / "classifier.py").read_text() == CUSTOM_MODULE
+        assert not (point.path / ".code.old").is_symlink()
     sweep.copy_code()
-    assert point.code_dir.is_symlink() and (point.code_dir / "own.py").read_text().endswith("# 1\n")
+    assert point.code_dir.is_symlink()
+    assert (point.code_dir / "classifier.py").read_text().endswith("# 1\n")
 
 
 def test_an_unreadable_run_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,13 @@ from pipeline.data.samples import TokenDataset
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info
-from tests.support.tiny import HarmlessFlag, make_run, write_config
+from tests.support.tiny import PassiveStopFlag, make_run, write_config
 
 
 def run_data_stages(run: Run) -> Run:
     """Run the stages prepare and shard."""
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 

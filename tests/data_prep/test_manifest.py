@@ -40,7 +40,7 @@ from tests.data_prep.test_shards import (
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
-from tests.support.tiny import HarmlessFlag, make_run, write_config
+from tests.support.tiny import PassiveStopFlag, make_run, write_config
 
 PREPARED_FILES = ("tokenizer.json", "units.json")
 
@@ -58,7 +58,7 @@ def find_shard_problem(data: DataConfig, folder: Path) -> str | None:
 def run_stages(run: Run, *stages: str) -> None:
     """Run stages in this process."""
     for stage in stages:
-        load_stage_module(stage).run_stage(run, read_rank_info({}), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, read_rank_info({}), {}, PassiveStopFlag())
 
 
 @pytest.fixture

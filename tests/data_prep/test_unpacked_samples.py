@@ -17,7 +17,7 @@ from pipeline.run.stages import load_stage_module
 from tests.model.test_user_model import VIT_CONFIG, create_prepared_run, prepare_data, train_run
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
-from tests.support.tiny import stage_rank
+from tests.support.tiny import run_stage_on_rank
 
 LAYOUTS: dict[str, dict[str, Any]] = {  # options of `create_dataset`
     "gzip": {"chunks": (7, 1, 16, 16), "compression": "gzip", "shuffle": True},
@@ -61,7 +61,7 @@ def test_training_on_chunked_arrays_equals_training_on_contiguous_arrays(tmp_pat
     )
     assert all(np.array_equal(contiguous_samples[name], chunked_samples[name]) for name in ("images", "labels"))
     assert train_run(contiguous, 1) == train_run(chunked, 1)
-    assert set(run_ranks(2, stage_rank, chunked.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, chunked.path, "evaluate")) == {ExitCode.DONE}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -77,7 +77,7 @@ def test_only_a_missing_or_damaged_copy_is_unpacked_again(tmp_path: Path, layout
     assert [path.read_bytes() for path in shards] == contents
     shards[0].write_bytes(contents[0][:-1] + b"x")
     with pytest.raises(AssertionError, match="is damaged"):
-        run_ranks(1, stage_rank, run.path, "train")
+        run_ranks(1, run_stage_on_rank, run.path, "train")
     assert load_stage_module("shard").describe_missing_outputs(run) is not None
     prepare_data(run)
     assert [path.read_bytes() for path in shards] == contents

@@ -18,14 +18,14 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
-from tests.support.tiny import make_run, stage_rank
+from tests.support.tiny import make_run, run_stage_on_rank
 
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run whose train stage is done after 21 steps."""
     run = make_run(tmp_path_factory.mktemp("trained"), overrides=("train.steps=21",))
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
@@ -34,7 +34,7 @@ def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
     for old in run.evaluation_dir.iterdir():
         old.unlink()
     options = {"step": step} if step else {}
-    assert set(run_ranks(ranks, stage_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
+    assert set(run_ranks(ranks, run_stage_on_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
     newest = sorted(run.evaluation_dir.iterdir())[-1]
     return dict(json.loads(newest.read_text()))
 
@@ -102,7 +102,7 @@ def run_rank_with_logits_limit(rank_info: RankInfo, path: Path, windows: int) ->
 
     evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
     evaluator.TextHeldOut.compute_sums = record_size  # type: ignore[method-assign]
-    assert stage_rank(rank_info, path, "evaluate") == ExitCode.DONE
+    assert run_stage_on_rank(rank_info, path, "evaluate") == ExitCode.DONE
     return largest
 
 

@@ -27,7 +27,7 @@ from tests.publish.test_export import export_initial_weights
 from tests.publish.test_generate import save_model
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
-from tests.support.tiny import WORDS, make_run, stage_rank
+from tests.support.tiny import WORDS, make_run, run_stage_on_rank
 from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
 OPTIONS = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
@@ -68,7 +68,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("tasks")
     chosen, free = write_tasks(folder)
     run = make_run(folder, "tiny", (*OPTIONS, f"evaluate.tasks=[{chosen}, {free}]"))
-    assert run_ranks(1, stage_rank, run.path, "train") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, run.path, "train") == [ExitCode.DONE]
     return run
 
 
@@ -166,7 +166,7 @@ def test_scores_of_all_items_equal_those_of_lm_eval(trained_run: Run, tmp_path: 
 
 def test_choices_equal_those_of_transformers(trained_run: Run, tmp_path: Path) -> None:
     export_checkpoint(trained_run, tmp_path / "out", None, "fp32")
-    assert run_ranks(1, stage_rank, trained_run.path, "evaluate") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, trained_run.path, "evaluate") == [ExitCode.DONE]
     file = next(trained_run.evaluation_dir.glob("*.json"))
     result = json.loads(file.read_text())
     items = [json.loads(line) for line in trained_run.config.evaluate.task_files[0].read_text().splitlines()]
@@ -181,7 +181,7 @@ def test_choices_equal_those_of_transformers(trained_run: Run, tmp_path: Path) -
         trained_run.apply_overrides([f"stages.evaluate.tasks_per_node={ranks}", *overrides])
         expected = file.read_bytes()
         file.unlink()
-        assert run_ranks(ranks, stage_rank, trained_run.path, "evaluate") == [ExitCode.DONE] * ranks
+        assert run_ranks(ranks, run_stage_on_rank, trained_run.path, "evaluate") == [ExitCode.DONE] * ranks
         assert file.read_bytes() == expected
 
 
@@ -212,7 +212,7 @@ def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: P
     overrides = (tokenizer_option, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
     folder, _ = export_initial_weights(tmp_path, make_run(tmp_path, "data", overrides).data_dir, "run", *overrides)
     run = Run.open(tmp_path / "runs/run")
-    assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())
     items = [json.loads(line) for line in chosen.read_text().splitlines()]
 
@@ -254,7 +254,7 @@ def test_free_answers_equal_those_that_transformers_generates_greedily(trained_r
     run = make_run(tmp_path, "other", (*OPTIONS, f"evaluate.tasks={file}"), trained_run.data_dir)
     run.checkpoints_dir.rmdir()
     run.checkpoints_dir.symlink_to(trained_run.checkpoints_dir)
-    assert run_ranks(2, stage_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
     assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["generated.accuracy"] == pytest.approx(5 / 6)
 
 

@@ -29,7 +29,7 @@ from pipeline.run.directory import Run
 from slurm.query.status import print_status
 from tests.support.events import write_event
 from tests.support.ranks import run_ranks
-from tests.support.tiny import make_run, stage_rank
+from tests.support.tiny import make_run, run_stage_on_rank
 from tracking.report import print_report
 
 SMALL = (
@@ -53,7 +53,7 @@ def undamaged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a run, train and evaluate it, and return its directory."""
     run = make_run(tmp_path_factory.mktemp("undamaged"), overrides=SMALL)
     for stage in ("train", "evaluate"):
-        assert run_ranks(1, stage_rank, run.path, stage) == [ExitCode.DONE]
+        assert run_ranks(1, run_stage_on_rank, run.path, stage) == [ExitCode.DONE]
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=1)
     write_event(run, "done", "train", job_id="1", attempt=1, task=None, exit_code=0, seconds=1.0)
     (run.stage_dir("train") / "own-times.json").write_text('{\n "n1": 1.0\n}\n')
@@ -76,7 +76,7 @@ def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
 
     try:
         for stage in ("train", "evaluate"):
-            assert stage_rank(rank_info, path, stage) == ExitCode.DONE
+            assert run_stage_on_rank(rank_info, path, stage) == ExitCode.DONE
         run = Run.open(path)
         verify_checkpoint(run, None)
         list(describe_plan(run.config))

@@ -21,7 +21,7 @@ from pipeline.run.directory import Run
 from tests.model.test_user_model import VIT_CONFIG, create_prepared_run, train_run
 from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
-from tests.support.tiny import stage_rank
+from tests.support.tiny import run_stage_on_rank
 
 MODULE = """\
 import numpy as np
@@ -106,7 +106,7 @@ def test_losses_are_the_same_on_two_ranks_and_after_a_stop(image_folder: Path) -
         losses.append([line[1] for line in lines])
     assert losses[1] == losses[2]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
 
 
 def test_a_transform_that_returns_other_arrays_is_an_error(manifest_and_module: tuple[Any, Any]) -> None:

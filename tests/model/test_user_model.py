@@ -36,8 +36,8 @@ from tests.support.edits import replace_in_file
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines
 from tests.support.ranks import make_rank_info, run_ranks
-from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank
-from tests.support.tiny_training import resave_rank
+from tests.support.tiny import PassiveStopFlag, compute_run_digest, run_stage_on_rank
+from tests.support.tiny_training import resave_on_rank
 from tests.train.test_exact import interrupt_training, read_steps
 
 VIT_CONFIG = """\
@@ -71,14 +71,14 @@ def create_prepared_run(folder: Path, name: str, *overrides: str, text: str = VI
 def prepare_data(run: Run) -> Run:
     """Run the stages prepare and shard, and check that their outputs are complete."""
     for stage in ("prepare", "shard"):
-        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag()) == ExitCode.DONE
+        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag()) == ExitCode.DONE
         assert load_stage_module(stage).describe_missing_outputs(run) is None
     return run
 
 
 def train_run(run: Run, ranks: int) -> list[tuple[int, float, float, float, int]]:
     """Run the train stage until it is done and return the lines of its metrics."""
-    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(ranks, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return read_steps(run)
 
 
@@ -230,7 +230,7 @@ def test_the_example_learns_and_a_stop_does_not_change_its_result(image_folder: 
     for ranks in (1, 3):
         shutil.rmtree(undisturbed.evaluation_dir)
         undisturbed.evaluation_dir.mkdir()
-        assert set(run_ranks(ranks, stage_rank, undisturbed.path, "evaluate")) == {ExitCode.DONE}
+        assert set(run_ranks(ranks, run_stage_on_rank, undisturbed.path, "evaluate")) == {ExitCode.DONE}
         results.append(json.loads((undisturbed.evaluation_dir / f"{checkpoint_name(60)}.json").read_text()))
     assert results[0] == results[1], "the results are not bit-identical"
     assert results[0]["samples"] == 24 and 0 < results[0]["accuracy"] <= 1 and "perplexity" not in results[0]
@@ -384,7 +384,7 @@ def test_a_change_of_layout_keeps_weights_and_losses(image_folder: Path, tmp_pat
     train_run(run, 2)
     digest = compute_run_digest(run)
     run.apply_overrides(["train.steps=14", "parallel.tensor=1", "parallel.zero=3"])
-    assert set(run_ranks(2, resave_rank, run.path, tmp_path)) == {digest}
+    assert set(run_ranks(2, resave_on_rank, run.path, tmp_path)) == {digest}
     for line, unchanged_line in zip(train_run(run, 2), unchanged_lines, strict=True):
         assert line[:3] == pytest.approx(unchanged_line[:3], rel=1e-5)
 
@@ -419,7 +419,7 @@ def test_another_model_can_start_from_exported_weights(series_folder: Path) -> N
     """The other model loads the weights in `init`, on another layout, and has the same held-out loss."""
     run = create_prepared_run(series_folder, "evaluated", "evaluate.batch=5", text=RAGGED_CONFIG, ranks=2)
     train_run(run, 2)
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
     result = json.loads(next(run.evaluation_dir.iterdir()).read_text())
     assert result["samples"] == 12 and result["entries"] > 12 and 0 < result["loss"] < 100
     out = series_folder / "weights"
@@ -432,7 +432,7 @@ def test_another_model_can_start_from_exported_weights(series_folder: Path) -> N
     no_progress = ("train.steps=1", "optimizer.warmup_steps=0", "optimizer.lr=1.0e-30", "evaluate.batch=5")
     started = create_prepared_run(series_folder, "started", *initial_weights, *no_progress, text=RAGGED_CONFIG, ranks=2)
     train_run(started, 2)
-    assert set(run_ranks(2, stage_rank, started.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, started.path, "evaluate")) == {ExitCode.DONE}
     started_result = json.loads(next(started.evaluation_dir.iterdir()).read_text())
     assert started_result["loss"] == pytest.approx(result["loss"], rel=1e-6)
 
@@ -509,7 +509,7 @@ def test_a_damaged_user_file_is_an_error_and_stays_in_place(tmp_path: Path) -> N
     content = (tmp_path / "a.h5").read_bytes()
     (tmp_path / "a.h5").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(AssertionError, match=r"InputError: .*a\.h5 is damaged: .*restore the file"):
-        run_ranks(1, stage_rank, run.path, "train")
+        run_ranks(1, run_stage_on_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
     assert f"{len(content) - 1} bytes, not {len(content)}" in str(
         load_stage_module("shard").describe_missing_outputs(run)
@@ -531,7 +531,7 @@ def test_a_damaged_manifest_of_samples_is_detected_and_written_again(tmp_path: P
     values["train"][0]["arrays"]["images"]["offset"] += 1
     manifest.write_text(json.dumps(add_checksum(values)))
     with pytest.raises(AssertionError, match=r"InputError: array images in .*a\.h5 is offset=\d+ .*offset="):
-        run_ranks(1, stage_rank, run.path, "train")
+        run_ranks(1, run_stage_on_rank, run.path, "train")
 
 
 def test_prepare_runs_again_if_a_file_changes_before_it_is_hashed(tmp_path: Path) -> None:
@@ -542,7 +542,7 @@ def test_prepare_runs_again_if_a_file_changes_before_it_is_hashed(tmp_path: Path
     make_images.main(tmp_path / "a.h5", 50)
     assert f"{tmp_path / 'a.h5'} has changed" in str(load_stage_module("prepare").describe_missing_outputs(run))
     with pytest.raises(InputError, match=r"a\.h5 has changed"):
-        load_stage_module("shard").run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module("shard").run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     prepare_data(run)
     assert json.loads((run.data_dir / "manifest.json").read_text())["train"][0]["samples"] == 50
 
@@ -825,7 +825,7 @@ def train_and_catch_error_rank(rank_info: RankInfo, path: Path, text: str | None
     if text is not None:
         (run.code_dir / "ragged.py").write_text(text)
     try:
-        stage_rank(rank_info, path, "train")
+        run_stage_on_rank(rank_info, path, "train")
     except UserError as error:
         return f"{error.code}: {error}"
     return ""
@@ -840,13 +840,13 @@ MEAN = "is a mean"
 @pytest.mark.parametrize(
     ("old", "new", "code", "facts"),
     [
-        ("persistent=False", "persistent=True", "model.persistent_buffer", ["times"]),
-        ("reset_buffers", "other_name", "model.no_reset_buffers", ["times", "reset_buffers"]),
+        ("persistent=False", "persistent=True", "model.persistent_buffer", ["time_steps"]),
+        ("reset_buffers", "other_name", "model.no_reset_buffers", ["time_steps", "reset_buffers"]),
         (
             "nn.Linear(width, 1)\n",
-            "nn.Linear(width, 1)\n        self.again = self.last\n",
+            "nn.Linear(width, 1)\n        self.again = self.last_layer\n",
             "model.tied_parameters",
-            ["last", "again"],
+            ["last_layer", "again"],
         ),
         ("import torch\n", "import torch\nimport not_installed\n", "model.import_failed", ["'not_installed'"]),
         (SUM, "", "model.wrong_loss", ["loss of ragged"]),
@@ -874,7 +874,7 @@ def test_a_mean_is_an_error_even_if_the_loss_of_the_first_batch_is_0(series_fold
 def test_a_mean_is_an_error_if_the_outputs_have_several_rows_per_sample(series_folder: Path) -> None:
     text = (ROOT / "tests/support/ragged.py").read_text()
     for old, new in (
-        ("self.last(x)[..., 0]", "self.last(x)[..., 0].flatten()"),
+        ("self.last_layer(x)[..., 0]", "self.last_layer(x)[..., 0].flatten()"),
         ("    is_in_series = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    is_in_series = '),
         (SUM, MEAN_OF_ALL),
     ):
@@ -963,7 +963,7 @@ def test_the_error_names_the_reason_why_a_loss_is_not_a_sum(
 def train_and_catch_traceback_rank(rank_info: RankInfo, path: Path) -> str:
     """Train and return the traceback of the exception that ends it; "" without an exception."""
     try:
-        stage_rank(rank_info, path, "train")
+        run_stage_on_rank(rank_info, path, "train")
     except Exception as error:
         return "".join(traceback.format_exception(error))
     return ""
@@ -1052,7 +1052,7 @@ def test_a_tensor_plan_that_omits_a_parameter_is_an_error(image_folder: Path) ->
     module = run.code_dir / "examples" / "vit.py"
     replace_in_file(module, '"norm": Replicated(), ', "")
     with pytest.raises(AssertionError, match=r"UserError: tensor_plan of examples.vit .*norm\.weight"):
-        run_ranks(2, stage_rank, run.path, "train")
+        run_ranks(2, run_stage_on_rank, run.path, "train")
 
 
 def test_find_user_model_reads_a_module_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:

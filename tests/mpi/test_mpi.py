@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import find_debian_mpirun, run_mpirun, start_mpirun, wait_until_processes_exit
+from tests.support.mpirun import find_debian_mpirun, list_remaining_processes, run_mpirun, start_mpirun
 from tests.support.requirements import skip_or_fail_in_ci
 
 pytestmark = pytest.mark.timeout(200)
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.story)])
 def test_operations_and_losses_equal_those_of_gloo_and_of_one_process(ranks: int) -> None:
     completed = run_mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
-    assert completed.returncode == 0 and completed.stdout.count("good") == ranks, completed.stdout
+    assert completed.returncode == 0 and completed.stdout.count("all checks passed") == ranks, completed.stdout
 
 
 @pytest.mark.long
@@ -26,7 +26,7 @@ def test_operations_and_losses_equal_those_of_gloo_and_of_one_process(ranks: int
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_all_combinations_of_operations_types_and_sizes(ranks: int) -> None:
     completed = run_mpirun(ranks, "tests.support.mpi_programs", "everything", "parallel", "many_random", timeout=1100)
-    assert completed.returncode == 0 and completed.stdout.count("good") == ranks, completed.stdout
+    assert completed.returncode == 0 and completed.stdout.count("all checks passed") == ranks, completed.stdout
 
 
 @pytest.mark.story
@@ -35,7 +35,7 @@ def test_operations_with_the_mpi_of_the_system() -> None:
     if find_debian_mpirun() is None:
         skip_or_fail_in_ci("no /usr/bin/mpirun (openmpi-bin)")
     completed = run_mpirun(2, "tests.support.mpi_programs", "sweep", program=find_debian_mpirun())
-    assert completed.returncode == 0 and completed.stdout.count("good") == 2, completed.stdout
+    assert completed.returncode == 0 and completed.stdout.count("all checks passed") == 2, completed.stdout
 
 
 def test_errors_name_the_fault_and_a_failed_rank_ends_all_ranks(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_errors_name_the_fault_and_a_failed_rank_ends_all_ranks(tmp_path: Path) 
         3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     )
     assert completed.stdout.count("saw all faults") == 2 and "on purpose" in completed.stdout, completed.stdout
-    assert completed.returncode != 0 and not wait_until_processes_exit(str(tmp_path), 5)
+    assert completed.returncode != 0 and not list_remaining_processes(str(tmp_path), 5)
 
 
 @pytest.mark.story
@@ -75,4 +75,4 @@ def test_a_killed_rank_ends_all_ranks(tmp_path: Path) -> None:
     kill_time = time.monotonic()
     mpirun.communicate(timeout=240)
     assert mpirun.returncode != 0 and time.monotonic() - kill_time < 15
-    assert not wait_until_processes_exit(str(tmp_path), 5)
+    assert not list_remaining_processes(str(tmp_path), 5)

@@ -22,8 +22,8 @@ from pipeline.config.sections import Config
 from pipeline.run.directory import Run
 from pipeline.train.optimizer import compute_total_norm
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
-from tests.support.tiny_training import STEPS, change_layout_rank, tiny_config, train_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
+from tests.support.tiny_training import STEPS, change_layouts_on_rank, tiny_config, train_configs
 from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 pytestmark = pytest.mark.timeout(1000)
@@ -54,7 +54,7 @@ def train_one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
     sections["train"] = {key: value for key, value in sections.get("train", {}).items() if key != "loss_chunk"}
     cache_key = json.dumps(sections, sort_keys=True)
     if cache_key not in _one_process_results:
-        _one_process_results[cache_key] = run_ranks(1, train_rank, [tiny_config(1, **sections)])[0][0]
+        _one_process_results[cache_key] = run_ranks(1, train_configs, [tiny_config(1, **sections)])[0][0]
     return _one_process_results[cache_key]
 
 
@@ -66,7 +66,7 @@ def check_against_one_process(ranks: int, *cases: dict[str, Any]) -> None:
         cases: sections of the config.
     """
     expected_by_case = [train_one_process(case) for case in cases]
-    results_by_rank = run_ranks(ranks, train_rank, [tiny_config(ranks, **case) for case in cases], timeout=TIMEOUT_S)
+    results_by_rank = run_ranks(ranks, train_configs, [tiny_config(ranks, **case) for case in cases], timeout=TIMEOUT_S)
     for number, (case, expected_steps) in enumerate(zip(cases, expected_by_case, strict=True)):
         steps = results_by_rank[0][number]
         for results in results_by_rank:
@@ -188,10 +188,10 @@ def test_layouts_of_a_larger_model_equal_one_process() -> None:
         {"pipeline": 2, "zero": 1},
         {"zero": 0},
     ]
-    expected_steps = run_ranks(1, train_rank, [tiny_config(1, **sections)], vocab, timeout=TIMEOUT_S)[0][0]
+    expected_steps = run_ranks(1, train_configs, [tiny_config(1, **sections)], vocab, timeout=TIMEOUT_S)[0][0]
     assert len(expected_steps) == STEPS
     configs = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
-    results = run_ranks(4, train_rank, configs, vocab, timeout=TIMEOUT_S)[0]
+    results = run_ranks(4, train_configs, configs, vocab, timeout=TIMEOUT_S)[0]
     for parallel, steps in zip(layouts, results, strict=True):
         for number, ((loss, norm), (expected_loss, expected_norm)) in enumerate(
             zip(steps, expected_steps, strict=True), 1
@@ -308,7 +308,7 @@ def test_a_chunked_loss_in_all_kinds_of_layouts_equals_the_full_loss_of_one_proc
 )
 def test_compiled_blocks_equal_one_process(parallel: dict[str, Any], model: dict[str, Any]) -> None:
     compiled = tiny_config(2, parallel=parallel, model=model, train={"compile": True, "micro_batch": 4})
-    results = run_ranks(2, train_rank, [compiled], timeout=TIMEOUT_S)
+    results = run_ranks(2, train_configs, [compiled], timeout=TIMEOUT_S)
     expected_steps = train_one_process({"train": FEW_BATCHES, "model": model})
     for actual, expected in zip(results[0][0], expected_steps, strict=True):
         assert actual == pytest.approx(expected, rel=1e-5)
@@ -337,7 +337,7 @@ def check_digests_and_losses(results: list[Any], steps: int) -> None:
     """Check that all layouts save checkpoints with the same digest and continue with the same losses.
 
     Args:
-        results: results of `change_layout_rank`, of each rank.
+        results: results of `change_layouts_on_rank`, of each rank.
         steps: number of steps that each layout trained after its save.
     """
     (expected_digest, expected_steps), *others = results[0]
@@ -357,7 +357,7 @@ def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path,
     """
     first, *others = [make_layout_config(parallel, model) for parallel in LAYOUTS]
     check_digests_and_losses(
-        run_ranks(4, change_layout_rank, first, [*others, first], tmp_path, 3, 2, timeout=TIMEOUT_S), 2
+        run_ranks(4, change_layouts_on_rank, first, [*others, first], tmp_path, 3, 2, timeout=TIMEOUT_S), 2
     )
 
 
@@ -369,7 +369,7 @@ def test_each_layout_loads_the_checkpoint_of_every_other_layout(tmp_path: Path, 
         folder = tmp_path / str(number)
         folder.mkdir()
         arguments = (configs[saved], [config], folder, 3, 10)
-        check_digests_and_losses(run_ranks(4, change_layout_rank, *arguments, timeout=TIMEOUT_S), 10)
+        check_digests_and_losses(run_ranks(4, change_layouts_on_rank, *arguments, timeout=TIMEOUT_S), 10)
 
 
 @pytest.mark.story
@@ -379,7 +379,7 @@ def test_muon_updates_of_sharded_weights_equal_those_of_one_process(tmp_path: Pa
     muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
     expected_steps = train_one_process({"train": FEW_BATCHES, "optimizer": muon})[3:5]
     first, *others = [tiny_config(4, train=FEW_BATCHES, optimizer=muon, parallel=parallel) for parallel in layouts]
-    results = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
+    results = run_ranks(4, change_layouts_on_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
     for digest, steps in results:
         assert digest == results[0][0], "the digest of weights and momentum differs"
         for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
@@ -415,7 +415,7 @@ def test_stochastic_rounding_is_the_same_in_all_layouts(tmp_path: Path, sections
     }
     expected_steps = train_one_process(sections)[3:5]
     first, *others = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
-    results = run_ranks(4, change_layout_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
+    results = run_ranks(4, change_layouts_on_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
     tolerances = LOW_PRECISION_TOLERANCES["bf16"] if is_bf16 else (1e-5, 1e-5)
     if sections["optimizer"] is INT8["optimizer"]:  # a difference in a last digit may round to the next of 127 levels
         tolerances = (1e-4, 1e-4)
@@ -516,10 +516,10 @@ def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: P
     uninterrupted = new_run(tmp_path, "uninterrupted", data, *overrides)
     run = new_run(tmp_path, "stopped", data, *overrides)
     ranks = uninterrupted.config.stages.train.ranks
-    assert set(run_ranks(ranks, stage_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(ranks, run_stage_on_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
     assert set(interrupt_training(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
     assert len(read_steps(run)) < len(read_steps(uninterrupted))
-    assert set(run_ranks(ranks, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(ranks, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert read_steps(run) == read_steps(uninterrupted)
     assert compute_run_digest(run) == compute_run_digest(uninterrupted)
 
@@ -532,12 +532,12 @@ def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data:
     overrides = ["model.layers=4", "model.dropout=0.0", "train.steps=12", "train.micro_batch=2"]
     overrides += ["checkpoint.every_steps=50"]
     uninterrupted = new_run(tmp_path, "uninterrupted", data, *overrides, "stages.train.tasks_per_node=1")
-    assert set(run_ranks(1, stage_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(1, run_stage_on_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
     run = new_run(tmp_path, "other-layout", data, *overrides, *layout)
     assert set(interrupt_training(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
     run.apply_overrides(["parallel.pipeline=1", "parallel.zero=3"])
-    assert set(run_ranks(4, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(4, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     for actual, expected in zip(read_steps(run), read_steps(uninterrupted), strict=True):
         _, loss, norm, _, samples = actual
         _, expected_loss, expected_norm, _, expected_samples = expected
@@ -550,7 +550,7 @@ def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data:
 
 def evaluate_loss(run: Run) -> float:
     """Run the evaluate stage on two ranks, and return the loss."""
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
     loss: float = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["loss"]
     return loss
 
@@ -579,7 +579,7 @@ def count_casts_on_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[
             return result
 
     with CastCounter() as counter:
-        (steps,) = train_rank(rank_info, [config])
+        (steps,) = train_configs(rank_info, [config])
     return counter.count, steps
 
 
@@ -605,7 +605,7 @@ def test_losses_and_norms_in_low_precision_are_close_to_fp32(precision: str) -> 
     cases.append({**VIRTUAL, "schedule": "zbv"})
     configs = [tiny_config(2, parallel=case, train={"precision": precision, "micro_batch": 4}) for case in cases]
     expected_steps = train_one_process({"train": FEW_BATCHES})
-    for case, steps in zip(cases, run_ranks(2, train_rank, configs, timeout=240)[0], strict=True):
+    for case, steps in zip(cases, run_ranks(2, train_configs, configs, timeout=240)[0], strict=True):
         check_steps(case, steps, expected_steps, LOW_PRECISION_TOLERANCES[precision])
 
 

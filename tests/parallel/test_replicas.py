@@ -308,9 +308,9 @@ def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path, data: Path, siz
 
 def train_stage_rank(rank_info: RankInfo, path: Path) -> int:
     """Run the stage train and return its exit code."""
-    from tests.support.tiny import stage_rank
+    from tests.support.tiny import run_stage_on_rank
 
-    return stage_rank(rank_info, path, "train")
+    return run_stage_on_rank(rank_info, path, "train")
 
 
 def restore_and_train_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pipeline.run.stages import load_stage_module
 from tests.publish.test_export import export_initial_weights, save_initial_checkpoint
 from tests.publish.test_open_weights import save_random_model
 from tests.support.ranks import make_rank_info, run_ranks
-from tests.support.tiny import WORDS, HarmlessFlag, make_run, stage_rank
+from tests.support.tiny import WORDS, PassiveStopFlag, make_run, run_stage_on_rank
 from tests.support.tokenizers import (
     add_post_processor,
     get_token_id,
@@ -130,7 +130,7 @@ def make_chat_run(
     config.write_text(CONFIG.format(root=folder / "runs", source=source, model=model, records=records))
     run = Run.create(load_config(config, overrides))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     run_ranks(1, save_initial_checkpoint, run.path)
     return run
 
@@ -177,7 +177,7 @@ def evaluate_rank(rank_info: RankInfo, path: Path) -> int:
         return nn.functional.one_hot(ids, 300)[:, None].expand(-1, max(map(len, rows)), -1)
 
     TaskFile._compute_logits = compute_logits  # type: ignore[assignment, method-assign]
-    return stage_rank(rank_info, path, "evaluate")
+    return run_stage_on_rank(rank_info, path, "evaluate")
 
 
 def test_generated_answer_of_an_evaluation_task_stops_at_the_end_of_turn_token(tmp_path: Path) -> None:

@@ -52,11 +52,11 @@ def save_initial_checkpoint(rank_info: RankInfo, path: Path) -> list[list[float]
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
     from pipeline.train.trainer import Trainer
-    from tests.support.tiny import HarmlessFlag
+    from tests.support.tiny import PassiveStopFlag
 
     run = Run.open(path)
     world = groups.join_process_group(rank_info, run.config)
-    trainer = Trainer(run, load_run_manifest(run), rank_info, world, HarmlessFlag())
+    trainer = Trainer(run, load_run_manifest(run), rank_info, world, PassiveStopFlag())
     saver = Checkpointer(
         run.checkpoints_dir, groups.new_control_group(), keep=1, background=False,
         describe=trainer.checkpointer.describe, on_saved=lambda *_: None,

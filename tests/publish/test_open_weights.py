@@ -25,7 +25,7 @@ from pipeline.publish.generate import _load_run
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info, run_ranks
-from tests.support.tiny import CONFIG, WORDS, HarmlessFlag, compute_run_digest, stage_rank, write_corpus
+from tests.support.tiny import CONFIG, WORDS, PassiveStopFlag, compute_run_digest, run_stage_on_rank, write_corpus
 from tests.support.tiny_training import BATCHES, STEPS, VOCAB, continue_training, make_batches, tiny_config
 
 SIZES = {
@@ -373,7 +373,7 @@ def make_run_from_model(folder: Path, name: str, source: Path, steps: int) -> Ru
     (folder / f"{name}.yaml").write_text(text)
     run = Run.create(load_config(folder / f"{name}.yaml"))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
@@ -385,16 +385,16 @@ def test_run_resumes_after_the_folder_of_its_open_model_was_removed(tmp_path: Pa
     write_json(source / "generation_config.json", {"eos_token_id": [0, 7]})
     uninterrupted = make_run_from_model(tmp_path, "uninterrupted", source, 8)
     run = make_run_from_model(tmp_path, "run", source, 4)
-    assert run_ranks(2, stage_rank, uninterrupted.path, "train") == [ExitCode.DONE] * 2
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, uninterrupted.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     first_step = json.loads(run.metrics_file.read_text().splitlines()[0])
     assert 0.5 < first_step["loss"] < 20
     shutil.rmtree(source)
     run = Run.open(run.path)
     run.apply_overrides(["train.steps=8"])
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert compute_run_digest(run) == compute_run_digest(uninterrupted)
-    assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     assert _load_run(run.path, "the model", None, 5)[2] == [0, 7]  # the end tokens of the open model
 
     # The run records the files that it started from.
@@ -408,7 +408,7 @@ def test_run_resumes_after_the_folder_of_its_open_model_was_removed(tmp_path: Pa
         assert f"started from 0123/{name}: sha256 {sha256}" in card and len(sha256) == 64
     (run.path / SOURCE_FILE).write_text("{}")
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE_FILE} is missing or damaged"):
-        run_ranks(1, stage_rank, run.path, "train")
+        run_ranks(1, run_stage_on_rank, run.path, "train")
 
 
 def measure_memory_on_rank(rank_info: RankInfo, path: Path, configs: list[Config]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from pipeline.run.directory import Run
 from tests.support.errors import raises_error
 from tests.support.ranks import PORTS, make_rank_info, run_ranks
 from tests.support.requirements import skip_or_fail_in_ci
-from tests.support.tiny import HarmlessFlag, make_run, stage_rank, write_config
+from tests.support.tiny import PassiveStopFlag, make_run, run_stage_on_rank, write_config
 
 KILLED = 9
 """Exit code of a process that a test ends before its work is done."""
@@ -43,8 +43,8 @@ KILLED = 9
 def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run of three steps whose train and evaluate stages are done."""
     run = make_run(tmp_path_factory.mktemp("trained"), "tiny", ("train.steps=3", "stages.train.tasks_per_node=1"))
-    assert run_ranks(1, stage_rank, run.path, "train") == [ExitCode.DONE]
-    assert run_ranks(1, stage_rank, run.path, "evaluate") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, run.path, "train") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     return run
 
 
@@ -63,7 +63,7 @@ def configure_publish(evaluated_run: Run, tmp_path: Path) -> Any:
 
 def run_publish(run: Run) -> ExitCode:
     """Run the publish stage in this process."""
-    return publish_stage.run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+    return publish_stage.run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
 
 
 def is_intact(version: Path) -> bool:
@@ -189,7 +189,7 @@ def publish_until_killed(rank_info: RankInfo, path: Path, calls: int) -> int:
     os.fsync = count_calls(os.fsync)
     os.rename = count_calls(os.rename)
     os.replace = count_calls(os.replace)
-    return stage_rank(rank_info, path, "publish")
+    return run_stage_on_rank(rank_info, path, "publish")
 
 
 def test_publishing_killed_at_any_moment_leaves_one_complete_version_or_none(

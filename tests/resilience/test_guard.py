@@ -28,7 +28,7 @@ from pipeline.run.directory import Run
 from slurm.supervise.attempt_end import describe_hung_rank
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.train.test_exact import new_run, read_steps
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
@@ -106,7 +106,7 @@ def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], 
     from pipeline.run.failure import explain_error
 
     try:
-        return stage_rank(rank_info, path, "train")
+        return run_stage_on_rank(rank_info, path, "train")
     except BaseException as error:
         return int(explain_error(error)[0])
 
@@ -120,10 +120,10 @@ def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Pa
     assert [decision["position"] for decision in read_jsonl(run.decisions_file)] == [64, 72]
     rerun = new_run(tmp_path, "rerun", data)
     shutil.copy(run.decisions_file, rerun.decisions_file)
-    assert set(run_ranks(2, stage_rank, rerun.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, rerun.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(rerun) == compute_run_digest(run)
     undisturbed = new_run(tmp_path, "undisturbed", data)
-    run_ranks(2, stage_rank, undisturbed.path, "train")
+    run_ranks(2, run_stage_on_rank, undisturbed.path, "train")
     assert compute_run_digest(undisturbed) != compute_run_digest(run), "skipping the steps must change the weights"
 
 
@@ -138,7 +138,7 @@ def test_too_many_consecutive_bad_steps_exclude_their_samples(tmp_path: Path, da
     assert [step for step, *_ in read_steps(run)] == list(range(1, len(read_steps(run)) + 1))
     rerun = new_run(tmp_path, "rerun", data)
     shutil.copy(run.decisions_file, rerun.decisions_file)
-    assert set(run_ranks(2, stage_rank, rerun.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, rerun.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(rerun) == compute_run_digest(run) and read_steps(rerun) == read_steps(run)
 
 
@@ -202,7 +202,7 @@ def train_near_deadline(rank_info: RankInfo, path: Path, time_left_s: float | No
         return original_step(self, number, tokens)
 
     setattr(module.Trainer, "step", slow_step)  # noqa: B010
-    return stage_rank(rank_info, path, "train")
+    return run_stage_on_rank(rank_info, path, "train")
 
 
 @pytest.mark.story
@@ -217,16 +217,16 @@ def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Pat
     assert stop["signal"] == "time limit"
     saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
     assert saved_steps[-1] == stop["step"] == read_steps(run)[-1][0] > 14
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     undisturbed = new_run(tmp_path, "undisturbed", data)
-    run_ranks(2, stage_rank, undisturbed.path, "train")
+    run_ranks(2, run_stage_on_rank, undisturbed.path, "train")
     assert compute_run_digest(run) == compute_run_digest(undisturbed)
 
 
 def test_save_file_requests_one_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "requested", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
     assert len(saved_steps) == 2 and saved_steps[0] < saved_steps[1] and not run.save_file.exists()
 
@@ -274,13 +274,13 @@ def evaluate_with_hang(rank_info: RankInfo, path: Path) -> int:
         return original_compute_sums(self, *arguments)
 
     setattr(evaluator.TextHeldOut, "compute_sums", hanging_compute_sums)  # noqa: B010
-    return stage_rank(rank_info, path, "evaluate")
+    return run_stage_on_rank(rank_info, path, "evaluate")
 
 
 def test_hang_in_an_evaluation_writes_reports_with_stacks(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "hang", data, "train.steps=7")
-    run_ranks(2, stage_rank, run.path, "train")
-    Ranks(2, evaluate_with_hang, run.path).results(failures_expected=True)
+    run_ranks(2, run_stage_on_rank, run.path, "train")
+    Ranks(2, evaluate_with_hang, run.path).wait_for_results(failures_expected=True)
     folder = run.stage_dir("evaluate")
     report = json.loads((folder / "hang-rank-1.json").read_text())
     assert report["phase"] == "batch" and "hanging_compute_sums" in report["stacks"]

@@ -18,7 +18,7 @@ from pipeline.config.sections import Config
 from pipeline.resilience.stop import RequestFile
 from pipeline.run.directory import Run
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import tiny_config
 
 EXCHANGES: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
@@ -175,7 +175,7 @@ def run_stage_with_signal(rank_info: RankInfo, path: Path, moment: str) -> int:
     owner: Any = {"start-up": trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
     name = {"start-up": "TokenDataset", "first step": "step", "evaluation": "compute_sums"}[moment]
     setattr(owner, name, send_signal_before(getattr(owner, name)))
-    return stage_rank(rank_info, path, "evaluate" if moment == "evaluation" else "train")
+    return run_stage_on_rank(rank_info, path, "evaluate" if moment == "evaluation" else "train")
 
 
 def test_ranks_stop_on_a_signal_during_start_up_first_step_and_evaluation(tmp_path: Path) -> None:
@@ -183,12 +183,12 @@ def test_ranks_stop_on_a_signal_during_start_up_first_step_and_evaluation(tmp_pa
     for moment, saved_steps in [("start-up", []), ("first step", [1])]:
         assert set(run_ranks(2, run_stage_with_signal, run.path, moment)) == {ExitCode.STOPPED}
         assert list_checkpoint_steps(run.checkpoints_dir) == saved_steps
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, run_stage_with_signal, run.path, "evaluation")) == {ExitCode.STOPPED}
     assert not list(run.evaluation_dir.iterdir())
-    assert set(run_ranks(2, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
     undisturbed = make_run(tmp_path, "undisturbed", data=run.data_dir)
-    run_ranks(2, stage_rank, undisturbed.path, "train")
+    run_ranks(2, run_stage_on_rank, undisturbed.path, "train")
     assert compute_run_digest(run) == compute_run_digest(undisturbed)
 
 

@@ -24,7 +24,7 @@ from slurm.query import current_job
 from slurm.query.current_job import JobInfo, record_bad_node, select_bad_nodes
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
-from tests.support.tiny import make_run, stage_rank, write_config
+from tests.support.tiny import make_run, run_stage_on_rank, write_config
 from tracking.report import print_report
 
 
@@ -43,7 +43,7 @@ def train_with_slow_rank(rank_info: RankInfo, path: Path, slow_rank: int, last_s
         return cross_entropy_sum(*arguments)  # type: ignore[arg-type]
 
     task.cross_entropy_sum = slow_cross_entropy_sum  # type: ignore[assignment]
-    return stage_rank(rank_info, path, "train")
+    return run_stage_on_rank(rank_info, path, "train")
 
 
 def test_slow_rank_is_reported_with_its_host_and_its_recovery(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pipeline.run.failure import explain_error
 from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank, write_config
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank, write_config
 from tests.train.test_exact import STEPS, interrupt_training, new_run, read_steps
 
 
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, list[Any]]:
     """Return the digest and the metrics of an undisturbed run."""
     run = new_run(tmp_path_factory.mktemp("reference"), "reference", data)
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return compute_run_digest(run), read_steps(run)
 
 
@@ -57,7 +57,7 @@ def run_stage_and_report(rank_info: Any, path: Path, stage: str) -> tuple[int, s
 
     run = Run.open(path)
     try:
-        return stage_rank(rank_info, path, stage), ""
+        return run_stage_on_rank(rank_info, path, stage), ""
     except BaseException as error:
         code, message = explain_error(error)
         write_error_report(run, stage, rank_info, code, message)
@@ -96,9 +96,9 @@ def test_a_damaged_shard_is_an_error_and_is_written_again(tmp_path: Path, damage
     from pipeline.run.stages import load_stage_module
 
     assert load_stage_module("shard").describe_missing_outputs(run) is not None
-    assert run_ranks(2, stage_rank, run.path, "shard") == [ExitCode.DONE, ExitCode.DONE]
+    assert run_ranks(2, run_stage_on_rank, run.path, "shard") == [ExitCode.DONE, ExitCode.DONE]
     assert shard.read_bytes() == content
-    assert run_ranks(2, stage_rank, run.path, "train") == [ExitCode.DONE, ExitCode.DONE]
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE, ExitCode.DONE]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
         damaged_file.unlink()
     else:
         flip_bit(damaged_file)
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     (damaged,) = read_event_lines(run, "train", "damaged")
     assert damaged["step"] == newest and damaged_file.name in damaged["reason"]
     assert [event["step"] for event in read_event_lines(run, "train", "restored")] == [previous]
@@ -158,7 +158,7 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_remain(
     assert "no space" in message and str(small_disk) in message and "Traceback" not in message
     assert find_newest_step(run.checkpoints_dir) == saved_step
     filler.unlink()
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert (compute_run_digest(run), read_steps(run)) == reference
 
 
@@ -251,8 +251,8 @@ def test_the_temporary_checkpoint_of_a_killed_save_is_removed(tmp_path: Path, da
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     newest = list_checkpoint_steps(run.checkpoints_dir)[0]
     shutil.copytree(run.checkpoints_dir / checkpoint_name(newest), run.checkpoints_dir / ".tmp-step-00000050")
-    ranks = Ranks(2, stage_rank, run.path, "train")
-    assert set(ranks.results()) == {ExitCode.DONE}
+    ranks = Ranks(2, run_stage_on_rank, run.path, "train")
+    assert set(ranks.wait_for_results()) == {ExitCode.DONE}
     assert not list(run.checkpoints_dir.glob(".tmp-*"))
     assert max(list_checkpoint_steps(run.checkpoints_dir)) == STEPS
 

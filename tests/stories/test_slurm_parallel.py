@@ -17,7 +17,7 @@ from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
-from tests.support.tiny_training import resave_rank
+from tests.support.tiny_training import resave_on_rank
 
 cluster = cluster_fixture(grace=5)
 
@@ -59,7 +59,7 @@ def test_a_run_resumes_with_another_layout_on_the_cluster(tmp_path: Path, cluste
     Run.open(other_layout).apply_overrides(["parallel.pipeline=1"])
     resaved = tmp_path / "resaved"
     resaved.mkdir()
-    (resaved_digest,) = set(run_ranks(8, resave_rank, other_layout, resaved))
+    (resaved_digest,) = set(run_ranks(8, resave_on_rank, other_layout, resaved))
     assert resaved_digest == saved_digest
     resumed = run_submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

@@ -1,4 +1,4 @@
-"""Runs on the test cluster, for stories: submit them, wait for them, preempt them."""
+"""Submit runs to the test cluster, wait for them, and preempt them. Used by tests with the marker `story`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from tests.cluster import Cluster
 from tests.support.events import read_event_lines
 from tests.support.tiny import slow_down_steps, write_config
 
-NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.nodes=2")
+TRAIN_ON_4_NODES = ("stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.nodes=2")
 
 
 def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run submit.py in `folder`, with the Slurm of `cluster` unless it is None."""
+    """Run submit.py in `folder`. If `cluster` is given, submit.py finds the Slurm commands of this cluster."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     environment = {**os.environ, **(cluster.environment() if cluster else {}), "COLUMNS": "200"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def wait_for(description: str, condition: Callable[[], Any], timeout: float = 300) -> None:
-    """Wait until the condition is true. The time-out is long, because the machine may be busy."""
+    """Wait until `condition` returns a true value; fail after `timeout` seconds.
+
+    The default is long, because the machine may be busy.
+    """
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{description} did not happen within {timeout:.0f} s"
@@ -42,6 +45,7 @@ def wait_for_empty_queue(cluster: Cluster, timeout: float = 240) -> None:
 
 
 def list_event_names(run: Path, stage: str | None = None) -> list[str]:
+    """Return the names of the events of a run, or only of one stage, oldest first."""
     return [event["event"] for event in read_event_lines(Run.open(run), stage)]
 
 
@@ -51,6 +55,7 @@ def count_steps(run: Path) -> int:
 
 
 def has_evaluation(run: Path) -> bool:
+    """Return True if at least one checkpoint was evaluated."""
     return any((run / "evaluation").glob("step-*.json"))
 
 
@@ -60,7 +65,16 @@ def get_job_id(run: Path, stage: str) -> str:
 
 
 def write_config_on_data(folder: Path, undisturbed: Path, name: str) -> Path:
-    """Write the config of a run of 40 steps with a copy of the data of the run in `undisturbed`; return its path."""
+    """Write the config of a run of 40 steps and copy prepared data into its run directory.
+
+    Args:
+        folder: where to write the config and the run directory.
+        undisturbed: folder of a finished run `runs/tiny` and of its corpus. The data is copied from this run.
+        name: name of the new run.
+
+    Returns:
+        The path of the config.
+    """
     text = write_config(folder, name, steps=40).read_text()
     path = folder / f"{name}.yaml"
     path.write_text(text.replace(str(folder / "corpus.jsonl"), str(undisturbed / "corpus.jsonl")))
@@ -69,13 +83,13 @@ def write_config_on_data(folder: Path, undisturbed: Path, name: str) -> Path:
     return path
 
 
-def create_slow_run(folder: Path, config: Path, overrides: Sequence[str] = NODES) -> Path:
-    """Create the run of a config with slow steps, before it is submitted, and return its path."""
+def create_slow_run(folder: Path, config: Path, overrides: Sequence[str] = TRAIN_ON_4_NODES) -> Path:
+    """Create the run directory of a config, slow down the steps in its copy of the code, and return its path."""
     return slow_down_steps(Run.create(load_config(config, overrides))).path
 
 
 def submit_template(cluster: Cluster, folder: Path, *arguments: str) -> str:
-    """Submit a template of slurm/templates with sbatch, as a user does, and return the job ID."""
+    """Call sbatch with these arguments, the first of which name a file of slurm/templates; return the job ID."""
     environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
     command = ["sbatch", "--parsable", *arguments]
     result = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -84,7 +98,7 @@ def submit_template(cluster: Cluster, folder: Path, *arguments: str) -> str:
 
 
 def preempt_all_nodes(cluster: Cluster) -> None:
-    """Submit a short job to a partition of higher priority that needs all nodes."""
+    """Submit a job of 3 s to the partition `high`, which preempts the jobs of the other partitions on all 4 nodes."""
     command = ["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 3"]
     submitted = cluster.run(command, timeout=60)
     assert submitted.returncode == 0, submitted.stderr

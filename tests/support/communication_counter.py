@@ -1,10 +1,11 @@
-"""Count the bytes that a rank sends, by process group. All communication passes through torch's dispatcher.
+"""Count the bytes that a rank sends, by process group.
 
-    with CommunicationCounter() as sent:
+    with CommunicationCounter() as counter:
         engine.backward(...)
-    sent.bytes        # {"mesh_tp": …, "default_pg": …}: bytes by description of the group, for ring algorithms
+    counter.bytes        # {"mesh_tp": …, "default_pg": …}
 
-Use it only in tests and benchmarks: a dispatch mode slows down every operation.
+A `TorchDispatchMode` intercepts each call of a collective. The bytes are those that a ring algorithm sends. Use the
+counter only in tests and benchmarks, because a dispatch mode slows down every operation.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 SENDING_PREFIXES = (
     "reduce_scatter", "allreduce", "all_reduce", "allgather", "all_gather", "all_to_all", "broadcast", "send",
 )  # fmt: skip
-"""Prefixes of the names of operators that send."""
+"""Operators whose names start with one of these prefixes send data."""
 
 
 def count_ring_bytes(kind: str, size: int, ranks: int) -> int:
@@ -38,11 +39,14 @@ def count_ring_bytes(kind: str, size: int, ranks: int) -> int:
 
 def flatten_tensors(value: Any) -> list[torch.Tensor]:
     """Return all tensors of a tensor, a list of tensors, or a list of lists."""
-    return [value] if isinstance(value, torch.Tensor) else [t for part in value for t in flatten_tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else [t for item in value for t in flatten_tensors(item)]
 
 
 class CommunicationCounter(TorchDispatchMode):
-    """Count sent bytes by group. Operations of DTensor are counted as the functional collectives that they call."""
+    """Count sent bytes in `bytes`, by the description of the process group.
+
+    A DTensor operation is counted through the functional collectives that it calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class CommunicationCounter(TorchDispatchMode):
         name = func.__name__.lstrip("_")
         kind = next((prefix for prefix in SENDING_PREFIXES if name.startswith(prefix)), None)
         if func.namespace in ("c10d", "_c10d_functional") and kind is not None:
-            if func.namespace == "c10d":  # in place; the group is boxed in a ScriptObject
+            if func.namespace == "c10d":  # operators of c10d work in place, and their group is boxed in a ScriptObject
                 results = args[0]
                 group: Any = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
             else:

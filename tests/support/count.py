@@ -1,8 +1,8 @@
-"""Count the size of the project: lines of code and files by package, config keys and commands.
+"""Count the lines of code and the files of each package, the config keys and the commands.
 
     python -m tests.support.count
 
-Lines are lines with code: docstrings, the strings below fields, comments and blank lines do not count.
+Docstrings, the strings below fields, comments and blank lines are not counted as lines of code.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from cli.main import COMMANDS
 from tests.architecture.imports import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_CODE = {
+NOT_CODE_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
 
 
 def count_code_lines(source: str) -> int:
     """Return the number of lines of Python source that contain code."""
-    documentation = {
+    docstring_lines = {
         line
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE)
-    return len({line for span in spans for line in span} - documentation)
+    spans = (range(token.start[0], token.end[0] + 1) for token in tokens if token.type not in NOT_CODE_TOKENS)
+    return len({line for span in spans for line in span} - docstring_lines)
 
 
 def iter_config_keys(schema: Mapping[str, Any], node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of each key that `node` of the JSON Schema of configs describes, sections excluded."""
+    """Yield the dotted name of each config key below `node` of the JSON Schema `schema`. Sections are not yielded."""
     for name, field in node.get("properties", {}).items():
         branches = [field, *field.get("anyOf", ()), *field.get("allOf", ())]
         references = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]

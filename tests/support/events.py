@@ -1,4 +1,4 @@
-"""Writes and reads events.jsonl as JSON objects, so that tests state the names and values that the file has."""
+"""Write and read the lines of events.jsonl as JSON objects, so that tests state the names and values of the file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from pipeline.run.events import Event, is_event, parse_event, utc_timestamp
 
 
 def write_event(run: Run, name: str, stage: str | None = None, **fields: Any) -> None:
-    """Append an event with exactly these fields to the file of a run."""
+    """Append an event with these fields and the current time to events.jsonl of a run."""
     line = {"time": utc_timestamp(), "event": name, "stage": stage, **fields}
     append_line(run.events_file, json.dumps(line, default=str))
 
 
 def read_event_lines(run: Run, stage: str | None = None, *names: str) -> list[dict[str, Any]]:
-    """Return the valid lines of a run's file: of one stage and with these names, if given."""
+    """Return the valid lines of events.jsonl.
+
+    Args:
+        run: the run.
+        stage: return only events of this stage; None for all stages.
+        names: return only events with these names; empty for all names.
+    """
     return [
         line
         for line in filter(is_event, read_jsonl(run.events_file))
@@ -27,14 +33,14 @@ def read_event_lines(run: Run, stage: str | None = None, *names: str) -> list[di
 
 
 def make_event(name: str, stage: str | None = "train", **fields: Any) -> Event:
-    """Return the event of a line with these fields; `time` is now, if it is not given."""
+    """Parse an event line with these fields and return the event. The default of `time` is the current time."""
     event = parse_event({"time": utc_timestamp(), "event": name, "stage": stage, **fields})
     assert event is not None, (name, fields)
     return event
 
 
 def parse_events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """Return the events of these lines; stage and time are added where a line has none."""
+    """Return the events of these lines. If a line lacks `stage` or `time`, use "train" and the current time."""
     return [
         make_event(line["event"], **{key: value for key, value in line.items() if key != "event"}) for line in lines
     ]

@@ -1,13 +1,14 @@
-"""A process that reads HDF5 and fails in the middle of a dataset. The environment variable FAIL_BY selects the failure:
+"""A replacement for the reader process of data_prep/hdf5_reader.py that fails in the middle of a dataset.
 
-    crash     SIGSEGV, like libhdf5 with a damaged file
+The environment variable FAIL_BY selects the failure:
+
+    crash     SIGSEGV, as if libhdf5 crashed on a damaged file
     kill      SIGKILL
     loop      an endless loop
     memory    MemoryError
     import    h5py cannot be imported
 
-The process runs the real reader (data_prep/hdf5_reader.py) and fails after the first block; with `import`, before it.
-Without FAIL_BY, it sends all blocks.
+The process fails after the first block of rows, or with `import` before it. Without FAIL_BY, it sends all blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FAILURE = os.environ.get("FAIL_BY", "")
 
 
 def read_blocks_and_fail(dataset: Any, rows: int) -> Iterator[AnswerPart]:
-    """Yield one block and fail, or yield all blocks if FAIL_BY is empty."""
+    """Yield one block of rows and fail. If FAIL_BY is empty, yield all blocks."""
     blocks = read_blocks(dataset, rows)
     if FAILURE:
         yield next(blocks)

@@ -1,4 +1,4 @@
-"""Write the files of a run without training, for tests of the readers of these files."""
+"""Write the files of a training run without training, for tests of code that reads these files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ from tests.support.tiny import write_config
 
 
 class FakeRun:
-    """Write steps, saves and restores in the order in which the trainer writes them (pipeline/train/trainer.py)."""
+    """Write steps, saves and restores in the order in which the trainer writes them (pipeline/train/trainer.py).
+
+    Attributes:
+        run: the run whose files are written.
+        step: the newest step.
+        attempt: number of the current attempt, from 1.
+        has_lines_to_remove: True if metrics.jsonl has lines after the newest checkpoint that no longer count.
+    """
 
     step_s = 0.01
+    """Value of `step_time_s`, in seconds."""
     save_s = 0.002
+    """Value of `checkpoint_s`, in seconds."""
     evaluate_s = 0.0
+    """Value of `evaluate_s`, in seconds. 0: the lines have no such key."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Run.create(load_config(write_config(folder), overrides))
@@ -30,13 +40,13 @@ class FakeRun:
 
     @classmethod
     def from_run(cls, run: Run) -> FakeRun:
-        """Write into an existing run, such as a point of a sweep."""
+        """Return a FakeRun that writes into an existing run, such as a sweep point."""
         fake = cls.__new__(cls)
         fake.run = run
         return fake.reset()
 
     def reset(self) -> FakeRun:
-        """Remove everything that was written and start the first attempt."""
+        """Remove all metrics, events, evaluations and tracker files, and start the first attempt."""
         for name in ("track", "tensorboard", "evaluation"):
             shutil.rmtree(self.run.path / name, ignore_errors=True)
         self.run.evaluation_dir.mkdir()
@@ -50,6 +60,7 @@ class FakeRun:
         return self
 
     def start_attempt(self) -> None:
+        """Write the event `started` of the next attempt."""
         self.attempt += 1
         write_event(self.run, "started", "train", job_id=str(self.attempt), attempt=self.attempt, ranks=2)
         self._metrics = MetricsFile(self.run.metrics_file)
@@ -69,14 +80,15 @@ class FakeRun:
             self._metrics.write(line)
 
     def save(self) -> None:
-        """Record a checkpoint of the newest step."""
+        """Write the event `saved` of a checkpoint of the newest step."""
         self._saved_step = self.step
         write_event(self.run, "saved", "train", step=self.step, seconds=0.1)
 
     def fail_and_restart(self) -> None:
-        """End this attempt with a crash and start the next one, which records the steps that it will remove.
+        """End this attempt with a crash and start the next one.
 
-        From now on, lines after the newest checkpoint no longer count.
+        The lines after the newest checkpoint no longer count. They remain in metrics.jsonl until `restore`. The event
+        `lost_work` of the new attempt contains them.
         """
         self.has_lines_to_remove = True
         write_event(
@@ -95,22 +107,25 @@ class FakeRun:
         write_event(self.run, "restored", "train", step=self.step, seconds=0.1)
 
     def crash(self) -> None:
-        """Crash, restart and restore."""
+        """Crash, start the next attempt, and restore the newest checkpoint."""
         self.fail_and_restart()
         self.restore()
 
     def announce_held_out_loss(self) -> None:
-        """Record a held-out evaluation that was run after a restore. A reader may have read its step's line already."""
+        """Write the event of a held-out evaluation that ran after a restore.
+
+        A reader of metrics.jsonl may have read the line of this step already.
+        """
         self._late_values = {"held_out_loss": 5.0 + self.step}
         write_event(self.run, "held_out", "train", step=self.step, **self._late_values)
 
     def add_held_out_loss(self) -> None:
-        """Add the announced loss to the line of its step."""
+        """Add the loss of `announce_held_out_loss` to the line of its step in metrics.jsonl."""
         rewind_metrics(self.run.metrics_file, self.step, self._late_values)
         self._metrics = MetricsFile(self.run.metrics_file)
 
     def evaluate_late(self) -> None:
-        """Announce the held-out loss and add it to its step's line."""
+        """Write the event with the held-out loss, then add the loss to metrics.jsonl."""
         self.announce_held_out_loss()
         self.add_held_out_loss()
 
@@ -120,11 +135,12 @@ class FakeRun:
         write_json(file, {"step": self.step, "loss": 2.5, "checkpoint": "none"})
 
     def read_values(self, name: str = "loss") -> dict[int, float]:
-        """Return the value `name` by step, from the lines of metrics.jsonl that count now."""
+        """Return the value `name` by step, from the lines of metrics.jsonl that still count."""
         last_step = self._saved_step if self.has_lines_to_remove else self.step
         valid_lines = lines.read_valid_lines(self.run.metrics_file, is_step_line)
         return {line["step"]: line[name] for line in valid_lines if line["step"] <= last_step and name in line}
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file with one JSON object per line."""
     return [json.loads(line) for line in path.read_text().splitlines()]

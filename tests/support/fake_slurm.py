@@ -1,17 +1,18 @@
-"""Fake Slurm commands over a folder: sbatch, squeue, scancel, scontrol, sacct and sacctmgr for PATH.
+"""Fake sbatch, squeue, scancel, scontrol, sacct and sacctmgr, which keep their jobs as files in a folder.
 
-No job runs. The file `sbatch_outcomes` contains the outcome of the n-th call of sbatch (`{"2": ["refuse", "reason"]}`):
+No job runs. The file `sbatch_outcomes` contains the outcome of calls of sbatch, such as `{"2": ["refuse", "reason"]}`
+for the second call:
 
     accept               the job is accepted (the default)
     refuse, MESSAGE      no job; the controller rejects it with this message
     fail, MESSAGE        no job; a wrapper of sbatch prints this message
-    hang                 no answer; the job is accepted after 600 s
-    timeout              the job is accepted, but the client reports a time-out
-    lose                 no job, and the client reports a time-out
-    late, SECONDS        the client reports a time-out, and the job is accepted after these seconds
+    hang                 sbatch prints nothing for 600 s; then the job is accepted
+    timeout              the job is accepted, but sbatch reports a time-out
+    lose                 no job, and sbatch reports a time-out
+    late, SECONDS        sbatch reports a time-out, and the job is accepted SECONDS later
 
-Further files of the folder: `config`, `sacct.out` and `sacctmgr.out` contain what these commands print. If
-`not_responding` exists, squeue fails.
+Other files of the folder: `config` contains the output of `scontrol show config`. `sacct.out` and `sacctmgr.out`
+contain the output of these commands. If the file `not_responding` exists, squeue fails.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TIMEOUT_MESSAGE = "sbatch: error: Batch job submission failed: Socket timed out 
 
 
 class FakeSlurm:
-    """The fake queue, as a test controls and reads it. Put `folder` first in PATH."""
+    """Write the fake commands into `folder`, control them, and read their jobs. Put `folder` first in PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,13 +49,13 @@ class FakeSlurm:
         (self.folder / "config").write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
 
     def set_sbatch_outcomes(self, **calls: list[str]) -> None:
-        """Set the outcome of the n-th call of sbatch from now on: `call_2=["refuse", "reason"]` is for the second."""
+        """Set the outcome of later calls of sbatch: `call_2=["refuse", "reason"]` is for the second call from now."""
         outcomes = {name.removeprefix("call_"): outcome for name, outcome in calls.items()}
         (self.folder / "sbatch_outcomes").write_text(json.dumps(outcomes))
         (self.folder / "calls").unlink(missing_ok=True)
 
     def count_sbatch_calls(self) -> int:
-        """Return the number of calls of sbatch since outcomes were set."""
+        """Return the number of calls of sbatch since `set_sbatch_outcomes`, or since the beginning."""
         calls = self.folder / "calls"
         return len(calls.read_text().split()) if calls.exists() else 0
 
@@ -63,13 +64,14 @@ class FakeSlurm:
         return read_jobs(self.folder)
 
     def add_job(self, **fields: Any) -> str:
-        """Add a job and return its ID. It is pending, unless `state` is given."""
+        """Add a job and return its ID. Without `state`, the job is pending."""
         return add_job(self.folder, **fields)
 
     def list_queue(self) -> list[tuple[str, str]]:
-        """Return name and dependency of each pending or running job, oldest first.
+        """Return the stage and the dependency of each pending or running job, oldest first.
 
-        An ID in a dependency is replaced by the job's index in this list, or put in brackets if it is not in the list.
+        The stage is the first part of the job name. In a dependency, the index of a job in this list replaces
+        the job ID. The ID of a job that is not in the list is put in brackets.
         """
         active = [job for job in self.list_jobs() if job["state"] in ("PENDING", "RUNNING")]
         index_by_id = {job["id"]: str(index) for index, job in enumerate(active)}
@@ -83,11 +85,13 @@ class FakeSlurm:
 
 
 def read_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return all jobs in the folder of a FakeSlurm, oldest first."""
     files = sorted((folder / "jobs").iterdir(), key=lambda file: int(file.name))
     return [json.loads(file.read_text()) for file in files]
 
 
 def add_job(folder: Path, **fields: Any) -> str:
+    """Write the file of a new job with these fields and return its ID."""
     jobs = folder / "jobs"
     job_id = str(max((int(file.name) for file in jobs.iterdir()), default=0) + 1)
     job: dict[str, Any] = {
@@ -105,6 +109,7 @@ def add_job(folder: Path, **fields: Any) -> str:
 
 
 def run_sbatch(folder: Path, script: str, *arguments: str) -> int:
+    """Act as sbatch with the outcome that is set for this call; return the exit code."""
     with (folder / "calls").open("a") as calls:
         calls.write("call\n")
     call_number = len((folder / "calls").read_text().split())
@@ -119,17 +124,19 @@ def run_sbatch(folder: Path, script: str, *arguments: str) -> int:
         return 1
     if outcome == "hang":
         time.sleep(600)
-    if outcome == "late":  # the controller accepts the job after the client has exited
+    if outcome == "late":  # a child process accepts the job after this process has exited
         if os.fork():
             print(TIMEOUT_MESSAGE, file=sys.stderr)
             return 1
-        for descriptor in range(1, 64):
+        for descriptor in range(1, 64):  # otherwise the caller waits for the end of the output
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         time.sleep(float(details[0]))
     if outcome != "lose":
         lines = Path(script).read_text().splitlines()
-        options = dict(shlex.split(line[8:])[0].partition("=")[::2] for line in lines if line.startswith("#SBATCH "))
+        prefix = "#SBATCH "
+        directives = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+        options = dict(shlex.split(directive)[0].partition("=")[::2] for directive in directives)
         array = re.match(r"0-(\d+)", options.get("--array", ""))
         job_id = add_job(
             folder,
@@ -149,7 +156,7 @@ def run_sbatch(folder: Path, script: str, *arguments: str) -> int:
 
 
 def print_jobs(folder: Path, line_format: str, expand_arrays: bool) -> None:
-    """Print the jobs in a format of `squeue -o`; with `expand_arrays`, one line per array task."""
+    """Print the jobs in the format `line_format` of `squeue -o`. If `expand_arrays`, print one line per array task."""
     for job in read_jobs(folder):
         tasks = [f"_{task}" for task in range(job["tasks"])] if expand_arrays and job["tasks"] else [""]
         for task in tasks:
@@ -170,6 +177,7 @@ def print_jobs(folder: Path, line_format: str, expand_arrays: bool) -> None:
 
 
 def run_squeue(folder: Path, *arguments: str) -> int:
+    """Act as squeue and return the exit code."""
     if (folder / "not_responding").exists():
         print("slurm_load_jobs error: Socket timed out on send/recv operation", file=sys.stderr)
         return 1
@@ -177,14 +185,16 @@ def run_squeue(folder: Path, *arguments: str) -> int:
     return 0
 
 
-def run_scancel(folder: Path, *jobs: str) -> int:
-    for job in jobs:
-        file = folder / "jobs" / job.split("_")[0]
+def run_scancel(folder: Path, *job_ids: str) -> int:
+    """Act as scancel and return the exit code. Cancelling an array task cancels the whole array."""
+    for job_id in job_ids:
+        file = folder / "jobs" / job_id.split("_")[0]
         file.write_text(json.dumps(json.loads(file.read_text()) | {"state": "CANCELLED"}))
     return 0
 
 
 def main(name: str, folder: Path, *arguments: str) -> int:
+    """Act as the Slurm command `name` and return the exit code."""
     if name == "sbatch":
         return run_sbatch(folder, *arguments)
     if name == "squeue":

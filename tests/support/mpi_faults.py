@@ -2,7 +2,7 @@
 
     python -m tests.support.mpi_faults PROGRAM MARK      under mpirun, in every rank
 
-PROGRAM is a key of PROGRAMS. MARK is not used; it only lets a test find the processes by their command line.
+PROGRAM is a key of PROGRAMS. MARK is not used here. A test finds the processes by this text in their command line.
 """
 
 from __future__ import annotations
@@ -25,28 +25,36 @@ from pipeline.mpi import process_group as mpi_group
 from pipeline.mpi.work import MpiError, MpiTimeout
 from pipeline.resilience.watchdog import list_recent_collectives
 
-SHORT = timedelta(seconds=2)
+SHORT_TIMEOUT = timedelta(seconds=2)
 
 
-def check_raises(kind: type[BaseException], text: str, call: Callable[[], object]) -> None:
-    """Check that `call` raises an error of this kind within 10 s, with `text` in its message."""
+def check_raises(error_type: type[BaseException], text: str, call: Callable[[], object]) -> None:
+    """Check that `call` raises an error of this type within 10 s, with `text` in its message."""
     start = time.monotonic()
     try:
         call()
-    except kind as error:
+    except error_type as error:
         assert text in str(error), f"{text!r} is not in {error}"
         assert time.monotonic() - start < 10, f"{text} was raised too late"
     else:
-        raise AssertionError(f"nothing was raised; expected {kind.__name__} with {text!r}")
+        raise AssertionError(f"nothing was raised; expected {error_type.__name__} with {text!r}")
 
 
-def new_group(timeout: timedelta | None = SHORT) -> Any:
-    """Return a new group of all ranks. None: use the time-out of the world, for calls that must not time out."""
+def new_group(timeout: timedelta | None = SHORT_TIMEOUT) -> Any:
+    """Return a new group of all ranks.
+
+    If `timeout` is None, the group has the longer time-out of the world group, for calls that must not time out.
+    """
     return dist.new_group(timeout=timeout)
 
 
 def check_faults() -> None:
-    """Run one fault after the other, each in a new group, because a group is unusable after an error."""
+    """Check the error of each fault. Most faults need a new group, because a group is unusable after an error.
+
+    In this function: calls with different sizes, a rank that skips the backward pass of DDP, sizes of an all-to-all
+    that do not match, invalid arguments, and a rank that does not join a new group. At the end, ranks 0 and 1 have
+    printed that they saw all faults, and rank 1 raises an error.
+    """
     rank = dist.get_rank()
     x = torch.ones(4)
     mismatch_group, backward_group, uneven_group = (new_group(None) for _ in range(3))
@@ -61,7 +69,7 @@ def check_faults() -> None:
 
     model = DistributedDataParallel(torch.nn.Linear(4, 1), process_group=backward_group)
     dist.barrier()
-    backward_group.set_timeout(SHORT)
+    backward_group.set_timeout(SHORT_TIMEOUT)
     if rank != 1:
         check_raises(RuntimeError, "rank 1 did not call it", lambda: model(x).sum().backward())
     dist.barrier()
@@ -69,12 +77,12 @@ def check_faults() -> None:
     send_sizes = [4, 0, 0] if rank == 0 else [0, 0, 0]
     receive_sizes = [5, 0, 0] if rank == 0 else [0, 0, 0]
     text = "rank 0 sends 4 elements to rank 0, which expects 5"
-    received = x.new_empty(sum(receive_sizes))
-    sent = x[: sum(send_sizes)]
+    output = x.new_empty(sum(receive_sizes))
+    values = x[: sum(send_sizes)]
     check_raises(
         MpiError,
         text,
-        lambda: dist.all_to_all_single(received, sent, receive_sizes, send_sizes, uneven_group),
+        lambda: dist.all_to_all_single(output, values, receive_sizes, send_sizes, uneven_group),
     )
     dist.barrier()
 
@@ -90,7 +98,8 @@ def check_faults() -> None:
     if rank != 2:
         check_raises(MpiTimeout, "rank 2 did not join within 2 s", new_group)
     if rank == 0:
-        MPI.COMM_WORLD.send("saw all faults", 1)  # with MPICH, an abort may overtake the output of another rank
+        # Rank 1 prints this text for rank 0. With MPICH, output of rank 0 could be lost when rank 1 aborts.
+        MPI.COMM_WORLD.send("saw all faults", 1)
     if rank == 1:
         print(MPI.COMM_WORLD.recv(source=0), "saw all faults", flush=True)
         raise RuntimeError("on purpose")
@@ -98,12 +107,16 @@ def check_faults() -> None:
 
 
 def check_missing_rank() -> None:
-    """Rank 1 does not call, or has no memory for the call, or calls late while rank 2 never calls."""
+    """Check the errors of the other ranks if a rank is missing in a collective or sends no message.
+
+    Rank 1 does not call the all-reduce of `missing_group`, has no memory for that of `no_memory_group`, and calls that
+    of `late_group` late, while rank 2 never calls it. Rank 1 sends its message only after the receive has timed out.
+    """
     rank = dist.get_rank()
     x = torch.ones(4)
     received = torch.zeros(4)
     missing_group, no_memory_group, receive_group = (new_group() for _ in range(3))
-    late_group = new_group(2 * SHORT)
+    late_group = new_group(2 * SHORT_TIMEOUT)
     dist.barrier()
     late_works: list[Any] = [dist.all_reduce(x, group=late_group, async_op=True)] if rank == 0 else []
     if rank == 1:
@@ -134,13 +147,14 @@ def check_missing_rank() -> None:
 
 
 def raise_memory_error(*_: object, **__: object) -> None:
+    """Replace the constructor of HostBuffer."""
     raise MemoryError("no memory")
 
 
 def check_mismatch_after_delay() -> None:
-    """Check that a mismatch is detected if rank 2 calls another size and publishes its call later than the others.
+    """Check that a mismatch is detected if rank 2 calls with another size and publishes its call later than the others.
 
-    Before this call, all ranks have waited for rank 1 in a barrier.
+    Before the call, all ranks wait in a barrier for rank 1, which sleeps.
     """
     rank = dist.get_rank()
     group = new_group(None)
@@ -160,7 +174,7 @@ def check_mismatch_after_delay() -> None:
 
 
 class DelayedComm:
-    """A communicator whose all-reduce starts late, as if its process had been stopped."""
+    """A communicator that starts an all-reduce 5 s late, as if the process had been suspended."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -171,7 +185,7 @@ class DelayedComm:
 
 
 def check_stalled_call() -> None:
-    """Check that waiting times out if rank 1 stalls after all ranks have called the all-reduce."""
+    """Check that `wait` raises MpiTimeout if rank 1 stalls after all ranks have called the all-reduce."""
     group = new_group()
     if dist.get_rank() == 1:
         group.comm = DelayedComm(group.comm)
@@ -181,11 +195,12 @@ def check_stalled_call() -> None:
     for work in works:
         check_raises(MpiTimeout, "all ranks called it, but it does not end", work.wait)
     check_raises(RuntimeError, "it does not end", future.wait)
-    recent = [(entry["operation"], entry["number"], entry["state"]) for entry in list_recent_collectives()]
-    assert recent[0][0] == "gloo:all_reduce", recent
-    assert recent[1:] == [("all_reduce over MPI", 1, "started"), ("all_reduce over MPI", 2, "scheduled")], recent
+    collectives = [(entry["operation"], entry["number"], entry["state"]) for entry in list_recent_collectives()]
+    assert collectives[0][0] == "gloo:all_reduce", collectives
+    expected = [("all_reduce over MPI", 1, "started"), ("all_reduce over MPI", 2, "scheduled")]
+    assert collectives[1:] == expected, collectives
     check_raises(MpiTimeout, "cannot be used after an error", lambda: dist.barrier(group))
-    time.sleep(3)  # Rank 1 continues and the call completes, which must not cause an error.
+    time.sleep(3)  # Meanwhile rank 1 continues and the call completes. This must not cause an error.
     dist.barrier()
 
 
@@ -195,7 +210,7 @@ def exit_without_cleanup() -> None:
 
 
 def fail_on_rank0() -> None:
-    """Let rank 0 fail while the other ranks wait for it, long before their time-out."""
+    """Let rank 0 fail while the other ranks wait for rank 0. Their time-out would end much later."""
     mpi.EXIT_TIMEOUT_S = 600.0
     if dist.get_rank() == 0:
         raise RuntimeError("on purpose")
@@ -203,14 +218,17 @@ def fail_on_rank0() -> None:
 
 
 def exit_early_on_rank0() -> None:
-    """Let rank 0 exit while the other ranks wait for it."""
+    """Let rank 0 exit while the other ranks wait for rank 0."""
     mpi.EXIT_TIMEOUT_S = 1.0
     if dist.get_rank() != 0:
         dist.all_reduce(torch.ones(1))
 
 
 def clean_up_slowly_on_rank0() -> None:
-    """Let rank 0 clean up for longer than ranks wait for peers that exit without cleaning up."""
+    """Let rank 0 finalize MPI more than EXIT_TIMEOUT_S later than the other ranks.
+
+    All ranks call `finalize_mpi`, so this time-out, which applies only to exits without that call, must not end them.
+    """
     mpi.EXIT_TIMEOUT_S = 1.0
     if dist.get_rank() == 0:
         time.sleep(3)
@@ -219,7 +237,7 @@ def clean_up_slowly_on_rank0() -> None:
 
 
 def wait_to_be_killed() -> None:
-    """Let all ranks wait until the test kills one of them."""
+    """Print the PID of each rank, then wait until the test kills a rank."""
     print(f"rank {dist.get_rank()} is process {os.getpid()}", flush=True)
     if dist.get_rank() == 0:
         time.sleep(100)

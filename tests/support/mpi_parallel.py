@@ -1,9 +1,11 @@
-"""Compare each kind of parallel training of torch over MPI with one process: losses and gradient norms."""
+"""Compare the parallel training methods of torch over MPI with training in one process.
+
+Losses and gradient norms must be close. The methods are DDP, FSDP, HSDP, tensor parallelism and pipeline schedules.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def make_layers(count: int) -> nn.Sequential:
 
 
 def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets of a step, each of shape (BATCH, WIDTH), the same in every rank."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
 
@@ -41,6 +44,7 @@ def compute_mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tenso
 
 
 def compute_squared_norm(parameters: Any) -> torch.Tensor:
+    """Return the sum of the squares of all gradients."""
     total = torch.zeros(())
     for parameter in parameters:
         grad = parameter.grad
@@ -49,7 +53,11 @@ def compute_squared_norm(parameters: Any) -> torch.Tensor:
 
 
 def train_model(model: nn.Module, samples: slice = slice(None), group: Any = None) -> list[float]:
-    """Train on `samples` of each batch; return loss and gradient norm of each step, the loss averaged over `group`."""
+    """Train on `samples` of each batch.
+
+    Returns:
+        The loss and the gradient norm of each step, alternately. The loss is averaged over `group`, if given.
+    """
     results = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(STEPS):
@@ -66,12 +74,13 @@ def train_model(model: nn.Module, samples: slice = slice(None), group: Any = Non
 
 
 def check_close(name: str, actual: list[float], expected: list[float]) -> None:
+    """Raise AssertionError if a value differs from that of one process by more than 1e-5 of the value."""
     for a, b in zip(actual, expected, strict=True):
         assert abs(a - b) <= 1e-5 * abs(b), f"{name}: {actual}, one process {expected}"
 
 
 def select_samples(rank: int, size: int) -> slice:
-    """Return the samples of a batch that data parallel rank `rank` of `size` trains on."""
+    """Return the samples of a batch for the data parallel rank `rank` of `size`."""
     return slice(rank * BATCH // size, (rank + 1) * BATCH // size)
 
 
@@ -96,7 +105,7 @@ def check_data_parallel() -> None:
 
 
 def check_checkpoint(model: nn.Module) -> None:
-    """Save a sharded model, set its weights to zero, load it and compare."""
+    """Save a sharded model, set its weights to zero, load the checkpoint, and compare the weights."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     saved_parts = [parameter.to_local().clone() for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -111,7 +120,7 @@ def check_checkpoint(model: nn.Module) -> None:
 
 
 def check_tensor_parallel() -> None:
-    """Compare tensor parallelism, with FSDP if the number of ranks is a multiple of 4, with one process."""
+    """Compare tensor parallelism with one process. With a multiple of 4 ranks, combine it with FSDP over 2 ranks."""
     size = dist.get_world_size()
     dp_size = 2 if size % 4 == 0 else 1
     mesh = init_device_mesh("cpu", (dp_size, size // dp_size), mesh_dim_names=("data", "tensor"))
@@ -125,7 +134,11 @@ def check_tensor_parallel() -> None:
 
 
 def check_pipeline_parallel() -> None:
-    """Compare pipeline schedules with one process."""
+    """Compare pipeline schedules with one process.
+
+    Each rank has two layers: one pipeline-parallel stage with 1F1B, or two with the zero-bubble schedule. The weights
+    are not updated, and each step has another batch.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     full_model = make_layers(2 * size)
@@ -136,23 +149,27 @@ def check_pipeline_parallel() -> None:
         loss.backward()
         expected += [loss.item(), compute_squared_norm(full_model.parameters()).sqrt().item()]
         full_model.zero_grad()
-    for name, chunks, schedule in (("1F1B", 1, Schedule1F1B), ("zero bubble", 2, ScheduleInterleavedZeroBubble)):
+    schedules = (("1F1B", 1, Schedule1F1B), ("zero bubble", 2, ScheduleInterleavedZeroBubble))
+    for name, stages_per_rank, schedule_class in schedules:
         layers = list(make_layers(2 * size))
-        layers_per_stage = 2 // chunks
+        layers_per_stage = 2 // stages_per_rank
         stages = []
-        for chunk in range(chunks):
-            number = rank + chunk * size
-            module = nn.Sequential(*layers[number * layers_per_stage : (number + 1) * layers_per_stage])
-            stages.append(PipelineStage(module, number, size * chunks, torch.device("cpu"), group=dist.group.WORLD))
-        make_schedule: Any = schedule
-        runner = make_schedule(stages if chunks > 1 else stages[0], n_microbatches=2 * size, loss_fn=compute_mean_loss)
+        for stage_index in range(rank, size * stages_per_rank, size):
+            module = nn.Sequential(*layers[stage_index * layers_per_stage : (stage_index + 1) * layers_per_stage])
+            stages.append(
+                PipelineStage(module, stage_index, size * stages_per_rank, torch.device("cpu"), group=dist.group.WORLD)
+            )
+        make_schedule: Any = schedule_class
+        schedule = make_schedule(
+            stages if stages_per_rank > 1 else stages[0], n_microbatches=2 * size, loss_fn=compute_mean_loss
+        )
         results = []
         for step in range(STEPS):
             x, y = make_batch(step)
             losses: list[torch.Tensor] = []
             inputs = [x] if rank == 0 else []
-            outputs: dict[str, Any] = {"target": y, "losses": losses} if rank == size - 1 else {}
-            runner.step(*inputs, **outputs)
+            loss_arguments: dict[str, Any] = {"target": y, "losses": losses} if rank == size - 1 else {}
+            schedule.step(*inputs, **loss_arguments)
             loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
             squared_norm = torch.stack([compute_squared_norm(stage.submod.parameters()) for stage in stages]).sum()
             sums = torch.stack([loss, squared_norm])
@@ -164,6 +181,7 @@ def check_pipeline_parallel() -> None:
 
 
 def check_all() -> None:
-    cases: list[Callable[[], None]] = [check_data_parallel, check_tensor_parallel, check_pipeline_parallel]
-    for case in cases:
-        case()
+    """Run all comparisons."""
+    check_data_parallel()
+    check_tensor_parallel()
+    check_pipeline_parallel()

@@ -1,6 +1,9 @@
-"""Train each case of FOLDER/cases.json over MPI and write losses and gradient norms to FOLDER/rank-N.json.
+"""Train each case of FOLDER/cases.json over MPI.
 
-python -m tests.support.mpi_parity FOLDER        under mpirun, in every rank
+    python -m tests.support.mpi_parity FOLDER        under mpirun, in every rank
+
+A case is a JSON object of config sections for `tiny_config`. Rank N writes the loss and gradient norm of each step to
+FOLDER/rank-N.json.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from tests.support.tiny_training import tiny_config, train_steps
 
 
 def main(folder: Path) -> None:
+    """Train all cases on this rank and write the results."""
     from pipeline.comm import groups
 
     torch.set_num_threads(1)

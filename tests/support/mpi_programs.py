@@ -1,9 +1,10 @@
-"""Communication programs whose results over MPI and over Gloo must be equal bit for bit.
+"""Run communication programs over MPI and over Gloo, and check that the results are equal bit for bit.
 
     python -m tests.support.mpi_programs sweep random parallel …        under mpirun, in every rank
 
-A program is a list of `Call`s. Each rank makes its inputs from (seed, rank), runs the program over both backends and
-compares the results. Values are small integers, so sums and products are exact in every type and every order.
+The arguments are keys of CASES. A program is a list of `Call`s. Each rank makes its inputs from the seed and its rank,
+runs the program over both backends and compares the results. Values are small integers, so sums and products are exact
+in every type and every order. Some cases check other properties of the MPI backend.
 """
 
 from __future__ import annotations
@@ -34,27 +35,39 @@ from pipeline.mpi.process_group import MpiProcessGroup
 from tests.support import mpi_parallel, profiled_step
 
 TIMEOUT = timedelta(seconds=30)
-REDUCING = (
+REDUCING_KINDS = (
     *("all_reduce", "all_reduce_coalesced", "reduce_scatter_single", "reduce_scatter_coalesced"),
     *("old_reduce_scatter_single", "old_reduce_scatter_coalesced"),
 )
-MOVING = (
+MOVING_KINDS = (
     *("broadcast", "all_gather", "all_gather_single", "all_gather_coalesced", "gather", "scatter"),
     *("all_to_all_single", "exchange", "to_root", "all_gather_in_place"),
     *("old_all_gather_single", "old_all_gather_coalesced", "old_all_to_all_single"),
 )
-"""`old_`: the methods of a process group that torch 2.11 calls."""
+"""Kinds of calls. `old_` means: use the method of the process group that torch 2.11 calls."""
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16)
 TYPES = (*FLOATS, *INTEGERS, torch.bool, torch.float8_e4m3fn)
 GLOO_SUBSTITUTES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.float8_e4m3fn: torch.float32}
 """Types that Gloo does not support, and the types that replace them."""
 SIZES = (1, 3, 0, 17, 1000, 4097, 70001)
+"""Numbers of elements per call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One communication call: its kind, type, size, reduction and group."""
+    """One communication call.
+
+    Attributes:
+        kind: one of REDUCING_KINDS and MOVING_KINDS.
+        dtype: type of the elements.
+        size: number of elements.
+        op: name of the reduction in `dist.ReduceOp`.
+        group: index of the group in `list_groups`.
+        root: source or destination. The rank in the group is `root` modulo the size of the group.
+        asynchronous: wait for the call only after all calls of the program have started.
+        strided: use tensors that are not contiguous. Only over MPI, because Gloo rejects them.
+    """
 
     kind: str
     dtype: torch.dtype
@@ -79,7 +92,7 @@ class AliasCheckingComm:
             buffers = [a[0] for a in arguments if isinstance(a, list) and isinstance(a[0], MPI.buffer)]
             spans = sorted((buffer.address, buffer.address + buffer.nbytes) for buffer in buffers if buffer.nbytes)
             for (_, end), (start, _) in itertools.pairwise(spans):
-                assert end <= start, f"{name}: its buffers share memory"
+                assert end <= start, f"the buffers of {name} share memory"
             return member(*arguments)
 
         return call_with_check if callable(member) and not isinstance(member, MPI.Group) else member
@@ -102,12 +115,12 @@ def list_reductions(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def list_groups(size: int) -> list[list[int]]:
-    """Return the ranks of each group: all, the even ones, the last two, only the last, all except the first."""
+    """Return the ranks of each group: all, the even ranks, the last two, only the last, all except the first."""
     return [list(range(size)), list(range(0, size, 2)), [size - 2, size - 1], [size - 1], list(range(1, size))]
 
 
 def make_values(call: Call, count: int, *key: object) -> torch.Tensor:
-    """Return `count` small integers of the call's type, the same for the same key."""
+    """Return `count` small integers of the type of the call. The same `key` gives the same integers."""
     generator = torch.Generator().manual_seed(random.Random(str(key)).getrandbits(40))
     low = 0 if call.dtype in (torch.uint8, torch.uint16, torch.bool) else -2
     return torch.randint(low, 3, (count,), generator=generator).to(call.dtype)
@@ -128,7 +141,7 @@ class Runner:
         self.members = list_groups(dist.get_world_size())
 
     def run(self, program: list[Call], seed: int) -> list[list[torch.Tensor]]:
-        """Run the program and return the outputs of each call. Each rank waits for its works in another order."""
+        """Run the program; return the outputs of each call. Each rank waits for asynchronous calls in another order."""
         outputs: list[list[torch.Tensor]] = []
         works: list[tuple[int, Any]] = []
         for number, call in enumerate(program):
@@ -155,14 +168,14 @@ class Runner:
 
     @staticmethod
     def poll_until_complete(work: Any) -> None:
-        """Poll the work until it is complete, and check its future."""
+        """Poll a work of `torch.distributed` until it is complete, and check its future."""
         deadline = time.monotonic() + TIMEOUT.total_seconds()
-        for part in getattr(work, "works", [work]):
-            while not part.is_completed():
-                assert time.monotonic() < deadline, f"{part} is never complete"
+        for single_work in getattr(work, "works", [work]):  # a coalescing manager contains several works
+            while not single_work.is_completed():
+                assert time.monotonic() < deadline, f"{single_work} is never complete"
                 time.sleep(0.0005)
-            assert part.is_success() and part.exception() is None
-            part.get_future().wait()
+            assert single_work.is_success() and single_work.exception() is None
+            single_work.get_future().wait()
 
     @staticmethod
     def convert_output(call: Call, output: torch.Tensor) -> torch.Tensor:
@@ -172,10 +185,10 @@ class Runner:
         return output.to(call.dtype)
 
     def start_call(self, call: Call, group: Any, key: tuple[int, int]) -> tuple[list[Any] | None, list[torch.Tensor]]:
-        """Start one call.
+        """Start one call on inputs that depend on `key` (seed of the program, number of the call) and the rank.
 
         Returns:
-            The works (None if the call is complete), and the tensors that contain the outputs afterwards.
+            The works to wait for (None if the call is complete), and the tensors that contain the outputs afterwards.
         """
         rank = dist.get_rank(group)
         size = dist.get_world_size(group)
@@ -195,7 +208,7 @@ class Runner:
         def make_input(count: int, *part: object) -> torch.Tensor:
             return set_strides(make_values(call, count, *key, rank, *part).to(dtype))
 
-        def empty(count: int) -> torch.Tensor:
+        def make_output(count: int) -> torch.Tensor:
             return set_strides(torch.full((count,), 1, dtype=dtype))
 
         async_options: dict[str, Any] = {"group": group, "async_op": True}
@@ -213,20 +226,20 @@ class Runner:
         if kind == "broadcast":
             return [dist.broadcast(x, root, **async_options)], [x]
         if kind == "all_gather":
-            parts = [empty(n) for _ in range(size)]
+            parts = [make_output(n) for _ in range(size)]
             return [dist.all_gather(parts, x, **async_options)], parts
         if kind == "all_gather_single":
-            out = empty(n * size)
+            out = make_output(n * size)
             if use_old_method:
                 return [group._allgather_base(out, x)], [out]
             return [dist.all_gather_into_tensor(out, x, **async_options)], [out]
         if kind == "all_gather_in_place":  # as FSDP2 does
-            out = empty(n * size)
-            own_part = out[rank * n : (rank + 1) * n]
-            own_part.copy_(x)
-            return [dist.all_gather_into_tensor(out, own_part, **async_options)], [out]
+            out = make_output(n * size)
+            part_of_rank = out[rank * n : (rank + 1) * n]
+            part_of_rank.copy_(x)
+            return [dist.all_gather_into_tensor(out, part_of_rank, **async_options)], [out]
         if kind == "all_gather_coalesced":
-            outs = [empty(n * size), empty(size)]
+            outs = [make_output(n * size), make_output(size)]
             parts = [x, make_input(1, "second")]
             if self.is_gloo:
                 return [
@@ -239,19 +252,19 @@ class Runner:
                     dist.all_gather_into_tensor(out, part, group=group)
             return [manager], outs
         if kind == "gather":
-            parts = [empty(n) for _ in range(size)] if is_root else []
+            parts = [make_output(n) for _ in range(size)] if is_root else []
             return [dist.gather(x, parts if is_root else None, root, **async_options)], parts
         if kind == "scatter":
-            out = empty(n)
+            out = make_output(n)
             rows = [make_input(n, part) for part in range(size)] if is_root else None
             return [dist.scatter(out, rows, root, **async_options)], [out]
         if kind == "reduce_scatter_single":
-            out = empty(n)
+            out = make_output(n)
             if use_old_method:
                 return [group._reduce_scatter_base(out, make_input(n * size), reduce_scatter_options)], [out]
             return [dist.reduce_scatter_tensor(out, make_input(n * size), op, **async_options)], [out]
         if kind == "reduce_scatter_coalesced":
-            outs = [empty(n), empty(1)]
+            outs = [make_output(n), make_output(1)]
             parts = [make_input(n * size), make_input(size, "second")]
             if self.is_gloo:
                 return [
@@ -263,27 +276,30 @@ class Runner:
                 for out, part in zip(outs, parts, strict=True):
                     dist.reduce_scatter_tensor(out, part, op, group=group)
             return [manager], outs
-        if kind == "all_to_all_single":  # rank a sends a + b rows to rank b
+        if kind == "all_to_all_single":  # rank a sends a + b elements to rank b
             sizes = [rank + b for b in range(size)]
-            out = empty(sum(sizes))
+            out = make_output(sum(sizes))
             if use_old_method:
                 return [group.alltoall_base(out, make_input(sum(sizes)), sizes, sizes)], [out]
             return [dist.all_to_all_single(out, make_input(sum(sizes)), sizes, sizes, **async_options)], [out]
         if kind == "exchange":  # every rank sends to the next rank, then receives from the previous rank
             ranks = self.members[call.group]
-            out = empty(n)
+            out = make_output(n)
             next_rank = ranks[(rank + 1) % size]
             previous_rank = ranks[rank - 1]
             if size == 1:
                 return None, [x]
-            sends = [dist.P2POp(dist.isend, x, next_rank, group), dist.P2POp(dist.irecv, out, previous_rank, group)]
-            return dist.batch_isend_irecv(sends), [out]
-        if kind == "to_root":  # the root receives one message from each rank, the last rank's first
-            tag = 7 + key[1]
+            operations = [
+                dist.P2POp(dist.isend, x, next_rank, group),
+                dist.P2POp(dist.irecv, out, previous_rank, group),
+            ]
+            return dist.batch_isend_irecv(operations), [out]
+        if kind == "to_root":  # each other rank sends a message to the root, which receives that of the last rank first
+            tag = 7 + key[1]  # another tag for each call of the program
             n = max(1, n)  # Gloo does not send empty tensors
             if not is_root:
                 return [dist.isend(make_input(n), root, group, tag)], []
-            parts = [empty(n) for _ in range(size)]
+            parts = [make_output(n) for _ in range(size)]
             for sender in reversed(range(size)):
                 if sender != rank:
                     dist.recv(parts[sender], self.members[call.group][sender], group, tag)
@@ -304,10 +320,10 @@ def make_runners() -> tuple[Runner, Runner]:
 
 
 def find_difference(runners: tuple[Runner, Runner], program: list[Call], seed: int) -> str | None:
-    """Run the program over both backends; return the first difference or the error of this rank, or None."""
+    """Run the program over both backends; return the first difference or the traceback of this rank, otherwise None."""
     try:
         mpi_outputs, gloo_outputs = (runner.run(program, seed) for runner in runners)
-    except Exception:  # any error of a random program is a failure, which all ranks then share
+    except Exception:  # `raise_on_all_ranks` reports the error on all ranks
         traceback.print_exc()  # print it now, because this rank may wait until the other ranks time out
         return traceback.format_exc()
     for call, actual, expected in zip(program, mpi_outputs, gloo_outputs, strict=True):
@@ -318,7 +334,7 @@ def find_difference(runners: tuple[Runner, Runner], program: list[Call], seed: i
 
 
 def raise_on_all_ranks(runners: tuple[Runner, Runner], problem: str | None) -> None:
-    """Exchange the problems of all ranks and raise the first of them on every rank."""
+    """Share the problems of all ranks. If there is any, raise AssertionError on every rank with the first problem."""
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=runners[1].groups[0])
     for rank, rank_problem in enumerate(problems):
@@ -327,16 +343,19 @@ def raise_on_all_ranks(runners: tuple[Runner, Runner], problem: str | None) -> N
 
 
 def check_sweep(all_combinations: bool = False) -> None:
-    """Run every kind × type × reduction, with sizes and groups in turn or in all combinations."""
+    """Run every combination of kind, type and reduction.
+
+    Each combination has the next pair of size and group from a shuffled list. If `all_combinations`, it has all pairs.
+    """
     runners = make_runners()
     count = 0
     shapes = list(itertools.product(SIZES, range(5)))
     random.Random(0).shuffle(shapes)
     next_shapes = itertools.cycle(shapes)
-    for kind in (*REDUCING, *MOVING):
+    for kind in (*REDUCING_KINDS, *MOVING_KINDS):
         program = []
         for dtype in TYPES:
-            for op in list_reductions(dtype) if kind in REDUCING else ("SUM",):
+            for op in list_reductions(dtype) if kind in REDUCING_KINDS else ("SUM",):
                 for size, group in shapes if all_combinations else [next(next_shapes)]:
                     program.append(Call(kind, dtype, size, op, group, count % 8, count % 3 == 0, count % 4 == 0))
                     count += 1
@@ -349,7 +368,7 @@ CALLS = st.builds(
     lambda kind, dtype, op, **fields: Call(
         kind, dtype, op=list_reductions(dtype)[op % len(list_reductions(dtype))], **fields
     ),
-    st.sampled_from((*REDUCING, *MOVING)),
+    st.sampled_from((*REDUCING_KINDS, *MOVING_KINDS)),
     st.sampled_from(TYPES[:-1]),
     st.integers(0, 4),
     size=st.integers(0, 300),
@@ -361,7 +380,7 @@ CALLS = st.builds(
 
 
 def check_random_programs(examples: int) -> None:
-    """Rank 0 generates programs with Hypothesis (and shrinks one that fails); all ranks run them."""
+    """Run random programs on all ranks. Rank 0 generates them with Hypothesis, which shrinks a program that fails."""
     runners = make_runners()
 
     def run_on_all_ranks(program_and_seed: Any) -> None:
@@ -392,7 +411,7 @@ def check_random_programs(examples: int) -> None:
 
 
 def check_objects() -> None:
-    """Check the collectives of Python objects, which checkpoints use."""
+    """Check the collectives of Python objects. The checkpoint code uses them."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     gathered: list[Any] = [None] * size
@@ -407,7 +426,7 @@ def check_objects() -> None:
 
 
 def check_accurate_sums() -> None:
-    """Check that sums of 16-bit values are rounded once if the group is `accurate`.
+    """Check that sums of 16-bit values are rounded only once if the group has `accurate_sums`.
 
     The terms have few bits and various exponents, so their sum is exact in fp32 but not in 16 bits.
     """
@@ -459,6 +478,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main(names: list[str]) -> None:
+    """Run these cases on this rank. At the end, each rank prints that all checks passed."""
     torch.set_num_threads(1)
     mpi.MpiProcessGroup = AliasCheckingGroup  # type: ignore[assignment,misc]
     mpi.start_mpi(read_rank_info(os.environ), TIMEOUT)
@@ -466,7 +486,7 @@ def main(names: list[str]) -> None:
         CASES[name]()
     dist.destroy_process_group()
     mpi.finalize_mpi()
-    print("good", flush=True)
+    print("all checks passed", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A profiled step whose parts have known durations, because the ranks measure them themselves."""
+"""Profile a step of two ranks whose parts have known durations.
+
+Each rank sleeps and computes for given times and measures them itself, so a test can compare them with the profile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from pipeline.train.profiler import Profiler
 from tests.support.tiny_training import tiny_config
 
 COMPUTE_S = 0.6
-"""Seconds that rank 0 computes while it waits for rank 1."""
+"""Seconds that rank 0 computes after it started the all-reduce, while rank 1 sleeps."""
 LATE_S = 1.0
 """Seconds by which rank 1 calls the all-reduce later than rank 0."""
 REST_S = 0.3
@@ -26,7 +29,7 @@ REST_S = 0.3
 
 
 def compute_for(seconds: float) -> float:
-    """Multiply matrices for `seconds`; return the time that it really took."""
+    """Multiply matrices for at least `seconds`; return the time that passed, in seconds."""
     start = time.perf_counter()
     matrix = torch.rand(500, 500)
     while time.perf_counter() < start + seconds:
@@ -42,11 +45,11 @@ def run_profiled_step(
     Args:
         folder: run directory for the profile.
         rank: this rank, 0 or 1.
-        control_group: Gloo group of the stop coordinator.
-        computes: if False, rank 0 waits instead of computing.
+        control_group: Gloo group for the stop coordinator.
+        computes: if False, rank 0 waits for the all-reduce at once instead of computing.
 
     Returns:
-        Seconds by part as the profile reports them, and as this rank measured them.
+        The seconds of each part of the step as the profile reports them, and as this rank measured them.
     """
     config = tiny_config(2, train={"profile_every": 1})
     coordinator = StopCoordinator(StopFlag(), control_group)
@@ -92,7 +95,10 @@ def read_profiled_parts(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def check_profile(profiled: dict[str, Any], measured: dict[str, float], group: str = "world") -> None:
-    """Raise AssertionError if a part differs by more than 5 % of the step. On busy cores, 3 % were observed."""
+    """Raise AssertionError if a profiled part differs from the measured part by more than 5 % of the step time.
+
+    On busy cores, differences of 3 % were observed.
+    """
     tolerance = 0.05 * sum(measured.values())
     for part, seconds in measured.items():
         assert abs(profiled[part] - seconds) < tolerance, (part, profiled, measured)

@@ -1,8 +1,10 @@
-"""Ranks for tests: processes forked from a server that has already imported torch (0.1 s instead of seconds).
+"""Run a function in several ranks of `torch.distributed`.
 
 `run_ranks(4, function, *arguments)` calls `function(rank_info, *arguments)` in four processes that can rendezvous. It
-returns their results in rank order. If a rank raises, dies or exceeds the time-out, the test fails with the first
-traceback. `function` must be defined at the top level of a module, because it is pickled by name.
+returns their results in rank order. If a rank raises an error or exceeds the time-out, the test fails with the
+tracebacks. `function` must be defined at the top level of a module, because it is pickled by name.
+
+The processes are forked from a server that has already imported torch. A rank therefore starts in 0.1 s.
 """
 
 from __future__ import annotations
@@ -21,17 +23,23 @@ from typing import Any, cast
 from pipeline.base.dist_env import RankInfo
 
 PEER_TIMEOUT_S = 30.0
-"""Time that the other ranks have to answer after the first rank failed."""
+"""Seconds that the other ranks have to return a result after a rank has failed."""
 PRELOAD = [
     "torch", "torch.distributed.checkpoint", "pipeline.train.trainer", "pipeline.evaluate.evaluator",
     "pipeline.parallel.pipeline_parallel", "pipeline.resilience.health", "torch._dynamo", "torch._inductor",
     "tests.support.ranks",
 ]  # fmt: skip
-"""What the server imports. The first step of the optimizer imports torch._dynamo, which takes 0.5 s in each rank."""
+"""Modules that the server imports before it forks ranks.
+
+They include torch._dynamo. Otherwise, the first optimizer step of each rank would import it, which takes 0.5 s.
+"""
 
 
 def _iter_free_ports() -> Iterator[int]:
-    """Yield free ports between the well-known and the ephemeral ones, from another range in each test worker."""
+    """Yield free TCP ports between the well-known and the ephemeral ports.
+
+    Each of up to 8 pytest-xdist workers has its own range of 600 ports.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     worker_range = range(10_000 + worker % 8 * 600, 10_600 + worker % 8 * 600)
     for port in cycle(worker_range[os.getpid() % 600 :]):
@@ -45,7 +53,7 @@ PORTS = _iter_free_ports()
 
 
 def make_rank_info(rank: int, size: int, port: int) -> RankInfo:
-    """Return the description of a rank of `size` local ranks; `port` is that of the rendezvous."""
+    """Return the RankInfo of one of `size` ranks on this machine, which rendezvous at `port`."""
     return RankInfo(
         launcher="local",
         rank=rank,
@@ -60,16 +68,17 @@ def make_rank_info(rank: int, size: int, port: int) -> RankInfo:
 
 
 def _run_rank(rank: int, size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: Any) -> None:
+    """Call `function` in this process and send (succeeded, result or traceback) through the pipe."""
     try:
         pipe.send((True, function(make_rank_info(rank, size, port), *arguments)))
-    except BaseException:  # the test shows whatever ended the rank, including SystemExit and CheckpointException
+    except BaseException:  # also SystemExit and CheckpointException, which do not derive from Exception
         pipe.send((False, traceback.format_exc()))
     pipe.close()
     os._exit(0)  # threads of a process group may survive a failure and block a normal exit
 
 
 class Ranks:
-    """Running ranks. `results()` waits for all of them."""
+    """Ranks that are running. `wait_for_results` waits for all of them."""
 
     def __init__(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
         context = mp.get_context("forkserver")
@@ -89,13 +98,18 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        return [int(p.pid or 0) for p in self.processes]
+        """Return the PID of each rank."""
+        return [int(process.pid or 0) for process in self.processes]
 
-    def results(self, timeout: float = 240.0, failures_expected: bool = False) -> list[Any]:
-        """Wait for the ranks and return each rank's result; None for a rank that was killed.
+    def wait_for_results(self, timeout: float = 240.0, failures_expected: bool = False) -> list[Any]:
+        """Wait for the ranks and return the result of each rank; None if the rank was killed or failed.
+
+        Args:
+            timeout: seconds to wait.
+            failures_expected: do not raise an error if ranks failed.
 
         Raises:
-            AssertionError: ranks failed (with their tracebacks), or did not answer within `timeout` seconds.
+            AssertionError: ranks failed (with their tracebacks), or did not return a result within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         results: list[Any] = [None] * len(self._pipes)
@@ -116,7 +130,7 @@ class Ranks:
                         deadline = min(deadline, time.monotonic() + PEER_TIMEOUT_S)
             if rank_by_pipe:
                 ranks = ", ".join(map(str, sorted(rank_by_pipe.values())))
-                raise AssertionError("\n".join([*failures, f"ranks {ranks} did not answer within {timeout:.0f} s"]))
+                raise AssertionError("\n".join([*failures, f"ranks {ranks} returned no result within {timeout:.0f} s"]))
         finally:
             for process in self.processes:
                 process.join(max(0.1, min(5.0, deadline - time.monotonic())))
@@ -130,4 +144,4 @@ class Ranks:
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
     """Call `function(rank_info, *arguments)` in `size` ranks and return their results."""
-    return Ranks(size, function, *arguments).results(timeout)
+    return Ranks(size, function, *arguments).wait_for_results(timeout)

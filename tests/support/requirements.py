@@ -9,13 +9,13 @@ import pytest
 
 
 def skip_or_fail_in_ci(reason: str) -> NoReturn:
-    """Skip the test; fail instead if CI=true.
+    """Skip the test. If the environment variable CI is "true", fail instead.
 
-    A contributor's laptop may have no root and no Debian packages. The rest of the suite is still useful there. CI
-    installs everything, so a test that cannot run there is a failure.
+    On the laptop of a contributor, root or a Debian package may be missing, but the other tests can still run. CI
+    installs everything, so a test that cannot run in CI is a failure.
 
     Args:
-        reason: what is missing and how to get it.
+        reason: what the machine lacks, such as root or a Debian package.
     """
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}; no test may be skipped in CI")

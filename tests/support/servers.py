@@ -27,7 +27,14 @@ def find_free_port() -> int:
 def run_server(
     folder: Path, command: Sequence[str], health_url: str, env: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Run `command` during the block. The block starts when `health_url` answers 200. The log is `folder/log`."""
+    """Run a server during the block.
+
+    Args:
+        folder: working directory of the server. The log is written to `folder/log`.
+        command: command that starts the server.
+        health_url: the block starts when a request of this URL returns status 200.
+        env: further environment variables.
+    """
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **(env or {})}, stdout=log, stderr=log, start_new_session=True
@@ -35,8 +42,8 @@ def run_server(
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
-            with suppress(OSError, urllib.error.URLError), urllib.request.urlopen(health_url, timeout=10) as answer:
-                if answer.status == 200:
+            with suppress(OSError, urllib.error.URLError), urllib.request.urlopen(health_url, timeout=10) as response:
+                if response.status == 200:
                     break
             assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.2)
@@ -49,7 +56,7 @@ def run_server(
 
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[str]:
-    """Run an MLflow server with SQLite during the block and yield its URL."""
+    """Run an MLflow server with an SQLite database during the block. Yield the URL of the server."""
     url = f"http://127.0.0.1:{find_free_port()}"
     command = [sys.executable, "-m", "mlflow", "server", f"--backend-store-uri=sqlite:///{folder}/mlflow.sqlite"]
     command += [f"--artifacts-destination={folder}/artifacts", "--host=127.0.0.1", f"--port={url.rsplit(':')[-1]}"]
@@ -60,7 +67,7 @@ def mlflow_server(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def prometheus_server(folder: Path, port: int) -> Iterator[str]:
-    """Run Prometheus, which scrapes 127.0.0.1:`port` every second, during the block and yield its URL."""
+    """Run Prometheus during the block. It scrapes 127.0.0.1:`port` every second. Yield the URL of Prometheus."""
     (folder / "prometheus.yml").write_text(
         "scrape_configs:\n  - job_name: sluice\n    scrape_interval: 1s\n    static_configs:\n"
         f"      - targets: ['127.0.0.1:{port}']\n"

@@ -1,4 +1,4 @@
-"""Token shards in the format that the loader reads, written without a stage."""
+"""Write token shards in the format that the data loader reads, without the prepare and shard stages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pipeline.data.manifest import ShardEntry
 
 
 def make_shard_entry(path: Path, tokens: int, offset: int, dtype: str) -> ShardEntry:
-    """Return the manifest entry of a shard, with only the fields that the loader reads."""
+    """Return the manifest entry of a shard with only the fields that the data loader reads."""
     return ShardEntry.model_construct(file=str(path), tokens=tokens, offset=offset, dtype=dtype)
 
 
 def write_shards(folder: Path, sizes: list[tuple[int, int]], dtype: str) -> tuple[list[ShardEntry], list[np.ndarray]]:
-    """Write a shard for each (token count, byte offset), with tokens over the whole range of `dtype`.
+    """Write a shard for each (token count, byte offset) in `sizes`.
+
+    The tokens are random values over the whole range of `dtype`. Other bytes precede and follow them in the file.
 
     Returns:
         The manifest entries and the tokens of each shard.

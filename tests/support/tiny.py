@@ -1,4 +1,4 @@
-"""A tiny run for tests: generated text, a small tokenizer and a decoder of two layers, prepared in a second."""
+"""Create tiny runs: generated text, a small tokenizer and a decoder with two layers. Preparing one takes a second."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ stages: {{shard: {{tasks: 2}}, train: {{tasks_per_node: 2}}, evaluate: {{tasks_p
 
 
 def write_corpus(folder: Path, documents: int = 300) -> Path:
-    """Write a .jsonl file of random sentences, the same in every call, and return its path."""
+    """Write corpus.jsonl with random sentences and return its path. Every call writes the same sentences."""
     generator = random.Random(0)
     path = folder / "corpus.jsonl"
     with open(path, "w") as file:
@@ -44,20 +44,20 @@ def write_corpus(folder: Path, documents: int = 300) -> Path:
 
 
 def write_config(folder: Path, name: str = "tiny", steps: int = 30) -> Path:
-    """Write the config of a tiny run and its corpus; return the path of the config."""
+    """Write the config and the corpus of a tiny run; return the path of the config."""
     path = folder / f"{name}.yaml"
     path.write_text(CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps))
     return path
 
 
 def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), data: Path | None = None) -> Run:
-    """Create a run whose stages prepare and shard are done.
+    """Create a run for which the prepare and shard stages are done.
 
     Args:
-        folder: where the config, the corpus and the run directory are written.
+        folder: folder for the config, the corpus and the run directory.
         name: name of the run.
         overrides: overrides of config keys.
-        data: data directory of another run, to use instead of preparing data.
+        data: data directory of another run. If given, the run has a link to it, and no data is prepared.
     """
     run = Run.create(load_config(write_config(folder, name), overrides))
     if data is not None:
@@ -65,37 +65,40 @@ def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), 
         run.data_dir.symlink_to(data)
         return run
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
-class HarmlessFlag(StopFlag):
+class PassiveStopFlag(StopFlag):
     """A stop flag that leaves the signal handlers of the test process unchanged."""
 
     def exit_on_signal(self) -> None:
         pass
 
 
-def stage_rank(rank_info: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
-    """Do what `python -m pipeline STAGE RUN` does, inside a forked rank, and return the exit code."""
+def run_stage_on_rank(rank_info: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
+    """Run a stage of the run at `path` in this rank, as `python -m pipeline STAGE RUN` does. Return the exit code.
+
+    For `run_ranks`, which forks the ranks. This is faster than to start Python in each rank.
+    """
     return int(load_stage_module(stage).run_stage(Run.open(path), rank_info, options or {}, StopFlag().install()))
 
 
 def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:
-    """Add `seconds` of sleep to each step, in the run's copy of the code, and return the run.
+    """Edit the run's copy of the code so that each step sleeps for `seconds`. Return the run.
 
-    A test can then send a signal or a request while the training runs.
+    A test can then send a signal or a request while the run is training.
     """
     trainer = run.code_dir / "pipeline/train/trainer.py"
-    line = "        lr = self.learning_rate("
-    replace_in_file(trainer, line, f"        time.sleep({seconds})\n{line}")
+    line_start = "        lr = self.learning_rate("
+    replace_in_file(trainer, line_start, f"        time.sleep({seconds})\n{line_start}")
     return run
 
 
 def compute_run_digest(run: Run) -> str:
-    """Verify the newest checkpoint and return its digest, as `verify` prints it.
+    """Verify the files of the newest checkpoint and return its digest, which `verify` also prints.
 
-    A forked rank does it in a tenth of a second; the command would import torch first.
+    A forked rank needs a tenth of a second. The command `verify` would first have to import torch.
     """
     return str(run_ranks(1, _compute_digest_rank, run.path)[0])
 

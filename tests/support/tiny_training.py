@@ -1,4 +1,4 @@
-"""Train a tiny model on random tokens with one layout after another, in ranks that are forked once."""
+"""Train a tiny model on random tokens, with one or several layouts in turn, in forked ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pipeline.config.read import parse_config
 from pipeline.config.sections import Config
 
 VOCAB = 64
+"""Size of the vocabulary."""
 STEPS = 10
+"""Steps of a training run, if the test does not set another number."""
 BATCHES = 13
 """Number of global batches, for tests that train more than STEPS steps."""
 
 
 def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
-    """Return a config for `ranks` ranks; the keys of `sections` replace those of the same section."""
-    base: dict[str, dict[str, Any]] = {
+    """Return a config for `ranks` ranks. The keys in `sections` replace or extend those of the default config."""
+    config: dict[str, dict[str, Any]] = {
         "run": {"name": "tiny", "seed": 5},
         "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 512}},
         "model": {"dim": 16, "layers": 4, "heads": 4, "intermediate_size": 32},
@@ -25,12 +27,15 @@ def tiny_config(ranks: int, **sections: dict[str, Any]) -> Config:
         "stages": {"train": {"tasks_per_node": ranks}},
     }
     for name, values in sections.items():
-        base[name] = base.get(name, {}) | values
-    return parse_config(base, "tiny")
+        config[name] = config.get(name, {}) | values
+    return parse_config(config, "tiny")
 
 
 def make_batches(config: Config, vocab: int = VOCAB) -> Any:
-    """Return global batches of random tokens, int64 of shape (BATCHES, global_batch, T + 1), the same in every call."""
+    """Return global batches of random tokens: int64 of shape (BATCHES, train.global_batch, sequence length + 1).
+
+    Every call returns the same tokens.
+    """
     import torch
 
     shape = (BATCHES, config.train.global_batch, config.data.sequence_length + 1)
@@ -40,7 +45,7 @@ def make_batches(config: Config, vocab: int = VOCAB) -> Any:
 def train_steps(
     rank_info: RankInfo, config: Config, world: Any, steps: int = STEPS, vocab: int = VOCAB
 ) -> tuple[Any, list[tuple[float, float]]]:
-    """Train `steps` steps; return the engine and the loss and gradient norm of each step."""
+    """Train `steps` steps. Return the engine, and (loss, gradient norm) of each step."""
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
@@ -50,8 +55,8 @@ def train_steps(
     return engine, continue_training(engine, rank_info, 0, steps)
 
 
-def train_rank(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
-    """Train with each config in turn; return the losses and gradient norms of each."""
+def train_configs(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
+    """Train STEPS steps with each config. Return, for each config, (loss, gradient norm) of each step."""
     import warnings
 
     from pipeline.comm import groups
@@ -62,23 +67,24 @@ def train_rank(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -
     return [train_steps(rank_info, config, world, vocab=vocab)[1] for config in configs]
 
 
-def change_layout_rank(
+def change_layouts_on_rank(
     rank_info: RankInfo, first: Config, others: list[Config], folder: Any, first_steps: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Train with `first` and save; then load, save and train with each of `others`.
+    """Train with the config `first`, then continue with each of the configs `others`.
 
-    Each config loads the checkpoint that the previous one saved before it trained its own `steps` steps.
+    The first config trains `first_steps` steps. Each config then saves a checkpoint and trains `steps` steps. Before
+    that, each of `others` loads the checkpoint of the previous config, so all configs train the same steps.
 
     Args:
         rank_info: this rank.
         first: config of the first engine.
         others: configs with other layouts.
-        folder: where checkpoints are saved.
-        first_steps: number of steps before the first save.
-        steps: number of steps that each config trains after its save.
+        folder: folder for the checkpoints.
+        first_steps: number of steps before the first checkpoint.
+        steps: number of steps that each config trains after its checkpoint.
 
     Returns:
-        For each config: the digest of its checkpoint, and the losses and gradient norms of its `steps` steps.
+        For each config: the digest of its checkpoint, and (loss, gradient norm) of each of its `steps` steps.
     """
     import torch.distributed as dist
 
@@ -100,7 +106,7 @@ def change_layout_rank(
             on_saved=lambda *_: None,
         )
         if number:
-            for tensor in engine.state_dict().values():
+            for tensor in engine.state_dict().values():  # so that `restore` must load every tensor
                 getattr(tensor, "_local_tensor", tensor).fill_(-1)
             assert saver.restore(engine.state_dict(), lambda *_: None) is not None
             engine.finish_loading()
@@ -115,20 +121,20 @@ def change_layout_rank(
     return results
 
 
-def resave_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
-    """Restore a run with the layout of its current config, save to `folder` without a step, return the digest."""
+def resave_on_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
+    """Restore the run at `path` with the layout of its config, save it to `folder` at once, and return the digest."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
     from pipeline.run.directory import Run
     from pipeline.train.trainer import Trainer
-    from tests.support.tiny import HarmlessFlag
+    from tests.support.tiny import PassiveStopFlag
 
     run = Run.open(path)
     world = groups.join_process_group(rank_info, run.config)
-    trainer = Trainer(run, load_run_manifest(run), rank_info, world, HarmlessFlag())
-    assert trainer.start_step
+    trainer = Trainer(run, load_run_manifest(run), rank_info, world, PassiveStopFlag())
+    assert trainer.start_step > 0, "the trainer restored no checkpoint"
     saver = Checkpointer(
         folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
     )
@@ -137,24 +143,25 @@ def resave_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
 
 
 def continue_training(engine: Any, rank_info: RankInfo, last_step: int, steps: int) -> list[tuple[float, float]]:
-    """Train the `steps` steps after step `last_step`; return their losses and gradient norms.
+    """Train the `steps` steps after step `last_step`. Return (loss, gradient norm) of each step.
 
-    Clipping is checked here, because it hardly changes the update of AdamW.
+    Also check the norm after clipping. An error in the clipping would hardly change the losses, because the update of
+    AdamW does not depend on the scale of the gradients.
     """
     from pipeline.train.optimizer import LeanAdamW
 
     limit = engine.config.optimizer.clip_norm
     dp_rank = engine.layout.coordinates(rank_info.rank).dp
     results = []
-    for step, batch in list(enumerate(make_batches(engine.config, engine.task.vocab_size), 1))[
-        last_step : last_step + steps
-    ]:
+    batches = make_batches(engine.config, engine.task.vocab_size)
+    for step, batch in list(enumerate(batches, 1))[last_step : last_step + steps]:
         loss = engine.backward({"tokens": batch.chunk(engine.layout.dp)[dp_rank]}, step)
         norm = engine.clip_gradients(limit)
-        clipped = engine._compute_norm([p for part in engine.parts for p in part.parameters() if p.grad is not None])
-        if isinstance(engine.optimizer, LeanAdamW):  # this optimizer clips in its update
-            clipped *= engine.optimizer.gradient_factor
-        assert abs(clipped - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped, norm)
+        parameters = [p for part in engine.parts for p in part.parameters() if p.grad is not None]
+        clipped_norm = engine._compute_norm(parameters)
+        if isinstance(engine.optimizer, LeanAdamW):  # multiplies the gradients by this factor only in its update
+            clipped_norm *= engine.optimizer.gradient_factor
+        assert abs(clipped_norm - min(norm, limit)) <= 1e-4 * limit or not norm.isfinite(), (clipped_norm, norm)
         engine.update_weights(norm.item())
         results.append((loss.item(), norm.item()))
     return results

@@ -1,4 +1,4 @@
-"""Small tokenizers whose post-processors add special tokens to a text as published tokenizers do."""
+"""Make small tokenizers that add special tokens to a text in the ways of published tokenizers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,38 @@ from tokenizers import Tokenizer, processors
 from data_prep.tokenizer import train_bpe
 
 SPECIAL_TOKENS = ("<|end|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-"""The ID of the first is 0; those of the others follow the vocabulary."""
+"""The first token has the ID 0. The IDs of the other tokens follow the IDs of the vocabulary."""
 
 
 def make_byte_tokenizer(text: str = "", size: int = 270) -> Tokenizer:
-    """Return a byte-level BPE with all of SPECIAL_TOKENS and no post-processor."""
+    """Return a byte-level BPE tokenizer with all of SPECIAL_TOKENS, without a post-processor.
+
+    It is trained on `text`, and `size` is its vocabulary size without all but the first special token.
+    """
     tokenizer = Tokenizer.from_str(train_bpe([text], size, SPECIAL_TOKENS[0]))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS[1:]))
     return tokenizer
 
 
 def get_token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Return the ID of a token that the tokenizer must have."""
+    """Return the ID of a token. Raise AssertionError if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(token)
     assert token_id is not None, token
     return token_id
 
 
 def add_post_processor(tokenizer: Tokenizer, kind: str) -> Tokenizer:
-    """Give the tokenizer the post-processor of this kind of published tokenizer and return it."""
+    """Set the post-processor of the tokenizer and return the tokenizer.
+
+    Args:
+        tokenizer: a tokenizer with all of SPECIAL_TOKENS.
+        kind: key of `post_processors`: a family of published tokenizers, or the special tokens that are added.
+    """
     ids = {token: get_token_id(tokenizer, token) for token in SPECIAL_TOKENS}
 
     def make_template(single: str) -> processors.TemplateProcessing:
-        used = [(token, ids[token]) for token in SPECIAL_TOKENS if token in single.split()]
-        return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=used)
+        tokens_and_ids = [(token, ids[token]) for token in SPECIAL_TOKENS if token in single.split()]
+        return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=tokens_and_ids)
 
     post_processors: dict[str, Any] = {
         "qwen": None,
@@ -54,7 +62,14 @@ def add_post_processor(tokenizer: Tokenizer, kind: str) -> Tokenizer:
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, template: str | None = None, **settings: Any) -> Path:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`; return the path of `tokenizer.json`."""
+    """Write `tokenizer.json` and `tokenizer_config.json`; return the path of `tokenizer.json`.
+
+    Args:
+        folder: folder for both files. It is created if it does not exist.
+        tokenizer: the tokenizer.
+        template: chat template; None for none.
+        settings: further keys of `tokenizer_config.json`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     chat_template = {} if template is None else {"chat_template": template}

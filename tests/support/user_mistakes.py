@@ -1,6 +1,7 @@
-"""The mistakes that a new user is most likely to make: for each, the expected error and the correction.
+"""List the mistakes that a new user is most likely to make, each with the expected error and the correction.
 
-tests/cli/test_user_errors.py makes each mistake in a folder that contains the two configs and the module below.
+tests/cli/test_user_errors.py makes each mistake in a folder with tiny.yaml (TINY_CONFIG), classifier.yaml
+(CUSTOM_CONFIG), classifier.py (CUSTOM_MODULE), corpus.jsonl and arrays.h5.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ train: {steps: 2, global_batch: 8, micro_batch: 4}
 optimizer: {lr: 1.0e-2, warmup_steps: 1}
 """
 CUSTOM_CONFIG = """\
-run: {name: own, root: runs}
+run: {name: classifier, root: runs}
 data: {source: arrays.h5, held_out: 0.2}
-model: {target: own, layers: 1, options: {width: 4}}
+model: {target: classifier, layers: 1, options: {width: 4}}
 train: {steps: 2, global_batch: 8, micro_batch: 4}
 """
 CUSTOM_MODULE = """\
@@ -48,18 +49,18 @@ def loss(outputs, batch):
 def metrics(outputs, batch):
     return {"right": (outputs.argmax(-1) == batch["labels"]).sum()}
 """
-"""It imports torch inside its functions, because the submit command imports the module and must stay fast."""
+"""The functions import torch, not the module, because the submit command imports the module and must stay fast."""
 Action = Callable[[], object]
+"""A change in the working directory, as a function."""
 
 
 def replace_text(file: str, old: str, new: str) -> Action:
     """Return an action that replaces text in a file of the working directory."""
-
     return partial(replace_in_file, Path(file), old, new)
 
 
 def write_arrays(*names: str) -> Action:
-    """Return an action that writes a file of samples with these arrays."""
+    """Return an action that writes arrays.h5 with 60 samples of these arrays."""
 
     def write() -> None:
         generator = np.random.default_rng(0)
@@ -79,19 +80,22 @@ class Mistake:
     command: str
     """Arguments of submit.py that must fail."""
     facts: tuple[str, ...]
-    """Texts that the output must contain: the key, the value, the file, the suggestion."""
+    """Texts that the output must contain, such as the key, the value, the file and the suggestion."""
     code: str = ""
-    """Code of the error; "" if the mistake shows as a failed stage."""
+    """Code of the error; "" if the test must not check the code."""
     prepare: Action = lambda: None
     """Called before `command`."""
     fix: Action = lambda: None
     """Called after `command`."""
     retry_command: str = ""
-    """Arguments that must succeed afterwards. "": those of `command`; `printed`: the last command that was printed."""
+    """Arguments that must succeed after `fix`.
+
+    "": those of `command`. "printed": the last command that the output of `command` contains.
+    """
     earlier_commands: tuple[str, ...] = ()
-    """Arguments that must succeed before `prepare`."""
+    """Commands, as arguments of submit.py, that must succeed before `prepare`."""
     runs_stages: bool = False
-    """If True, stages run; otherwise submission is checked only."""
+    """If True, the stages of the run are executed; otherwise only the checks before a submission."""
 
 
 SUBMISSION_MISTAKES = [
@@ -254,65 +258,65 @@ SUBMISSION_MISTAKES = [
     ),
     Mistake(
         "a module with a syntax error",
-        "own.yaml",
-        ("model.target", "own.py", "line 6"),
-        prepare=replace_text("own.py", "return nn.", "return return nn."),
-        fix=replace_text("own.py", "return return", "return"),
+        "classifier.yaml",
+        ("model.target", "classifier.py", "line 6"),
+        prepare=replace_text("classifier.py", "return nn.", "return return nn."),
+        fix=replace_text("classifier.py", "return return", "return"),
     ),
     Mistake(
         "a misspelt option of a custom model",
-        "own.yaml",
-        ("model.target", "own", "KeyError: 'width'"),
-        prepare=replace_text("own.yaml", "width:", "widht:"),
-        fix=replace_text("own.yaml", "widht:", "width:"),
+        "classifier.yaml",
+        ("model.target", "classifier", "KeyError: 'width'"),
+        prepare=replace_text("classifier.yaml", "width:", "widht:"),
+        fix=replace_text("classifier.yaml", "widht:", "width:"),
     ),
     Mistake(
         "BatchNorm",
-        "own.yaml",
-        ("own", "running_mean", "GroupNorm"),
-        prepare=replace_text("own.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
-        fix=replace_text("own.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
+        "classifier.yaml",
+        ("classifier", "running_mean", "GroupNorm"),
+        prepare=replace_text("classifier.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
+        fix=replace_text("classifier.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
     ),
     Mistake(
         "a module that imports a missing module",
-        "own.yaml",
+        "classifier.yaml",
         ("model.target", "No module named 'not_there'"),
-        prepare=replace_text("own.py", "ARRAYS", "import not_there\nARRAYS"),
-        fix=replace_text("own.py", "import not_there\n", ""),
+        prepare=replace_text("classifier.py", "ARRAYS", "import not_there\nARRAYS"),
+        fix=replace_text("classifier.py", "import not_there\n", ""),
     ),
     Mistake(
         "a module without a loss",
-        "own.yaml",
-        ("model.target", "own.py", "loss"),
-        prepare=replace_text("own.py", "def loss", "def lost"),
-        fix=replace_text("own.py", "def lost", "def loss"),
+        "classifier.yaml",
+        ("model.target", "classifier.py", "loss"),
+        prepare=replace_text("classifier.py", "def loss", "def lost"),
+        fix=replace_text("classifier.py", "def lost", "def loss"),
     ),
     Mistake(
         "a missing module",
-        "own.yaml model.target=mine",
+        "classifier.yaml model.target=mine",
         ("model.target", "mine", "PYTHONPATH"),
-        retry_command="own.yaml",
+        retry_command="classifier.yaml",
     ),
     Mistake(
         "a file that is not HDF5",
-        "own.yaml",
+        "classifier.yaml",
         ("arrays.h5", "file signature not found"),
         prepare=lambda: Path("arrays.h5").write_text("1, 2"),
         fix=write_arrays("inputs", "labels"),
     ),
     Mistake(
         "a file without a required array",
-        "own.yaml",
+        "classifier.yaml",
         ("arrays.h5", "'labels'", "inputs"),
         prepare=write_arrays("inputs"),
         fix=write_arrays("inputs", "labels"),
     ),
     Mistake(
         "text for a custom model",
-        "own.yaml data.source=python-stdlib",
+        "classifier.yaml data.source=python-stdlib",
         ("model.target", "HDF5", "data.source"),
         code="config.conflict",
-        retry_command="own.yaml data.source=arrays.h5",
+        retry_command="classifier.yaml data.source=arrays.h5",
     ),
 ]
 LATER_MISTAKES = [
@@ -404,17 +408,17 @@ LATER_MISTAKES = [
     ),
     Mistake(
         "fewer classes than the labels have",
-        "own.yaml",
-        ("Target 2 is out of bounds", "own.py, line 9"),
-        prepare=replace_text("own.yaml", "width: 4", "width: 4, classes: 2"),
-        fix=replace_text("own.yaml", "classes: 2", "classes: 3"),
+        "classifier.yaml",
+        ("Target 2 is out of bounds", "classifier.py, line 9"),
+        prepare=replace_text("classifier.yaml", "width: 4", "width: 4, classes: 2"),
+        fix=replace_text("classifier.yaml", "classes: 2", "classes: 3"),
         runs_stages=True,
     ),
     Mistake(
         "fewer classes than the labels have, corrected by resume",
-        "own.yaml model.options.classes=2",
+        "classifier.yaml model.options.classes=2",
         ("Target 2 is out of bounds",),
-        retry_command="resume runs/own model.options.classes=3",
+        retry_command="resume runs/classifier model.options.classes=3",
         runs_stages=True,
     ),
     Mistake(
@@ -426,44 +430,44 @@ LATER_MISTAKES = [
     ),
     Mistake(
         "a loss that is a mean",
-        "own.yaml",
-        ("error[model.loss_not_a_sum]", 'reduction="sum"', "resume runs/own --update-code"),
-        prepare=replace_text("own.py", ', reduction="sum"', ""),
-        fix=replace_text("own.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
+        "classifier.yaml",
+        ("error[model.loss_not_a_sum]", 'reduction="sum"', "resume runs/classifier --update-code"),
+        prepare=replace_text("classifier.py", ', reduction="sum"', ""),
+        fix=replace_text("classifier.py", '["labels"])\ndef metrics', '["labels"], reduction="sum")\ndef metrics'),
         retry_command="printed",
         runs_stages=True,
     ),
     Mistake(
         "a bug in the evaluation",
-        "own.yaml",
-        ("NameError", "own.py, line 11", "--update-code", "checkpoints/step-00000002"),
-        prepare=replace_text("own.py", '{"right"', "{right"),
-        fix=replace_text("own.py", "{right", '{"right"'),
+        "classifier.yaml",
+        ("NameError", "classifier.py, line 11", "--update-code", "checkpoints/step-00000002"),
+        prepare=replace_text("classifier.py", '{"right"', "{right"),
+        fix=replace_text("classifier.py", "{right", '{"right"'),
         retry_command="printed",
         runs_stages=True,
     ),
     Mistake(
         "another config after the training",
-        "own.yaml optimizer.lr=0.1",
-        ("runs/own", "optimizer.lr: 0.0003 → 0.1", "checkpoints/step-00000002"),
+        "classifier.yaml optimizer.lr=0.1",
+        ("runs/classifier", "optimizer.lr: 0.0003 → 0.1", "checkpoints/step-00000002"),
         retry_command="printed",
-        earlier_commands=("own.yaml",),
+        earlier_commands=("classifier.yaml",),
         runs_stages=True,
     ),
     Mistake(
         "more steps after the training",
-        "own.yaml train.steps=3",
-        ("train.steps: 2 → 3", "resume runs/own train.steps=3"),
-        retry_command="resume runs/own train.steps=3",
-        earlier_commands=("own.yaml",),
+        "classifier.yaml train.steps=3",
+        ("train.steps: 2 → 3", "resume runs/classifier train.steps=3"),
+        retry_command="resume runs/classifier train.steps=3",
+        earlier_commands=("classifier.yaml",),
         runs_stages=True,
     ),
     Mistake(
         "a key that resume cannot change",
-        "resume runs/own optimizer.lr=0.1",
+        "resume runs/classifier optimizer.lr=0.1",
         ("optimizer.lr: 0.0003 → 0.1", "checkpoints/step-00000002", "another run.name"),
-        retry_command="own.yaml optimizer.lr=0.1 run.name=fast",
-        earlier_commands=("own.yaml",),
+        retry_command="classifier.yaml optimizer.lr=0.1 run.name=fast",
+        earlier_commands=("classifier.yaml",),
         runs_stages=True,
     ),
 ]

@@ -1,12 +1,12 @@
-"""A webhook server that can misbehave: `python -m tests.support.webhook_receiver PORT FOLDER`.
+"""A webhook server that can fail on purpose: `python -m tests.support.webhook_receiver PORT FOLDER`.
 
-It appends each message that it stores to `FOLDER/received.jsonl` as `{"id": ..., "text": ...}`. The file
-`FOLDER/behavior` selects how it handles a request:
+The server appends each stored message to `FOLDER/received.jsonl` as `{"id": ..., "text": ...}`. The file
+`FOLDER/behavior` contains one word, which selects how the server handles a message:
 
-- `well`: store the message and answer 200.
-- `refuse`: answer 500, store nothing.
-- `hang`: give no answer, store nothing.
-- `lose`: store the message, but send no answer, so that the sender must repeat it.
+- `well`: store the message and send status 200.
+- `refuse`: send status 500, store nothing.
+- `hang`: send nothing, store nothing.
+- `lose`: store the message, but send nothing, so that the sender must repeat the message.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 HANG_S = 30.0
-"""Longer than a sender waits (tracking/webhook.py: TIMEOUT_S)."""
+"""Seconds before a hanging connection is closed. Longer than a sender waits (tracking/webhook.py: TIMEOUT_S)."""
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Handle one request."""
+    """Handle the requests of the webhook server."""
 
     folder: Path
 
     def do_GET(self) -> None:
-        """Answer 200, so that a test can wait for the server."""
+        """Send status 200, so that a test can wait until the server runs."""
         self.send_response(200)
         self.end_headers()
 
     def do_POST(self) -> None:
-        """Handle a message as the file `behavior` selects."""
+        """Handle a message as selected by the file `behavior`."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         behavior = (self.folder / "behavior").read_text()
         if behavior == "refuse":

@@ -26,7 +26,7 @@ from pipeline.data.sample_order import compute_index_range
 from pipeline.run.directory import Run
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 
 STEPS = 60
 
@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[in
     results = {}
     for size in (1, 2, 4):
         run = new_run(folder, f"ranks{size}", data)
-        assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
+        assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
         results[size] = compute_run_digest(run), read_steps(run)
     return results
 
@@ -70,7 +70,7 @@ def wait_for_step(run: Run, step: int, ranks: Ranks) -> None:
 
 
 def interrupt_training(
-    run: Run, size: int, number: signal.Signals, step: int, victims: list[int], rank: Any = stage_rank
+    run: Run, size: int, number: signal.Signals, step: int, victims: list[int], rank: Any = run_stage_on_rank
 ) -> list[Any]:
     """Train until a step, send a signal to some ranks, and return the results of all ranks.
 
@@ -91,7 +91,7 @@ def interrupt_training(
         time.sleep(0.5)
         for process in ranks.processes:
             process.kill()
-    return ranks.results(failures_expected=number == signal.SIGKILL)
+    return ranks.wait_for_results(failures_expected=number == signal.SIGKILL)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.story)])
@@ -105,7 +105,7 @@ def test_three_sigterms_do_not_change_the_result(tmp_path: Path, data: Path, und
         assert len(set(codes)) == 1, "all ranks exit with the same code"
         stops += codes[0] == ExitCode.STOPPED
     assert stops == 3
-    assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == undisturbed[size][0]
     assert read_steps(run) == undisturbed[size][1]
     assert [step for step, *_ in read_steps(run)] == list(range(1, STEPS + 1))
@@ -126,7 +126,7 @@ def test_three_sigkills_lose_only_steps_after_the_newest_checkpoint(
         victims = list(range(size)) if killed_ranks == "all" else [draw.randrange(size)]
         interrupt_training(run, size, signal.SIGKILL, len(read_steps(run)) + draw.randint(8, 16), victims)
         saved_and_reached.append((find_newest_step(run.checkpoints_dir), read_steps(run)[-1][0]))
-    assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == undisturbed[size][0]
     assert read_steps(run) == undisturbed[size][1]
     restored = [(e["step"], e["lost_steps"]) for e in read_event_lines(run, "train") if e["event"] == "restored"]
@@ -149,7 +149,7 @@ def recording_rank(rank_info: Any, path: Path, stage: str) -> int:
         return line
 
     setattr(Trainer, "step", step)  # noqa: B010
-    return stage_rank(rank_info, path, stage)
+    return run_stage_on_rank(rank_info, path, stage)
 
 
 def expected_global_batch(run: Run, step: int) -> list[list[int]]:
@@ -168,7 +168,7 @@ def test_other_numbers_of_ranks_read_the_same_samples_and_have_the_same_losses(t
     """Without dropout, the losses of the 10 steps after a change agree to 1e-5. Dropout masks differ by layout."""
     undisturbed = new_run(tmp_path, "undisturbed", data, "model.dropout=0.0")
     run = new_run(tmp_path, "elastic", data, "model.dropout=0.0")
-    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     interrupt_training(run, 2, signal.SIGTERM, 15, [1], recording_rank)
     first = len(read_steps(run))
     interrupt_training(run, 1, signal.SIGTERM, first + 15, [0], recording_rank)
@@ -194,7 +194,7 @@ def test_an_incomplete_last_line_of_metrics_is_removed_on_resume(tmp_path: Path,
     interrupt_training(run, 2, signal.SIGTERM, 10, [0, 1])
     with open(run.metrics_file, "a") as file:
         file.write('{"step": 999, "lo')
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert read_steps(run) == undisturbed[2][1]
     for line in run.metrics_file.read_text().splitlines():
         json.loads(line)

@@ -22,7 +22,7 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.ranks import make_rank_info, run_ranks
-from tests.support.tiny import HarmlessFlag, compute_run_digest, make_run, stage_rank
+from tests.support.tiny import PassiveStopFlag, compute_run_digest, make_run, run_stage_on_rank
 from tests.train.test_exact import interrupt_training, read_steps
 
 SMALL = (
@@ -44,7 +44,7 @@ def prepare_run(folder: Path, *more: str) -> Run:
     overrides = (f"run.root={folder}", f"data.source={source}", *SMALL, *more)
     run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", overrides))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
@@ -52,7 +52,7 @@ def prepare_run(folder: Path, *more: str) -> Run:
 def example(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train the example on two ranks and return its run."""
     run = prepare_run(tmp_path_factory.mktemp("example"))
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
@@ -60,7 +60,7 @@ def evaluate_run(run: Run, size: int) -> dict[str, Any]:
     """Evaluate the newest checkpoint on `size` ranks and return the result."""
     for old in run.evaluation_dir.iterdir():
         old.unlink()
-    assert set(run_ranks(size, stage_rank, run.path, "evaluate")) == {ExitCode.DONE}
+    assert set(run_ranks(size, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
     return dict(json.loads(next(run.evaluation_dir.iterdir()).read_text()))
 
 
@@ -109,12 +109,12 @@ def test_a_stop_keeps_the_result_and_another_layout_keeps_the_sample_order(examp
     (tmp_path / "answers.jsonl").write_bytes((example.path.parent / "answers.jsonl").read_bytes())
     stopped = prepare_run(tmp_path, "run.name=stopped", "train.evaluate_every=4")
     interrupt_training(stopped, 2, signal.SIGUSR1, 3, [1])
-    assert set(run_ranks(2, stage_rank, stopped.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, stopped.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(stopped) == compute_run_digest(example)
     held_out_losses = [line["held_out_loss"] for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line]
     assert len(held_out_losses) == 3 and min(held_out_losses) > 0
     moved = prepare_run(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
-    assert set(run_ranks(2, stage_rank, moved.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, moved.path, "train")) == {ExitCode.DONE}
     for step, expected in zip(read_steps(moved), read_steps(example), strict=True):
         assert step[:3] == pytest.approx(expected[:3], rel=1e-4) and step[4] == expected[4]
 
@@ -125,7 +125,7 @@ def test_a_document_mask_changes_training_and_evaluation(tmp_path: Path) -> None
     unmasked = make_run(tmp_path, "unmasked", ("train.steps=7",), masked.data_dir)
     results = []
     for run in (masked, unmasked):
-        assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+        assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
         results.append(evaluate_run(run, 2))
     documents = sum(
         int((np.fromfile(masked.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1

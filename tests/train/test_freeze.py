@@ -18,10 +18,10 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_training import (
     STEPS,
     VOCAB,
-    change_layout_rank,
+    change_layouts_on_rank,
     make_batches,
     tiny_config,
-    train_rank,
+    train_configs,
     train_steps,
 )
 
@@ -125,8 +125,8 @@ def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
         {"parallel": {"local_sgd": {"every": 1, "warmup_steps": 2}}, "optimizer": {"name": "sgd"}},
     ]
     one_rank_cases = [{key: values for key, values in case.items() if key != "parallel"} for case in cases]
-    expected = run_ranks(1, train_rank, [freeze_config(1, HALF, **case) for case in one_rank_cases], timeout=600)[0]
-    results = run_ranks(4, train_rank, [freeze_config(4, HALF, **case) for case in cases], timeout=600)
+    expected = run_ranks(1, train_configs, [freeze_config(1, HALF, **case) for case in one_rank_cases], timeout=600)[0]
+    results = run_ranks(4, train_configs, [freeze_config(4, HALF, **case) for case in cases], timeout=600)
     for number, case in enumerate(cases):
         if "local_sgd" not in str(case):  # its gradient norms are those of single replicas
             for step, expected_step in zip(results[0][number], expected[number], strict=True):
@@ -137,7 +137,7 @@ def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
 def test_checkpoints_with_frozen_parameters_move_between_layouts(tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
     first, *others = [freeze_config(2, HALF, parallel=parallel, train={"micro_batch": 8}) for parallel in layouts]
-    results = run_ranks(2, change_layout_rank, first, others, tmp_path, 3, 4, timeout=600)
+    results = run_ranks(2, change_layouts_on_rank, first, others, tmp_path, 3, 4, timeout=600)
     digests = {digest for digest, _ in results[0]}
     assert len(digests) == 1
     for _, losses in results[0][1:]:

@@ -18,7 +18,7 @@ from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
 from tests.train.test_exact import interrupt_training, new_run, read_steps
 from tracking.follower import Follower
@@ -60,13 +60,13 @@ def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchange
     plain = new_run(tmp_path, "plain", data, *SHORT, *more, ranks)
     evaluated = new_run(tmp_path, "evaluated", data, *SHORT, *more, ranks, *EVALUATE)
     for run in (plain, evaluated):
-        assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
+        assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(evaluated) == compute_run_digest(plain)
     assert read_steps(evaluated) == read_steps(plain)
     losses = read_held_out_losses(evaluated)
     assert not read_held_out_losses(plain)
     assert set(losses) == set(list_checkpoint_steps(evaluated.checkpoints_dir)) == {4, 8}
-    assert run_ranks(1, stage_rank, evaluated.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, evaluated.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
     results = [json.loads(path.read_text()) for path in evaluated.evaluation_dir.iterdir()]
     assert losses == {result["step"]: result["loss"] for result in results}
     for line in read_jsonl(evaluated.metrics_file):
@@ -75,7 +75,7 @@ def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchange
 
 
 def stop_during_evaluation_rank(rank_info: RankInfo, path: Path, stage: str, stop_step: int) -> int:
-    """Run the stage like `stage_rank`; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
+    """Run the stage; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
     from pipeline.evaluate.evaluator import Evaluator
 
     measure = Evaluator.measure
@@ -86,11 +86,11 @@ def stop_during_evaluation_rank(rank_info: RankInfo, path: Path, stage: str, sto
         return measure(self, step, **more)
 
     setattr(Evaluator, "measure", signal_and_measure)  # noqa: B010
-    return stage_rank(rank_info, path, stage)
+    return run_stage_on_rank(rank_info, path, stage)
 
 
 def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Run the stage like `stage_rank`, with a user's callback that records held-out evaluations in a file per rank."""
+    """Run the stage with a callback of the user that records held-out evaluations in a file per rank."""
     from pipeline.train import trainer
     from pipeline.train.callback import Callback, TrainerContext
 
@@ -99,7 +99,7 @@ def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> in
             append_line(path / f"evaluations-{trainer.rank}.jsonl", json.dumps({"step": step, **metrics}))
 
     setattr(trainer, "make_user_callbacks", lambda module, config: [Recorder()])  # noqa: B010
-    return stage_rank(rank_info, path, stage)
+    return run_stage_on_rank(rank_info, path, stage)
 
 
 def test_callbacks_receive_held_out_evaluations_on_all_ranks(tmp_path: Path, data: Path) -> None:
@@ -116,7 +116,7 @@ def test_stops_do_not_change_held_out_losses(tmp_path: Path, data: Path) -> None
     more = ("train.steps=24", "checkpoint.every_steps=5", *EVALUATE)
     undisturbed = new_run(tmp_path, "undisturbed", data, *more)
     run = new_run(tmp_path, "stopped", data, *more, "track={tensorboard: true}")
-    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     for _ in range(2):
         assert run_ranks(2, stop_during_evaluation_rank, run.path, "train", 8) == [ExitCode.STOPPED] * 2
         assert set(read_held_out_losses(run)) == {4}, "the evaluation of step 8 did not finish"

@@ -19,7 +19,7 @@ from pipeline.run.stages import load_stage_module
 from tests.data_prep.test_token_files import write_megatron
 from tests.support.events import read_event_lines
 from tests.support.ranks import make_rank_info, run_ranks
-from tests.support.tiny import HarmlessFlag, compute_run_digest, stage_rank, write_config
+from tests.support.tiny import PassiveStopFlag, compute_run_digest, run_stage_on_rank, write_config
 
 WEIGHTS = [{"from_step": 1, "weights": {"web": 3, "code": 1}}, {"from_step": 9, "weights": {"web": 1, "code": 1}}]
 
@@ -43,15 +43,15 @@ def make_run(folder: Path, name: str) -> Run:
         text.replace("{vocab_size: 300, train_bytes: 50000}", json.dumps({"kind": "file", "path": str(tokenizer)}))
     )
     run = Run.create(load_config(config))
-    load_stage_module("prepare").run_stage(run, make_rank_info(0, 1, 1), {}, HarmlessFlag())
+    load_stage_module("prepare").run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     for task in (2, 0, 1):
-        load_stage_module("shard").run_stage(run, make_rank_info(task, 3, 3), {}, HarmlessFlag())
+        load_stage_module("shard").run_stage(run, make_rank_info(task, 3, 3), {}, PassiveStopFlag())
     assert load_stage_module("shard").describe_missing_outputs(run) is None
     return run
 
 
 def train(run: Run, size: int) -> list[int]:
-    return run_ranks(size, stage_rank, run.path, "train")
+    return run_ranks(size, run_stage_on_rank, run.path, "train")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_another_layout_reads_the_same_samples(trained_run: Run, tmp_path: Path)
 
 
 def test_held_out_loss_is_also_reported_for_each_source(trained_run: Run) -> None:
-    assert run_ranks(1, stage_rank, trained_run.path, "evaluate") == [ExitCode.DONE]
+    assert run_ranks(1, run_stage_on_rank, trained_run.path, "evaluate") == [ExitCode.DONE]
     result: dict[str, Any] = json.loads((trained_run.evaluation_dir / "step-00000016.json").read_text())
     web, code = (load_manifest(trained_run.data_dir / name).held_out_tokens for name in ("web", "code"))
     mean = (web * result["web.loss"] + code * result["code.loss"]) / (web + code)

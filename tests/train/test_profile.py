@@ -32,7 +32,7 @@ from pipeline.train.step_trace import (
 )
 from tests.support.mpirun import run_mpirun
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import tiny_config
 
 STEP_US = 40
@@ -144,7 +144,7 @@ def test_parts_over_gloo_have_the_known_durations(tmp_path: Path) -> None:
 
 def test_parts_over_mpi_have_the_known_durations() -> None:
     completed = run_mpirun(2, "tests.support.mpi_programs", "profile")
-    assert completed.stdout.count("good") == 2, completed.stdout
+    assert completed.stdout.count("all checks passed") == 2, completed.stdout
 
 
 # -- training runs ---------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def four_ranks_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train with two pipeline-parallel stages of two ranks each and two profiled steps. Return the run."""
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.profile_every=3")
     run = make_run(tmp_path_factory.mktemp("four_ranks_run"), overrides=(*layout, "train.steps=7"))
-    assert run_ranks(4, stage_rank, run.path, "train") == [ExitCode.DONE] * 4
+    assert run_ranks(4, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 4
     return run
 
 
@@ -212,7 +212,7 @@ def test_the_traces_of_four_ranks_are_merged(four_ranks_run: Run) -> None:
 def test_profiling_does_not_change_the_result(four_ranks_run: Run, tmp_path: Path) -> None:
     layout = ("parallel.pipeline=2", "stages.train.tasks_per_node=4", "train.steps=7")
     unprofiled = make_run(tmp_path, overrides=layout, data=four_ranks_run.data_dir)
-    assert run_ranks(4, stage_rank, unprofiled.path, "train") == [ExitCode.DONE] * 4
+    assert run_ranks(4, run_stage_on_rank, unprofiled.path, "train") == [ExitCode.DONE] * 4
     assert compute_run_digest(unprofiled) == compute_run_digest(four_ranks_run)
     assert not unprofiled.profiles_dir.exists()
 
@@ -262,7 +262,7 @@ def train_with_failing_profiles_on_rank(rank_info: RankInfo, path: Path, request
         else:
             run.profile_file.write_bytes(request)
     with open(path / f"stderr-{rank_info.rank}", "w") as stderr, redirect_stderr(stderr):
-        return stage_rank(rank_info, path, "train")
+        return run_stage_on_rank(rank_info, path, "train")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def train_with_deadline_on_rank(rank_info: RankInfo, path: Path, remaining_s: fl
     profiler.Profiler._save_trace = save_slowly  # type: ignore[method-assign,assignment]
     # Only the deadline of rank 0 expires.
     Deadline.should_stop = lambda self, after_s=0.0: rank_info.rank == 0 and after_s > remaining_s  # type: ignore[method-assign]
-    return stage_rank(rank_info, path, "train")
+    return run_stage_on_rank(rank_info, path, "train")
 
 
 @pytest.mark.parametrize(("remaining_s", "profiled"), [(0.4, 1), (0.05, 0)])
@@ -363,7 +363,7 @@ def train_with_few_profiles_on_rank(rank_info: RankInfo, path: Path) -> int:
     from pipeline.train import profiler
 
     profiler.MAX_STEPS = 2
-    return stage_rank(rank_info, path, "train")
+    return run_stage_on_rank(rank_info, path, "train")
 
 
 def test_old_profiles_are_removed(four_ranks_run: Run, tmp_path: Path) -> None:

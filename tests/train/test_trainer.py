@@ -23,7 +23,7 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import tiny_config
 from tests.train.test_exact import interrupt_training, new_run, read_steps
 
@@ -107,7 +107,7 @@ def test_steps_equal_plain_torch_code(tmp_path: Path, data: Path, size: int, mic
         "optimizer.clip_norm=0.5",
     )
     run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
-    assert set(run_ranks(size, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     plain = run_ranks(1, train_in_plain_torch, run.path, 10)[0]
     # Muon's bf16 products amplify differences in the last digit; test_optimizer.py compares Muon bit by bit
     tolerance = 1e-5 if optimizer != "muon" else 1e-3
@@ -128,10 +128,10 @@ def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, p
     more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
     undisturbed = new_run(tmp_path, "undisturbed", data, *more)
     run = new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     interrupt_training(run, 2, signal.SIGTERM, 5, [1])
     assert len(read_steps(run)) < 14
-    assert set(run_ranks(2, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
     losses = [line[1] for line in read_steps(undisturbed)]
     assert losses[-1] < losses[0] - 1.0
@@ -145,7 +145,7 @@ def read_fp16_scale(run: Run) -> float:
 
 def test_the_fp16_scale_is_saved_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
-    assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert read_fp16_scale(run) > 1.0
 
 
@@ -187,7 +187,7 @@ def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> Non
     plain = new_run(tmp_path, "plain", data, *more)
     compiled = new_run(tmp_path, "compiled", data, *more, "train.compile=true")
     for run in (plain, compiled):
-        assert set(run_ranks(1, stage_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
+        assert set(run_ranks(1, run_stage_on_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
     for step, expected in zip(read_steps(compiled), read_steps(plain), strict=True):
         assert step[1] == pytest.approx(expected[1], rel=1e-5) and step[2] == pytest.approx(expected[2], rel=1e-4)
 
@@ -219,17 +219,17 @@ def train_on_other_gpu(rank_info: RankInfo, path: Path) -> int:
 
     versions = trainer.collect_versions()
     trainer.collect_versions = lambda: {**versions, "gpu": "NVIDIA H200", "torch": "3.0"}
-    return stage_rank(rank_info, path, "train")
+    return run_stage_on_rank(rank_info, path, "train")
 
 
 def test_a_resume_with_other_versions_records_them(tmp_path: Path, data: Path) -> None:
     import torch
 
     run = new_run(tmp_path, "moved", data, "train.steps=3")
-    assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
-    for step, rank in ((4, stage_rank), (5, train_on_other_gpu)):
+    assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
+    for step, rank in ((4, run_stage_on_rank), (5, train_on_other_gpu)):
         run.apply_overrides([f"train.steps={step}"])
-        more = ("train",) if rank is stage_rank else ()
+        more = ("train",) if rank is run_stage_on_rank else ()
         assert set(run_ranks(1, rank, run.path, *more)) == {ExitCode.DONE}
     same, other = read_event_lines(run, "train", "restored")
     assert "versions" not in same
@@ -244,7 +244,7 @@ def run_without_initialization(rank_info: RankInfo, path: Path, stage: str) -> i
         raise AssertionError("the stage generates initial weights")
 
     decoder.sample_initial_values = task.sample_initial_values = fail  # type: ignore[assignment]
-    return stage_rank(rank_info, path, stage)
+    return run_stage_on_rank(rank_info, path, stage)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -254,7 +254,7 @@ def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, 
         new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("undisturbed", 5), ("moved", 3))
     )
     for each in (undisturbed, run):
-        assert set(run_ranks(size, stage_rank, each.path, "train")) == {ExitCode.DONE}
+        assert set(run_ranks(size, run_stage_on_rank, each.path, "train")) == {ExitCode.DONE}
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
         assert set(run_ranks(size, run_without_initialization, run.path, stage)) == {ExitCode.DONE}
@@ -288,14 +288,14 @@ def run_with_local_copies(rank_info: RankInfo, path: Path, stage: str) -> int:
     LocalCopies.poll_interval_s = 0.01
     LocalCopies.__init__ = record_and_init  # type: ignore
     Trainer.step = wait_and_step  # type: ignore
-    return stage_rank(rank_info, path, stage)
+    return run_stage_on_rank(rank_info, path, stage)
 
 
 def test_copies_on_a_local_disk_do_not_change_the_result_and_are_removed(tmp_path: Path, data: Path) -> None:
     (tmp_path / "disk").mkdir()
     more = {"undisturbed": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
     undisturbed, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
-    assert set(run_ranks(2, stage_rank, undisturbed.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, run_with_local_copies, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
     (event,) = read_event_lines(run, "train", "local_copy")
@@ -311,9 +311,9 @@ def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path
     steps = count_training_steps(run.config, run.data_dir)
     assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the number is rounded up"
     assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
-    assert set(run_ranks(1, stage_rank, run.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     by_steps = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
-    assert set(run_ranks(1, stage_rank, by_steps.path, "train")) == {ExitCode.DONE}
+    assert set(run_ranks(1, run_stage_on_rank, by_steps.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(by_steps)
     assert read_steps(run) == read_steps(by_steps) and len(read_steps(run)) == steps
     for invalid, fact in {

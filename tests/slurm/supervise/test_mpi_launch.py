@@ -23,9 +23,9 @@ from slurm.supervise.launch import RankCommand, RankExit
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.support.events import read_event_lines
-from tests.support.mpirun import find_processes, run_mpirun, wait_until_processes_exit
+from tests.support.mpirun import find_processes, list_remaining_processes, run_mpirun
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, slow_down_steps, stage_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank, slow_down_steps
 
 pytestmark = pytest.mark.timeout(900)
 cluster = cluster_fixture()
@@ -45,7 +45,7 @@ def read_numbers(run: Run) -> list[tuple[float, float]]:
 def gloo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return an undisturbed run over Gloo. MPI must give the same bits, because a sum of two has only one order."""
     run = make_run(tmp_path_factory.mktemp("gloo"))
-    assert run_ranks(2, stage_rank, run.path, "train") == [0, 0]
+    assert run_ranks(2, run_stage_on_rank, run.path, "train") == [0, 0]
     return run
 
 
@@ -70,7 +70,7 @@ def test_killed_rank_is_reported_and_the_run_continues(gloo_run: Run, tmp_path: 
     failed = read_event_lines(run, "train", "failed")[0]
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
     assert read_numbers(run) == read_numbers(gloo_run) and compute_run_digest(run) == compute_run_digest(gloo_run)
-    assert not wait_until_processes_exit(str(run.path), 5)
+    assert not list_remaining_processes(str(run.path), 5)
 
 
 def wait_for_step(run: Run, step: int, is_running: Callable[[], bool]) -> None:
