@@ -1,4 +1,4 @@
-"""Tests of the end of attempts: progress, the rank that failed first, exits for a retry, and killed supervisors."""
+"""Tests of what happens at the end of an attempt: progress, the first failed rank, retries, and killed supervisors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_progress_is_a_new_checkpoint_a_repaired_checkpoint_or_a_decision(tmp_pa
 
     assert changes_progress("saved", 4) and changes_progress("saved", 8)
     assert not changes_progress("saved", 8) and not changes_progress("saved", 4), "these steps were saved before"
-    assert not changes_progress("damaged", 8) and changes_progress("saved", 8), "the save replaces a damaged checkpoint"
+    assert not changes_progress("damaged", 8)
+    assert changes_progress("saved", 8), "a checkpoint that replaces a damaged one is progress"
     assert not changes_progress("saved", 8)
     (run.checkpoints_dir / checkpoint_name(12)).mkdir()
     markers.append(read_progress_marker(run, "train"))
@@ -76,16 +77,24 @@ def test_first_failure_is_not_a_rank_that_only_lost_a_peer() -> None:
     assert SrunLauncher.find_first_failure("nothing", 1) is None
 
 
-@pytest.mark.parametrize("target", ["own", "own.net"])
+@pytest.mark.parametrize("target", ["vision", "vision.net"])
 def test_message_shows_only_the_frames_of_the_users_module(tmp_path: Path, target: str) -> None:
-    """If no frame is in the user's module, the message keeps all frames."""
+    """The module in `model.target` is that of the user. If no frame is in this module, the message keeps all frames.
+
+    The name of another module, visionary.py, begins with the same letters.
+    """
     config = load_config(write_config(tmp_path))
     model = config.model.model_copy(update={"target": target})
     run = Run(tmp_path / "run", config.model_copy(update={"model": model}))
     run.stage_dir("train").mkdir(parents=True, exist_ok=True)
     frames = [
         f'  File "{run.code_dir}/{name}", line 7, in forward\n    y = self.layer(x)\n        ^^^^^^^^^^^^^\n'
-        for name in ("pipeline/train/engine.py", "owner.py", f"{target.replace('.', '/')}.py", "/torch/nn/linear.py")
+        for name in (
+            "pipeline/train/engine.py",
+            "visionary.py",
+            f"{target.replace('.', '/')}.py",
+            "/torch/nn/linear.py",
+        )
     ]
     head = "Traceback (most recent call last):\n"
     tail = "RuntimeError: mat1 and mat2\n  with shapes (1x3 and 64x64)\n"
@@ -116,29 +125,32 @@ def test_out_of_memory_kill_is_recognized_in_the_messages_of_slurm(tmp_path: Pat
     failure = find_failure(run, "train", [rank_exit])
     assert (failure.cause, failure.fields["rank"], failure.fields["host"]) == (ExitCode.OUT_OF_MEMORY, 1, "n1")
     write_error_report(run, "train", make_rank_info(1, 3, 1), ExitCode.OUT_OF_MEMORY, "CUDA out of memory")
-    assert find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)]).fields["rank"] == 0, "the earliest report counts"
+    failure = find_failure(run, "train", [RankExit(0, ExitCode.CRASHED)])
+    assert failure.fields["rank"] == 0, "the earliest report must count"
 
 
 def test_failed_gpu_is_found_in_the_log_if_nccl_aborts_the_rank(tmp_path: Path) -> None:
+    """NCCL aborts the rank with SIGABRT (-6), so the rank writes no report. Only new lines of the log count."""
     run = Run.create(load_config(write_config(tmp_path)))
     logs = [get_rank_log(run, "train", rank) for rank in range(3)]
     for log in logs:
         log.write_text(f"what(): {ECC}, in an earlier attempt\n")
     log_sizes = measure_log_sizes(run, "train")
-    aborted = [RankExit(0, -6), RankExit(1, -6, "n2")]
-    assert find_failure(run, "train", aborted, log_sizes=log_sizes).cause == ExitCode.CRASHED
+    aborted_ranks = [RankExit(0, -6), RankExit(1, -6, "n2")]
+    assert find_failure(run, "train", aborted_ranks, log_sizes=log_sizes).cause == ExitCode.CRASHED
     with open(logs[1], "a") as log_file:
         log_file.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
     write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost rank 1")
-    failure = find_failure(run, "train", aborted, log_sizes=log_sizes)
+    failure = find_failure(run, "train", aborted_ranks, log_sizes=log_sizes)
     assert failure.cause == ExitCode.BAD_NODE
     assert failure.fields == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
     assert find_failure(run, "train", [RankExit(1, -9, "n2")], log_sizes=log_sizes).cause == ExitCode.CRASHED, (
-        "another process killed the rank"
+        "a rank that another process killed (SIGKILL, -9) does not show a failed GPU"
     )
 
 
 def test_full_disk_is_detected_without_a_report_of_a_rank(small_disk: Path) -> None:
+    """The run directory is on a full disk, so a rank cannot write its error report there."""
     run = Run.create(load_config(write_config(small_disk, "tiny", 20)))
     assert run.describe_write_error() is None
     with open(small_disk / "filler", "wb") as file, suppress(OSError):
@@ -152,13 +164,13 @@ def test_full_disk_is_detected_without_a_report_of_a_rank(small_disk: Path) -> N
 
 
 def exit_for_retry(
-    run: Run, answers: list[JobInfo | None], monkeypatch: pytest.MonkeyPatch, was_signalled: bool = False
+    run: Run, job_infos: list[JobInfo | None], monkeypatch: pytest.MonkeyPatch, was_signalled: bool = False
 ) -> tuple[ExitCode, list[str]]:
     """Let a supervisor exit after its ranks ran out of memory. Return its exit code and its requests to Slurm.
 
     Args:
         run: the run.
-        answers: the job as the controller shows it in each query; None if it does not respond. The last one repeats.
+        job_infos: result of each query of the job; None if the controller does not respond. The last result repeats.
         monkeypatch: replaces the commands of Slurm and the clock.
         was_signalled: whether the supervisor received a signal.
     """
@@ -170,18 +182,18 @@ def exit_for_retry(
         requests.append("requeue")
         return True
 
-    answer_iterator = itertools.chain(answers, itertools.repeat(answers[-1]))
-    now = itertools.count(step=5)
+    query_results = itertools.chain(job_infos, itertools.repeat(job_infos[-1]))
+    clock = itertools.count(step=5)  # each call of time.monotonic() advances the clock by 5 s
     monkeypatch.setattr(
         current_job,
         "run_slurm_command",
-        lambda *command, **_: next(answer_iterator) if command[0] == "scontrol" else None,
+        lambda *command, **_: next(query_results) if command[0] == "scontrol" else None,
     )
-    monkeypatch.setattr(current_job, "parse_job_info", lambda facts: facts)
+    monkeypatch.setattr(current_job, "parse_job_info", lambda info: info)
     monkeypatch.setattr(current_job, "requeue_job", requeue)
     monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command, **_: requests.append(command[0]))
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: None)
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     job_supervisor = supervisor.Supervisor(run, "train", StopFlag())
     job_supervisor.rank_info = make_rank_info(0, 1, 1)
@@ -205,14 +217,15 @@ def exit_for_retry(
 def test_job_that_is_cancelled_after_its_ranks_exited_is_not_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The state COMPLETING shows the cancellation. If the controller never responds, a signal may show it."""
     run = Run.create(load_config(write_config(tmp_path)))
     assert exit_for_retry(run, [None, None, make_job_info(state="COMPLETING")], monkeypatch) == (ExitCode.CANCELLED, [])
     assert read_event_lines(run, "train")[-1]["event"] == "cancelled"
     result = exit_for_retry(run, [None], monkeypatch, was_signalled=True)
-    assert result == (ExitCode.OUT_OF_MEMORY, []), "the job may have been cancelled"
+    assert result == (ExitCode.OUT_OF_MEMORY, []), "the job may have been cancelled, so it must not be requeued"
     assert "did not report" in read_event_lines(run, "train")[-1]["message"]
     assert exit_for_retry(run, [None], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"]), (
-        "a cancelled job would have received a signal"
+        "the job was not cancelled, because a cancelled job receives a signal"
     )
     assert exit_for_retry(run, [None, make_job_info()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, ["requeue"])
     assert read_event_lines(run, "train")[-1]["event"] == "requeued"
@@ -221,30 +234,31 @@ def test_job_that_is_cancelled_after_its_ranks_exited_is_not_requeued(
 def test_job_submits_its_successor_if_the_site_does_not_requeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """If sbatch refuses the successor, the stage fails and the jobs that wait for it are cancelled."""
     from slurm.submit import sbatch
     from slurm.supervise import supervisor
 
     run = Run.create(load_config(write_config(tmp_path), ["site.requeue=false"]))
-    submitted: list[object] = []
-    cancellations: list[bool] = []
+    submitted_stages: list[object] = []
+    cancel_calls: list[bool] = []  # value of `is_done` in each call of `cancel_unneeded_jobs`
 
     def submit(run: Run, stage: str, after: Sequence[str], *, dependency_type: str, **options: object) -> None:
-        submitted.append(stage)
-        if len(submitted) == 1:
+        submitted_stages.append(stage)
+        if len(submitted_stages) == 1:
             raise UserError("slurm.job_refused", "sbatch refused the job")
         write_event(run, "submitted", stage, job_id="8", after=list(after), kind=dependency_type)
 
     monkeypatch.setattr(sbatch, "submit_stage", submit)
     monkeypatch.setattr(
-        supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: cancellations.append(is_done)
+        supervisor.Supervisor, "cancel_unneeded_jobs", lambda self, is_done: cancel_calls.append(is_done)
     )
     assert exit_for_retry(run, [make_job_info()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
     event = read_event_lines(run, "train")[-1]
-    assert event["event"] == "failed" and "no successor" in event["message"] and cancellations == [False]
+    assert event["event"] == "failed" and "no successor" in event["message"] and cancel_calls == [False]
     for _ in range(2):
         assert exit_for_retry(run, [make_job_info()], monkeypatch) == (ExitCode.OUT_OF_MEMORY, [])
         assert read_event_lines(run, "train")[-1]["event"] == "handed_over"
-    assert len(submitted) == 2 and cancellations == [False], "the job must have only one successor"
+    assert len(submitted_stages) == 2 and cancel_calls == [False], "the job must have only one successor"
 
 
 @pytest.mark.parametrize(
@@ -257,6 +271,7 @@ def test_job_submits_its_successor_if_the_site_does_not_requeue(
 def test_successor_does_not_continue_after_a_cancelled_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, recorded_cause: str | None, is_retried: bool
 ) -> None:
+    """Job 7 is the successor of job 6, whose final state is `state`. If Slurm does not know it, the event counts."""
     from slurm.submit import sbatch
     from slurm.supervise import succession
 
@@ -278,8 +293,14 @@ def test_successor_does_not_continue_after_a_cancelled_job(
 # ---- attempts whose supervisor was killed
 
 
-def make_unreported_attempt(folder: Path, *events: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
-    """Return a run with an attempt in job 6 that saved nothing and has no end, the successor 7, and more `events`."""
+def make_run_with_open_attempt(folder: Path, *events: tuple[str, dict[str, Any]], overrides: Sequence[str] = ()) -> Run:
+    """Return a run whose train stage was started in job 6 and saved nothing. Job 7 is the successor of job 6.
+
+    Args:
+        folder: folder for the config and the run.
+        events: names and fields of further events of job 6.
+        overrides: overrides of config keys.
+    """
     folder.mkdir(exist_ok=True)
     run = Run.create(load_config(write_config(folder), overrides))
     write_event(run, "submitted", "train", job_id="6", executor="slurm", after=[], kind="afterok")
@@ -300,16 +321,20 @@ def make_unreported_attempt(folder: Path, *events: tuple[str, dict[str, Any]], o
 
 
 def close_attempt(run: Run, job_id: str, restarts: int = 0) -> tuple[ExitCode | None, str | None, list[dict[str, Any]]]:
-    """Call `end_unfinished_attempt` in a job. Return the cause and reason if it must not start, and the new events."""
+    """Call `end_unfinished_attempt` as job `job_id`, which was requeued `restarts` times.
+
+    Returns:
+        The exit code and the reason if the stage must not start, otherwise None and None; then the new events.
+    """
     count_before = len(read_event_lines(run, "train"))
     rank_info = replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts)
-    cause, reason = end_unfinished_attempt(run, "train", rank_info, None) or (None, None)
-    return cause, reason, read_event_lines(run, "train")[count_before:]
+    exit_code, reason = end_unfinished_attempt(run, "train", rank_info, None) or (None, None)
+    return exit_code, reason, read_event_lines(run, "train")[count_before:]
 
 
 @pytest.fixture
 def set_slurm_state(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that sets the state in which Slurm shows all jobs."""
+    """Return a function that sets the state that Slurm reports for all jobs."""
 
     def set_state(state: str) -> None:
         monkeypatch.setattr(attempt_end, "read_job_info", lambda job: None)
@@ -333,42 +358,52 @@ def set_slurm_state(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("FAILED", {"by": "stop file"}, "stop file", "stopped", False),
     ],
 )  # fmt: skip
-def test_successor_applies_the_budgets_after_a_killed_supervisor(
+def test_successor_writes_the_end_of_an_attempt_whose_supervisor_was_killed(
     tmp_path: Path, set_slurm_state: Callable[[str], None], state: str, stopping_fields: dict[str, str] | None,
     cause: str, end_event: str, is_retried: bool,
 ) -> None:  # fmt: skip
-    """The attempt made no progress, so it is only retried if the cause is outside of the run, such as a dead node."""
+    """Job 7 is the successor. It determines the cause from the state of job 6 and from the event `stopping`.
+
+    The attempt made no progress. So the stage is retried only after a cause outside of the run, such as a failed node.
+    """
     set_slurm_state(state)
-    run = make_unreported_attempt(tmp_path, *([("stopping", stopping_fields)] if stopping_fields else []))
+    run = make_run_with_open_attempt(tmp_path, *([("stopping", stopping_fields)] if stopping_fields else []))
     code, _, events = close_attempt(run, "7")
     assert (code is None) == is_retried
     assert [event["event"] for event in events] == [end_event, *["handed_over"] * is_retried]
     assert {event["cause"] for event in events} == {cause}
     assert code in (None, ExitCode.__members__.get(cause.upper(), ExitCode.STOPPED))
     second_code, _, second_events = close_attempt(run, "7")
-    assert second_code == code and second_events == [], "a second call must return the same and write nothing"
+    assert second_code == code and second_events == [], "a second call must return the same code and write no event"
 
 
 def test_number_of_retries_after_killed_supervisors_is_limited(
     tmp_path: Path, set_slurm_state: Callable[[str], None]
 ) -> None:
+    """Each attempt loses its node before it makes progress. Two retries are allowed, so the third attempt is the last.
+
+    Jobs 6 to 8 run the attempts 1 to 3. Job 9 must not start the stage.
+    """
     set_slurm_state("NODE_FAIL")
-    run = make_unreported_attempt(tmp_path, overrides=["recovery.fruitless=2"])
-    job = 7
-    while (result := close_attempt(run, str(job)))[0] is None:
-        write_event(run, "submitted", "train", job_id=str(job + 1), after=[str(job)], kind="afternotok")
-        fields = {"job_id": str(job), "slurm_job": str(job), "standing": read_progress_marker(run, "train")}
-        write_event(run, "started", "train", attempt=job - 5, restarts=0, **fields)
-        job += 1
-        assert job < 20, "the stage is retried forever"
-    assert job == 9 and "3 attempts in a row" in (result[1] or "") and result[2][-1]["event"] == "failed"
+    run = make_run_with_open_attempt(tmp_path, overrides=["recovery.max_restarts_without_progress=2"])
+    job_id = 7
+    while (result := close_attempt(run, str(job_id)))[0] is None:
+        write_event(run, "submitted", "train", job_id=str(job_id + 1), after=[str(job_id)], kind="afternotok")
+        fields = {"job_id": str(job_id), "slurm_job": str(job_id), "standing": read_progress_marker(run, "train")}
+        write_event(run, "started", "train", attempt=job_id - 5, restarts=0, **fields)
+        job_id += 1
+        assert job_id < 20, "the number of retries is not limited"
+    _, reason, new_events = result
+    assert job_id == 9 and "3 attempts in a row" in (reason or "") and new_events[-1]["event"] == "failed"
     write_event(run, "resumed")
-    assert close_attempt(run, str(job))[0] is None, "`resume` must reset the limit"
+    assert close_attempt(run, str(job_id))[0] is None, "`resume` must reset the limit"
 
 
 def test_requeued_job_applies_the_budgets_after_a_killed_supervisor(tmp_path: Path) -> None:
-    run = make_unreported_attempt(tmp_path, overrides=["recovery.node_failure=1"])
-    assert [e["event"] for e in close_attempt(run, "6", 1)[2]] == ["failed", "requeued"]
+    """The budget allows one retry after a node failure, so the second restart of job 6 is rejected."""
+    run = make_run_with_open_attempt(tmp_path, overrides=["recovery.budgets.node_failure=1"])
+    _, _, events = close_attempt(run, "6", 1)
+    assert [event["event"] for event in events] == ["failed", "requeued"]
     write_event(run, "started", "train", job_id="6", slurm_job="6", attempt=2, restarts=1, standing="step 0")
     code, reason, events = close_attempt(run, "6", 2)
     assert code == ExitCode.NODE_FAILURE and "recovery.budgets.node_failure: 1" in str(reason)
@@ -376,26 +411,32 @@ def test_requeued_job_applies_the_budgets_after_a_killed_supervisor(tmp_path: Pa
 
 
 def test_budget_is_charged_if_the_supervisor_was_killed_after_it_wrote_the_end(tmp_path: Path) -> None:
-    run = make_unreported_attempt(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
-    assert [(e["event"], e.get("budget")) for e in close_attempt(run, "6", 1)[2]] == [("requeued", "preempted")]
-    assert close_attempt(run, "6", 1)[2] == []
-    final = make_unreported_attempt(tmp_path / "final", ("failed", {"cause": "crashed", "exit_code": 1}))
-    assert close_attempt(final, "6", 1)[:2] == (None, None), "a user may requeue a job that failed permanently"
-    assert close_attempt(final, "7")[0] == ExitCode.CRASHED, "a successor must not continue a failed stage"
-    assert close_attempt(make_unreported_attempt(tmp_path / "other"), "99")[0] is None, "a user may start another job"
+    """The supervisor wrote the end event of the attempt, but not the event of the retry."""
+    run = make_run_with_open_attempt(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
+    _, _, events = close_attempt(run, "6", 1)
+    assert [(event["event"], event.get("budget")) for event in events] == [("requeued", "preempted")]
+    assert close_attempt(run, "6", 1)[2] == [], "a second call must write no event"
+    failed_run = make_run_with_open_attempt(tmp_path / "failed", ("failed", {"cause": "crashed", "exit_code": 1}))
+    assert close_attempt(failed_run, "6", 1)[:2] == (None, None), "a user may requeue a job that failed permanently"
+    assert close_attempt(failed_run, "7")[0] == ExitCode.CRASHED, "a successor must not continue a failed stage"
+    open_run = make_run_with_open_attempt(tmp_path / "open")
+    assert close_attempt(open_run, "99")[0] is None, "a user may start the stage in another job"
 
 
 def test_open_attempt_of_a_sweep_point_in_a_job_array_is_closed(tmp_path: Path) -> None:
-    run = make_unreported_attempt(tmp_path)
+    run = make_run_with_open_attempt(tmp_path)
     end_unfinished_attempt(
         run, "train", replace(make_rank_info(0, 1, 1), job_id="6", restart_count=1, array=(3, 4)), None
     )
-    assert [e["event"] for e in read_event_lines(run, "train")[-2:]] == ["failed", "requeued"]
+    assert [event["event"] for event in read_event_lines(run, "train")[-2:]] == ["failed", "requeued"]
 
 
 def test_resume_starts_a_stage_whose_successor_was_cancelled(
     tmp_path: Path, set_slurm_state: Callable[[str], None]
 ) -> None:
+    """Job 9 was submitted by `resume`. It is not a successor of job 6, so it may start the stage."""
     set_slurm_state("CANCELLED")
-    run = make_unreported_attempt(tmp_path, ("cancelled", {"cause": "cancelled", "exit_code": 74, "message": "job 5"}))
+    run = make_run_with_open_attempt(
+        tmp_path, ("cancelled", {"cause": "cancelled", "exit_code": 74, "message": "job 5"})
+    )
     assert close_attempt(run, "9") == (None, None, [])

@@ -1,4 +1,4 @@
-"""Tests of the supervisor's decisions: the cause of a stop, and the next action."""
+"""Tests of how the supervisor determines the cause of a stop and the next action."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ NO_REQUEUE = SiteConfig(requeue=False)
 
 def make_info(state: str = "RUNNING", restarts: int = 0, **fields: Any) -> JobInfo:
     """Return a batch job as the controller shows it, by default 597 seconds before its time limit."""
-    time_left_s = fields.pop("time_left_s", 597.0)
-    return JobInfo(state, restarts, fields.pop("is_preempted", False), time_left_s, True, **fields)
+    return JobInfo(state, restarts, **{"is_preempted": False, "time_left_s": 597.0, "is_batch": True, **fields})
 
 
 def make_facts(info: JobInfo | None = None, site: SiteConfig = SITE, **fields: Any) -> StopFacts:
-    """Return the facts of a preempted batch job that made progress."""
+    """Return the facts of a stop: by default, of a preempted batch job that made progress."""
     default = StopFacts(
         cause=ExitCode.PREEMPTED,
         stop_reason=None,
@@ -62,7 +61,8 @@ def make_facts(info: JobInfo | None = None, site: SiteConfig = SITE, **fields: A
         (make_info("PENDING", 1), ExitCode.REQUEUED),
         (make_info("COMPLETING", 1, is_preempted=True), ExitCode.PREEMPTED),
         (make_info(), ExitCode.STOPPED),
-        (make_info(time_left_s=150.0), ExitCode.TIME_LIMIT),  # signal_s + 60: Slurm may send the signal a minute early
+        # The limit is site.signal_s + 60 s, because Slurm may send its signal a minute early.
+        (make_info(time_left_s=150.0), ExitCode.TIME_LIMIT),
         (make_info(time_left_s=170.0), ExitCode.STOPPED),
         (make_info(time_left_s=None), ExitCode.STOPPED),
         (make_info("COMPLETING", time_left_s=-1.0), ExitCode.TIME_LIMIT),
@@ -84,6 +84,7 @@ def test_cause_is_inferred_from_the_state_of_the_job(info: JobInfo | None, cause
 
 
 def test_completing_job_was_preempted_if_the_site_does_not_requeue() -> None:
+    """If the site requeues, a preempted job without a restart was cancelled (see the test above)."""
     info = make_info("COMPLETING", is_preempted=True)
     assert infer_stop_cause(JobFacts(NO_REQUEUE, info)) == ExitCode.PREEMPTED
 
@@ -94,8 +95,8 @@ def test_completing_job_was_preempted_if_the_site_does_not_requeue() -> None:
         ("REQUEUED", False, ExitCode.REQUEUED),
         ("PREEMPTED", False, ExitCode.PREEMPTED),
         ("NODE_FAIL", False, ExitCode.NODE_FAILURE),
-        ("RUNNING", False, ExitCode.REQUEUED),  # accounting is not up to date yet
-        ("CANCELLED", False, ExitCode.REQUEUED),  # the controller shows that the job is in the queue again
+        ("RUNNING", False, ExitCode.REQUEUED),  # accounting may be a few seconds behind
+        ("CANCELLED", False, ExitCode.REQUEUED),  # but the controller shows that the job was requeued
         ("RUNNING", True, ExitCode.PREEMPTED),
         (None, False, ExitCode.REQUEUED),
         (None, True, ExitCode.PREEMPTED),
@@ -107,9 +108,9 @@ def test_requeue_by_an_administrator_is_distinguished_from_a_preemption(
 ) -> None:
     info = make_info("COMPLETING", 1)
     job = JobFacts(SITE, info, accounted_state=accounted_state, saw_preemption=saw_preemption)
-    determined, message = determine_cause(exit_code, job)
-    assert determined == cause and (message is None) == (exit_code == ExitCode.STOPPED)
-    assert get_budget_key(determined) in ("preempted", "node_failure"), (
+    determined_cause, message = determine_cause(exit_code, job)
+    assert determined_cause == cause and (message is None) == (exit_code == ExitCode.STOPPED)
+    assert get_budget_key(determined_cause) in ("preempted", "node_failure"), (
         "a requeue must not charge the budget of crashes"
     )
 
@@ -127,12 +128,13 @@ def test_requeue_by_an_administrator_is_distinguished_from_a_preemption(
     ],
 )
 def test_failed_node_is_the_cause_of_lost_ranks(exit_code: ExitCode, info: JobInfo | None, cause: ExitCode) -> None:
-    determined, message = determine_cause(exit_code, JobFacts(SITE, info, failed_nodes=["n2"]))
-    assert determined == cause and ("n2" in (message or "")) == (cause == ExitCode.NODE_FAILURE)
+    determined_cause, message = determine_cause(exit_code, JobFacts(SITE, info, failed_nodes=["n2"]))
+    assert determined_cause == cause and ("n2" in (message or "")) == (cause == ExitCode.NODE_FAILURE)
 
 
 @pytest.mark.parametrize("info", [None, make_info()])
 def test_cause_is_the_time_limit_if_ranks_stop_at_their_own_deadline(info: JobInfo | None) -> None:
+    """Ranks compute a deadline from the remaining time of the job. A crash at the deadline remains a crash."""
     cause, _ = determine_cause(ExitCode.STOPPED, JobFacts(SITE, info), reported_reason=LOCAL_DEADLINE)
     assert cause == ExitCode.TIME_LIMIT
     cause, _ = determine_cause(ExitCode.CRASHED, JobFacts(SITE, info), reported_reason=LOCAL_DEADLINE)
@@ -150,23 +152,13 @@ def test_cause_is_the_time_limit_if_ranks_stop_at_their_own_deadline(info: JobIn
         (make_info(restarts=1), SITE, True, NextAction.AWAIT_REQUEUE),
         (make_info(restarts=1), NO_REQUEUE, True, NextAction.AWAIT_REQUEUE),
         (make_info(), NO_REQUEUE, True, NextAction.HAND_OVER),
-        (
-            make_info("COMPLETING"),
-            NO_REQUEUE,
-            True,
-            NextAction.HAND_OVER,
-        ),  # The successor checks whether the job was cancelled.
+        (make_info("COMPLETING"), NO_REQUEUE, True, NextAction.HAND_OVER),  # the successor checks for a cancellation
         (None, NO_REQUEUE, True, NextAction.HAND_OVER),
         (make_info("CANCELLED"), NO_REQUEUE, True, NextAction.CANCEL),
         (make_info("CANCELLED"), SITE, True, NextAction.CANCEL),
         (make_info("COMPLETING"), SITE, True, NextAction.CANCEL),
         (make_info("COMPLETING", time_left_s=0.0), SITE, True, NextAction.REQUEUE),
-        (
-            None,
-            SITE,
-            True,
-            NextAction.END_UNKNOWN_CANCELLATION,
-        ),  # The job may have been cancelled: it received a signal.
+        (None, SITE, True, NextAction.END_UNKNOWN_CANCELLATION),  # the signal may come from a cancellation
         (None, SITE, False, NextAction.REQUEUE),
         (make_info(is_preempted=True), SITE, True, NextAction.EXIT),
         (make_info(is_preempted=True, restarts=1), SITE, True, NextAction.AWAIT_REQUEUE),
@@ -184,7 +176,7 @@ def test_next_action_of_a_batch_job_whose_stage_may_be_retried(
     [
         (ExitCode.DONE, False, True, NextAction.END),
         (ExitCode.STOPPED, False, True, NextAction.END),
-        (ExitCode.PREEMPTED, False, True, NextAction.END),  # The allocation is about to end.
+        (ExitCode.PREEMPTED, False, True, NextAction.END),  # the allocation is about to end
         (ExitCode.TIME_LIMIT, False, True, NextAction.END),
         (ExitCode.CRASHED, True, True, NextAction.END),
         (ExitCode.CRASHED, False, True, NextAction.RESTART_IN_PLACE),
@@ -201,12 +193,13 @@ def test_next_action_outside_of_a_batch_job(
 
 
 def test_stage_fails_if_the_budget_of_the_cause_is_used_up() -> None:
+    """The default budget of crashes is 2."""
     facts = make_facts(cause=ExitCode.CRASHED, state=StageState(used_budgets={"crash": 2}))
     decision = choose_next_action(facts)
     assert decision.action is NextAction.FAIL and "recovery.budgets.crash: 2" in str(decision.reason)
 
 
-any_info = st.none() | st.builds(
+job_infos = st.none() | st.builds(
     JobInfo,
     state=st.sampled_from(["RUNNING", "COMPLETING", "CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL", "PENDING"]),
     restarts=st.integers(0, 2),
@@ -214,7 +207,7 @@ any_info = st.none() | st.builds(
     time_left_s=st.none() | st.floats(-10, 1000),
     is_batch=st.just(True),
 )
-any_facts = st.builds(
+stop_facts = st.builds(
     StopFacts,
     cause=st.sampled_from(ExitCode),
     stop_reason=st.sampled_from([None, "SIGTERM", "SIGUSR2", *USER_REQUESTS]),
@@ -227,12 +220,14 @@ any_facts = st.builds(
     limits=st.just(RecoveryConfig()),
     is_batch=st.booleans(),
     was_signalled=st.booleans(),
-    job=st.builds(JobFacts, site=st.sampled_from([SITE, NO_REQUEUE]), info=any_info, is_requeued_on_exit=st.booleans()),
+    job=st.builds(
+        JobFacts, site=st.sampled_from([SITE, NO_REQUEUE]), info=job_infos, is_requeued_on_exit=st.booleans()
+    ),
 )
 
 
 @settings(deadline=None, max_examples=500)
-@given(any_facts)
+@given(stop_facts)
 def test_next_action_is_consistent_with_the_facts_for_any_facts(facts: StopFacts) -> None:
     decision = choose_next_action(facts)
     job = facts.job

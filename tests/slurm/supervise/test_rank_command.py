@@ -1,7 +1,7 @@
-"""Tests of the commands that start ranks in a Slurm job, with the site's Python or in a container (pyxis, apptainer).
+"""Tests of the commands that start ranks in a Slurm job, with `site.python` or in a container (pyxis, apptainer).
 
-Fake programs on PATH record the command lines with which they are called. The real pyxis and apptainer are not
-installed, so the expected command lines follow from their manuals.
+Fake programs on PATH record the command lines with which they are called. pyxis and apptainer are not installed, so
+the expected command lines follow from their manuals.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slurm.supervise import launch
 from slurm.supervise.launch import RankLauncher, SrunLauncher, build_rank_command
 from tests.support.tiny import write_config
 
-RECORDER = """#!{python} -S
+RECORDING_PROGRAM = """#!{python} -S
 import json, os, sys
 line = json.dumps([sys.argv, {{name: os.environ.get(name) for name in ("PYTHONPATH", "APPTAINERENV_PYTHONPATH")}}])
 open({file!r}, "a").write(line + chr(10))
@@ -40,15 +40,15 @@ APPTAINER = "site.container={runtime: apptainer, image: /images/torch.sif, pytho
 def calls_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put fake srun, apptainer and mpirun on PATH, and return the file in which they record their calls.
 
-    After recording, mpirun executes its program once.
+    After recording, mpirun also executes the program in its arguments, once.
     """
-    execute = "command = sys.argv[3:]\nos.execvp(command[0], command)"
-    for name, extra_code in (("srun", ""), ("apptainer", ""), ("mpirun", execute)):
-        text = RECORDER.format(python=sys.executable, file=str(tmp_path / "called"), extra_code=extra_code)
+    execute_program = "command = sys.argv[3:]\nos.execvp(command[0], command)"
+    for name, extra_code in (("srun", ""), ("apptainer", ""), ("mpirun", execute_program)):
+        text = RECORDING_PROGRAM.format(python=sys.executable, file=str(tmp_path / "called"), extra_code=extra_code)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", "/a/module's")
+    monkeypatch.setenv("PYTHONPATH", "/opt/module")  # as `module load` sets it
     return tmp_path / "called"
 
 
@@ -58,7 +58,7 @@ def make_run(folder: Path, *overrides: str) -> Run:
 
 
 def start_and_read_calls(ranks: RankLauncher, calls_file: Path) -> list[tuple[list[str], dict[str, str | None]]]:
-    """Start the ranks, wait until they exit, and return the arguments and environment variables of each call."""
+    """Start the ranks, wait until they exit, and return the command line and the environment variables of each call."""
     ranks.start()
     deadline = time.monotonic() + 60
     while ranks.is_running and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ def start_and_read_calls(ranks: RankLauncher, calls_file: Path) -> list[tuple[li
 
 
 def make_srun_launcher(run: Run, stage: str = "train") -> SrunLauncher:
-    """Return a launcher of two ranks on one node."""
+    """Return a launcher that starts two ranks on one node with srun."""
     return SrunLauncher(run, stage, 2, os.open(run.path, os.O_RDONLY), node_count=1)
 
 
@@ -77,11 +77,11 @@ def test_srun_starts_ranks_with_the_python_and_options_of_the_site(tmp_path: Pat
     srun_options = "site.srun={cpu-bind: cores, network: job_vni, overlap: true, mem: 0, exact: false}"
     run = make_run(tmp_path, "site.python=/envs/torch", srun_options)
     [(command, variables)] = start_and_read_calls(make_srun_launcher(run), calls_file)
-    end = ["--cpu-bind=cores", "--network=job_vni", "--overlap", "--mem=0"]
-    assert command[-9:] == [*end, "/envs/torch/bin/python", "-m", "pipeline", "train", str(run.path)]
-    assert variables["PYTHONPATH"] == f"{run.code_dir}:/a/module's"
-    text = render_batch_script(run, run.config, "train")
-    assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in text, (
+    options = ["--cpu-bind=cores", "--network=job_vni", "--overlap", "--mem=0"]
+    assert command[-9:] == [*options, "/envs/torch/bin/python", "-m", "pipeline", "train", str(run.path)]
+    assert variables["PYTHONPATH"] == f"{run.code_dir}:/opt/module"
+    batch_script = render_batch_script(run, run.config, "train")
+    assert "\nexec /envs/torch/bin/python -u -m submitit.core._submit " in batch_script, (
         "the supervisor must use the same Python"
     )
 
@@ -90,6 +90,7 @@ def test_srun_starts_ranks_with_the_python_and_options_of_the_site(tmp_path: Pat
 def test_srun_does_not_kill_independent_ranks_after_the_first_one_has_finished(
     tmp_path: Path, calls_file: Path, stage: str, wait_s: int
 ) -> None:
+    """The tasks of shard are independent, so srun waits for all of them without a limit (--wait=0)."""
     [(command, _)] = start_and_read_calls(make_srun_launcher(make_run(tmp_path), stage), calls_file)
     assert f"--wait={wait_s}" in command
 
@@ -120,15 +121,20 @@ def test_pyxis_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path) -> Non
         "--container-env=PYTHONPATH,PYTHONSAFEPATH",
         *("python3", "-m", "pipeline", "train", str(run.path)),
     ]
-    assert variables["PYTHONPATH"] == str(run.code_dir), "paths of the node's modules do not exist in the image"
+    assert variables["PYTHONPATH"] == str(run.code_dir), (
+        "the PYTHONPATH of the node must not be used, because its folders do not exist in the image"
+    )
 
 
-@pytest.mark.parametrize(("gpus", "stage", "nv"), [(2, "train", True), (0, "train", False), (2, "shard", False)])
-def test_apptainer_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path, gpus: int, stage: str, nv: bool) -> None:
+@pytest.mark.parametrize(("gpus", "stage", "has_nv"), [(2, "train", True), (0, "train", False), (2, "shard", False)])
+def test_apptainer_starts_ranks_in_an_image(
+    tmp_path: Path, calls_file: Path, gpus: int, stage: str, has_nv: bool
+) -> None:
+    """The option --nv makes the GPUs available. Only stages that use GPUs have it."""
     run = make_run(tmp_path, APPTAINER, f"site.gpus_per_node={gpus}")
     [(command, variables)] = start_and_read_calls(make_srun_launcher(run, stage), calls_file)
     assert command[command.index("apptainer") :] == [
-        *("apptainer", "exec", *["--nv"] * nv, f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir}"),
+        *("apptainer", "exec", *["--nv"] * has_nv, f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir}"),
         *(f"--pwd={run.code_dir}", "/images/torch.sif", "/opt/bin/python", "-m", "pipeline", stage, str(run.path)),
     ]
     assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
@@ -138,7 +144,7 @@ def test_apptainer_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path, gp
 def test_local_disk_is_mounted_only_on_nodes_that_have_it(
     tmp_path: Path, calls_file: Path, monkeypatch: pytest.MonkeyPatch, container: str
 ) -> None:
-    """The variable in `site.local_disk` must have the job's value in the container, because ranks expand it there."""
+    """Ranks expand the variable in `site.local_disk` in the container, so the container must get its value."""
     disk = tmp_path / "local/7"
     disk.mkdir(parents=True)
     monkeypatch.setenv("TEST_JOB", "7")
@@ -148,10 +154,8 @@ def test_local_disk_is_mounted_only_on_nodes_that_have_it(
     rank_command = build_rank_command(run, "train")
     if container == PYXIS:
         assert f"--container-mounts={run_mounts},/data:/in:ro,/more:/more,{disk}:{disk}:nofail" in command
-        assert (
-            rank_command.variables["TEST_JOB"] == "7"
-            and "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in command
-        )
+        assert rank_command.variables["TEST_JOB"] == "7"
+        assert "--container-env=PYTHONPATH,PYTHONSAFEPATH,TEST_JOB" in command
     else:
         assert rank_command.variables["TEST_JOB"] == rank_command.variables["APPTAINERENV_TEST_JOB"] == "7"
         other_arguments = [
@@ -163,11 +167,11 @@ def test_local_disk_is_mounted_only_on_nodes_that_have_it(
             "pipeline",
         ]
         calls_file.unlink()
-        for exists in (True, False):
+        for disk_exists in (True, False):
             subprocess.run([*rank_command.program, "-m", "pipeline"], check=True, timeout=60)
             [[_, *arguments], _] = json.loads(calls_file.read_text().splitlines()[-1])
-            assert arguments == ["exec", *[f"--bind={disk}:{disk}"] * exists, *other_arguments]
-            if exists:
+            assert arguments == ["exec", *[f"--bind={disk}:{disk}"] * disk_exists, *other_arguments]
+            if disk_exists:
                 disk.rmdir()
     monkeypatch.delenv("TEST_JOB")
     assert not any("TEST_JOB" in option for option in build_rank_command(run, "train").srun)
@@ -180,7 +184,10 @@ def test_scratch_directory_on_the_local_disk_is_mounted_once(tmp_path: Path, mon
     assert bind == f"--bind={run.path}:{run.path},{run.data_dir}:{run.data_dir},{tmp_path}:{tmp_path}"
 
 
-def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_starts_ranks_in_an_image_of_apptainer_but_not_of_pyxis(
+    tmp_path: Path, calls_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyxis is a plugin of srun, so mpirun cannot use it. Outside of Slurm, no container is used."""
     monkeypatch.setenv("SLURM_MPI_TYPE", "none")
     monkeypatch.setattr(launch, "build_mpirun_command", lambda *_: (["mpirun", "-n", "2"], {}))
     (tmp_path / "pyxis").mkdir()
@@ -191,8 +198,8 @@ def test_mpirun_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path, monke
     )
     assert command[1] == "exec" and command[-5:] == ["/opt/bin/python", "-m", "pipeline", "train", str(run.path)]
     assert variables["PYTHONPATH"] == variables["APPTAINERENV_PYTHONPATH"] == str(run.code_dir)
-    local: Any = launch.create_mpi_launcher(run, "train", 2, 1, lock, on_slurm=False)
-    assert local.rank_command.program == (sys.executable,), "`site` must only apply to Slurm jobs"
+    local_launcher: Any = launch.create_mpi_launcher(run, "train", 2, 1, lock, on_slurm=False)
+    assert local_launcher.rank_command.program == (sys.executable,), "`site` must only apply to Slurm jobs"
     with pytest.raises(UserError) as raised:
         launch.create_mpi_launcher(make_run(tmp_path / "pyxis", PYXIS), "train", 2, 1, lock, on_slurm=True)
     assert raised.value.code == "mpi.no_srun_plugin" and "apptainer" in str(raised.value)
@@ -219,13 +226,14 @@ def test_directories_to_which_a_sweep_point_links_are_mounted(tmp_path: Path) ->
         ("site.python=python3", "absolute path"),
     ],
 )
-def test_invalid_key_of_site_is_an_error(tmp_path: Path, override: str, fact: str) -> None:
+def test_error_of_an_invalid_key_of_site_names_the_remedy(tmp_path: Path, override: str, fact: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(write_config(tmp_path), [override])
     assert fact in str(raised.value)
 
 
 def test_path_that_cannot_be_mounted_is_an_error(tmp_path: Path) -> None:
+    """Container options separate mounts by commas, so a path must not contain a comma."""
     run = make_run(tmp_path, APPTAINER, f"run.root='{tmp_path}/a,b'")
     with pytest.raises(UserError) as raised:
         build_rank_command(run, "train")
@@ -236,6 +244,7 @@ def test_path_that_cannot_be_mounted_is_an_error(tmp_path: Path) -> None:
 def test_variables_that_select_another_cluster_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """A cluster name is accepted only if it is that of the cluster of the job."""
     site = load_config(write_config(tmp_path)).site
     for value in ("b", "a,b"):
         with pytest.raises(UserError) as raised:

@@ -1,4 +1,4 @@
-"""Tests of successor jobs on a cluster that does not requeue (`site.requeue: false`)."""
+"""Tests of successor jobs on a test cluster that does not requeue jobs (`site.requeue: false`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ WITHOUT_REQUEUE = ("site.requeue=false", "stages.train.nodes=2", "stages.train.t
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of an undisturbed run of the same layout on this machine. The other runs share its data."""
+    """Train an undisturbed run on this machine and return the folder with its config and its `runs`.
+
+    It has the same layout as the runs of the tests, which use its data.
+    """
     folder = tmp_path_factory.mktemp("undisturbed")
     write_config(folder, steps=40)
     result = run_submit(None, folder, "tiny.yaml", "--executor", "local")
@@ -46,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def create_run_with_shared_data(folder: Path, undisturbed: Path, overrides: Sequence[str] = WITHOUT_REQUEUE) -> Path:
-    """Create a run with the data of the undisturbed run, and return its directory."""
+    """Create a run whose data directory is a link to that of the undisturbed run. Return its run directory."""
     config = write_config(folder, steps=40)
     replace_in_file(config, str(folder / "corpus.jsonl"), str(undisturbed / "corpus.jsonl"))
     (folder / "runs/tiny").mkdir(parents=True)
@@ -55,11 +58,12 @@ def create_run_with_shared_data(folder: Path, undisturbed: Path, overrides: Sequ
 
 
 def query_queue(cluster: Cluster, *options: str) -> str:
-    """Return the output of squeue without its header; empty if there is no job."""
+    """Return the output of squeue without its header: "" if there is no job."""
     return cluster.run(["squeue", "-h", *options], timeout=60).stdout.strip()
 
 
 def count_steps(run: Path) -> int:
+    """Return the number of steps in metrics.jsonl."""
     return len(list(read_jsonl(run / "metrics.jsonl")))
 
 
@@ -73,16 +77,19 @@ def test_successor_takes_over_from_a_preempted_job(tmp_path: Path, undisturbed: 
     wait_for("the successor", lambda: "took_over" in list_event_names(run, "train"), 90)
     assert "preempted" in list_event_names(run, "train") and "handed_over" in list_event_names(run, "train")
     wait_for("the evaluation", lambda: has_evaluation(run), 120)
-    wait_for("an empty queue, without a last successor that can never start", lambda: not query_queue(cluster))
+    wait_for("an empty queue", lambda: not query_queue(cluster))
     submissions = read_event_lines(Run.open(run), "train", "submitted")
     assert submissions[0]["job_id"] == first_job
-    assert len(submissions) == 3, "the first job, its successor, and the successor of the successor"
+    assert len(submissions) == 3, "expected the first job, its successor, and the successor of the successor"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     assert compute_run_digest(Run(tmp_path / "runs/tiny")) == compute_run_digest(Run(undisturbed / "runs/tiny"))
 
 
 def test_successor_waits_for_a_lock_that_is_released_late(tmp_path: Path, undisturbed: Path, cluster: Cluster) -> None:
-    """The lock is held for 75 seconds, as if a rank hung in the kernel. A job waits only 60 s for an unrelated job."""
+    """The test holds the lock for 75 s, as if a rank of the first job hung in the kernel.
+
+    A job that is not a successor would wait only 60 s for the lock.
+    """
     run = create_run_with_shared_data(tmp_path, undisturbed)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
     wait_for("step 8", lambda: count_steps(run) >= 8)
@@ -116,18 +123,18 @@ def test_preempted_sweep_points_get_successors(tmp_path: Path, undisturbed: Path
 
 
 def test_successor_of_a_cancelled_job_is_cancelled(tmp_path: Path, undisturbed: Path, cluster: Cluster) -> None:
+    """Also, all jobs of the run exclude a bad node."""
     run = create_run_with_shared_data(tmp_path, undisturbed)
     record_bad_node(Run.open(run), "n1", "device memory")
     assert run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
     first_job, successor = (event["job_id"] for event in read_event_lines(Run.open(run), "train", "submitted")[:2])
-    for job in (first_job, successor, get_job_id(run, "evaluate")):
-        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job], timeout=60)
+    for job_id in (first_job, successor, get_job_id(run, "evaluate")):
+        assert "ExcNodeList=n1\n" in cluster.output(["scontrol", "show", "job", job_id], timeout=60)
     wait_for("step 5", lambda: count_steps(run) >= 5)
     cluster.output(["scancel", first_job], timeout=60)
     wait_for("an empty queue", lambda: not query_queue(cluster), 90)
     assert "took_over" not in list_event_names(run, "train") and not has_evaluation(run)
     assert list_event_names(run, "train").count("started") == 1
-    assert get_job_id(run, "evaluate")
 
 
 def test_no_successor_continues_after_a_killed_supervisor_without_progress(
@@ -136,7 +143,7 @@ def test_no_successor_continues_after_a_killed_supervisor_without_progress(
     run = create_run_with_shared_data(tmp_path, undisturbed)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
     wait_for("the start", lambda: "started" in list_event_names(run, "train"))
-    # The event has the process id in the namespace of the node, so the supervisor is found by its command line.
+    # The PID in the event belongs to the PID namespace of the node, so the test finds the process by its command line.
     arguments = ["-m", "slurm", "train", str(run)]
     supervisors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-4:] == arguments]
     assert len(supervisors) == 1

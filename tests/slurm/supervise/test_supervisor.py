@@ -1,4 +1,4 @@
-"""Tests of the supervisor with simulated ranks and a simulated clock: stops, locks, requeues, successors."""
+"""Tests of the supervisor with simulated ranks and a simulated clock: stops, locks, requeues and successor jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ SIGTERM = 15
 
 
 class SimulatedRanks:
-    """A launcher of one simulated rank, which exits with `code` at poll number `polls`. Each poll calls `on_poll`."""
+    """A replacement for a rank launcher. It has one rank, which starts no process.
+
+    The rank exits with `code` at poll number `polls`. Each poll calls `on_poll` with its number, from 1.
+    """
 
     code: int = ExitCode.STOPPED
     polls = 3
@@ -65,7 +68,7 @@ class SimulatedRanks:
 
 
 class SimulatedClock:
-    """A simulated clock, which a sleep advances immediately. `on_sleep` is called with the time after each sleep."""
+    """Replace the clock of the supervisor. A sleep returns at once, advances the clock and calls `on_sleep(time)`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, on_sleep: Callable[[float], None] = lambda now: None) -> None:
         self.now = 0.0
@@ -81,22 +84,22 @@ class SimulatedClock:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Create a run and return it."""
+    """Return a new run of a tiny config."""
     return Run.create(load_config(write_config(tmp_path)))
 
 
 def make_supervisor(
-    run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None = None, **behaviour: Any
+    run: Run, monkeypatch: pytest.MonkeyPatch, flag: StopFlag | None = None, **rank_attributes: Any
 ) -> Supervisor:
     """Return a supervisor of the train stage with simulated ranks.
 
     Args:
         run: the run.
         monkeypatch: replaces the launcher of the ranks.
-        flag: the stop flag of the supervisor.
-        behaviour: values of attributes of :class:`SimulatedRanks`.
+        flag: the stop flag of the supervisor; None for a new one.
+        rank_attributes: attributes and methods that replace those of :class:`SimulatedRanks`.
     """
-    attributes = {name: staticmethod(value) if callable(value) else value for name, value in behaviour.items()}
+    attributes = {name: staticmethod(value) if callable(value) else value for name, value in rank_attributes.items()}
     ranks = type("Ranks", (SimulatedRanks,), attributes)
     monkeypatch.setattr(
         supervisor, "create_launcher", lambda run, stage, size, lock, **options: ranks(run, stage, size, lock)
@@ -106,20 +109,27 @@ def make_supervisor(
 
 
 def enter_batch_job(
-    job_supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int = 0
+    job_supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, job_id: str, restarts: int = 0
 ) -> list[Any]:
-    """Make a supervisor run in a simulated batch job. The controller of the cluster does not respond.
+    """Make the supervisor believe that it runs in a batch job of a cluster whose controller does not respond.
+
+    Args:
+        job_supervisor: the supervisor.
+        monkeypatch: replaces the functions that query Slurm, and those that this list records.
+        job_id: ID of the job.
+        restarts: how often the job was requeued.
 
     Returns:
-        A list of the supervisor's actions, which grows later. It gets "cancelled waiting jobs" when the supervisor
-        cancels them, and (cause, progress) when it exits so that the stage is retried.
+        An empty list, to which the supervisor later appends its actions. The action "cancelled waiting jobs" stands
+        for the cancellation of jobs that depend on this one. A tuple (cause, has_progress) stands for an exit after
+        which the stage is retried.
     """
     actions: list[Any] = []
     job_supervisor.on_slurm = True
     job_supervisor.is_batch = True
     job_supervisor.nodes = ["n1"]
-    job_supervisor.job_id = job
-    job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id=job, restart_count=restarts)
+    job_supervisor.job_id = job_id
+    job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts)
     monkeypatch.setattr(supervisor, "apply_site_environment", lambda *arguments: None)
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda *arguments: None)
     monkeypatch.setattr(supervisor.capacity, "find_placement_problem", lambda *arguments: None)
@@ -130,21 +140,21 @@ def enter_batch_job(
         lambda *arguments, is_done: actions.append("cancelled waiting jobs"),
     )
 
-    def record_exit(self: Supervisor, ended: supervisor.AttemptEnd, facts: StopFacts) -> ExitCode:
-        actions.append((ended.cause.name, facts.has_progress))
-        return ended.cause
+    def record_exit(self: Supervisor, attempt_end: supervisor.AttemptEnd, facts: StopFacts) -> ExitCode:
+        actions.append((attempt_end.cause.name, facts.has_progress))
+        return attempt_end.cause
 
     monkeypatch.setattr(Supervisor, "_exit_for_retry", record_exit)
     return actions
 
 
-def write_start(run: Run, job: str) -> None:
-    """Write the start of an attempt in a Slurm job."""
-    write_event(run, "started", "train", attempt=1, slurm_job=job, job_id=job, restarts=0, standing="step 0")
+def write_start(run: Run, job_id: str) -> None:
+    """Write the event `started` of the first attempt of the train stage, in a Slurm job."""
+    write_event(run, "started", "train", attempt=1, slurm_job=job_id, job_id=job_id, restarts=0, standing="step 0")
 
 
 def exit_after_crash(job_supervisor: Supervisor) -> ExitCode:
-    """Make the supervisor of a batch job exit after a crash that may be retried, and return the exit code."""
+    """Make the supervisor of a batch job exit after a crash that allows a retry of the stage. Return the exit code."""
     facts = StopFacts(
         cause=ExitCode.CRASHED,
         stop_reason=None,
@@ -158,13 +168,13 @@ def exit_after_crash(job_supervisor: Supervisor) -> ExitCode:
     return job_supervisor._exit_for_retry(supervisor.AttemptEnd(ExitCode.CRASHED), facts)
 
 
-# ---- requests to stop, and what ranks report
+# ---- requests to stop, and the reports of ranks
 
 
 def test_stage_that_is_done_does_not_start_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A user may submit train.sbatch with a finished run."""
+    """For example, a user submits the template train.sbatch for a finished run."""
     job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.CRASHED)
     monkeypatch.setattr(
         job_supervisor,
@@ -180,7 +190,10 @@ def test_stage_that_is_done_does_not_start_again(
 def test_stop_file_takes_precedence_over_an_earlier_signal(
     run: Run, monkeypatch: pytest.MonkeyPatch, poll: int, code: ExitCode, cause: str
 ) -> None:
-    """The stop file is created while the ranks save, or when they exit."""
+    """The supervisor has received SIGTERM, then a user creates the stop file. The stage must not be retried.
+
+    `poll` is the poll of the ranks during which the file is created: while they save, or (3) when they exit.
+    """
     flag = StopFlag()
     flag._set(SIGTERM)
     job_supervisor = make_supervisor(
@@ -199,7 +212,7 @@ def test_cause_of_a_stop_is_not_taken_from_an_earlier_attempt(run: Run, monkeypa
     write_event(run, "stop_requested", "train", signal="SIGUSR2")
     job_supervisor = make_supervisor(run, monkeypatch)
     assert job_supervisor.supervise() == ExitCode.STOPPED
-    assert read_event_lines(run, "train")[-1]["cause"] == "signal", "the ranks of this attempt wrote no cause"
+    assert read_event_lines(run, "train")[-1]["cause"] == "signal", "the ranks of this attempt recorded no cause"
     job_supervisor = make_supervisor(
         run, monkeypatch, on_poll=lambda number: write_event(run, "stop_requested", "train", signal="SIGINT")
     )
@@ -212,7 +225,7 @@ def test_cause_of_a_stop_is_not_taken_from_an_earlier_attempt(run: Run, monkeypa
     [
         (None, "SIGTERM", 0.0, False),
         (None, "SIGTERM", 15.0, True),  # The ranks received a signal at the start of the grace period.
-        (None, "SIGUSR2", None, True),  # the signal of --signal=B:
+        (None, "SIGUSR2", None, True),  # This signal comes from the sbatch option --signal=B:USR2@…
         ("preempted", "SIGTERM", None, True),
         ("time_limit", "SIGUSR2", 15.0, False),
         ("requeued", "SIGTERM", None, False),
@@ -223,7 +236,12 @@ def test_preemption_is_recognized_after_slurm_has_requeued_the_job(
     run: Run, monkeypatch: pytest.MonkeyPatch, recorded_cause: str | None, reason: str | None,
     ranks_earlier_s: float | None, is_preempted: bool,
 ) -> None:  # fmt: skip
-    """`ranks_earlier_s`: how long before the supervisor the ranks received their signal."""
+    """The controller only shows that the job was requeued. The signals and events of the attempt show the reason.
+
+    - `recorded_cause`: cause in the event `stopping`; None: there is no such event.
+    - `reason`: the signal that the supervisor received; None: it received no signal.
+    - `ranks_earlier_s`: seconds by which the ranks received a signal before the supervisor; None: they received none.
+    """
     job_supervisor = make_supervisor(run, monkeypatch)
     write_event(run, "started", "train", attempt=1, task=None)
     if ranks_earlier_s is not None:
@@ -236,38 +254,39 @@ def test_preemption_is_recognized_after_slurm_has_requeued_the_job(
     if recorded_cause:
         write_event(run, "stopping", "train", by=reason, cause=recorded_cause)
     job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
-    requeued = JobInfo("COMPLETING", 1, False, 100.0, True)
-    cause, _ = determine_cause(ExitCode.STOPPED, job_supervisor._gather_job_facts(requeued, ExitCode.STOPPED))
+    requeued_job = JobInfo("COMPLETING", restarts=1, is_preempted=False, time_left_s=100.0, is_batch=True)
+    cause, _ = determine_cause(ExitCode.STOPPED, job_supervisor._gather_job_facts(requeued_job, ExitCode.STOPPED))
     assert cause == (ExitCode.PREEMPTED if is_preempted else ExitCode.REQUEUED)
 
 
 def test_each_attempt_receives_the_remaining_time_of_the_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = JobInfo("RUNNING", 0, False, 100.0, False, submit_time=7.0)
-    monkeypatch.setenv("SLURM_JOB_NAME", "by-hand")
-    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    """The job is an allocation, not a batch job. The event `started` also names the job and its cluster."""
+    info = JobInfo("RUNNING", restarts=0, is_preempted=False, time_left_s=100.0, is_batch=False, submit_time=7.0)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "cluster-a")
     monkeypatch.setenv(TIME_LEFT_VARIABLE, "")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: info)
     job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.DONE)
     job_supervisor.on_slurm = False
     time_left_s = []
-    for elapsed_s in (0.0, 30.0, 100.0):
+    for elapsed_s in (0.0, 30.0, 100.0):  # since the previous attempt; the last attempt starts after the time limit
         if job_supervisor.job_end_time is not None:
-            job_supervisor.job_end_time -= elapsed_s
+            job_supervisor.job_end_time -= elapsed_s  # instead of waiting
         job_supervisor._run_attempt(0, "")
         time_left_s.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in time_left_s] == [100.0, 70.0, 0.0] and time_left_s[2] == 0.0
     started = read_event_lines(run, "train", "started")[-1]
-    assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["here", "by-hand", 7.0]
+    assert [started[key] for key in ("cluster", "job_name", "job_submitted")] == ["cluster-a", "interactive", 7.0]
 
 
 def test_end_event_of_a_hang_names_the_rank_that_is_behind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ranks wrote a report. Rank 0 exited first, but rank 1 was in an earlier phase."""
+    """Both ranks write a report of the hang. Rank 0 exits first, but rank 1 is in an earlier phase."""
 
     def write_reports(poll: int) -> None:
-        for rank, number in ((0, 3), (1, 1)):
-            report = {"rank": rank, "host": f"n{rank}", "step": 5, "number": number, "phase": "reduce", "stacks": ""}
-            write_json(run.stage_dir("train") / f"hang-rank-{rank}.json", {**report, "collectives": []})
+        for rank, phase_number in ((0, 3), (1, 1)):
+            report = {"rank": rank, "host": f"n{rank}", "step": 5, "number": phase_number, "phase": "reduce"}
+            write_json(run.stage_dir("train") / f"hang-rank-{rank}.json", {**report, "stacks": "", "collectives": []})
         write_error_report(run, "train", make_rank_info(0, 2, 1), ExitCode.HANG, "rank 0 was in phase 'reduce'")
 
     job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.HANG, on_poll=write_reports)
@@ -277,35 +296,39 @@ def test_end_event_of_a_hang_names_the_rank_that_is_behind(run: Run, monkeypatch
     assert event["final"] and "'reduce'" in event["message"] and "no new checkpoint" in event["message"]
 
 
-@pytest.mark.parametrize("number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("error_number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])
 def test_temporary_failure_of_the_file_system_does_not_stop_the_ranks(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error_number: int
 ) -> None:
-    """For example, the Lustre client of one node is evicted, and the ranks on other nodes are not affected."""
+    """For example, the Lustre server evicts the client of the node of the supervisor. Other nodes are not affected.
+
+    Here, all calls of stat() for the stop file and the cancellation file fail until poll 30.
+    """
     stat = Path.stat
-    failing = [True]
+    is_failing = [True]
 
     def fail_for_requests(self: Path, **options: Any) -> os.stat_result:
-        if failing[0] and self in (run.stop_file, run.cancelled_file):
-            raise OSError(number, os.strerror(number), str(self))
+        if is_failing[0] and self in (run.stop_file, run.cancelled_file):
+            raise OSError(error_number, os.strerror(error_number), str(self))
         return stat(self, **options)
 
     def recover_at_poll_30(poll: int) -> None:
-        failing[0] = failing[0] and poll < 30
+        is_failing[0] = is_failing[0] and poll < 30
 
     job_supervisor = make_supervisor(run, monkeypatch, polls=30, code=ExitCode.DONE, on_poll=recover_at_poll_30)
     monkeypatch.setattr(
         job_supervisor,
         "stage_module",
-        SimpleNamespace(describe_missing_outputs=lambda run: "no" if failing[0] else None),
+        SimpleNamespace(describe_missing_outputs=lambda run: "no output" if is_failing[0] else None),
     )
     monkeypatch.setattr(Path, "stat", fail_for_requests)
     monkeypatch.setattr(Run, "check_not_cancelled", lambda self: None)
     assert job_supervisor.supervise() == ExitCode.DONE
-    assert capsys.readouterr().err.count(os.strerror(number)) == 1, "the error must be printed once"
+    assert capsys.readouterr().err.count(os.strerror(error_number)) == 1, "the error must be printed exactly once"
 
 
 def test_ranks_are_stopped_even_if_the_event_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event `stopping` cannot be appended to events.jsonl."""
     job_supervisor = make_supervisor(run, monkeypatch)
     append_event = Run.append_event
 
@@ -320,10 +343,13 @@ def test_ranks_are_stopped_even_if_the_event_cannot_be_written(run: Run, monkeyp
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(2300.0, ExitCode.STOPPED), (2600.0, ExitCode.HANG)])
-def test_ranks_may_take_as_long_as_a_save_to_stop(
+def test_ranks_are_killed_if_they_do_not_stop_within_save_s_and_600_seconds(
     run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float, code: ExitCode
 ) -> None:
-    """The supervisor waits for `recovery.save_s` (1800 s) and 600 s more. The ranks detect hangs themselves before."""
+    """The default of `recovery.save_s` is 1800 s, so the supervisor waits for 2400 s.
+
+    The ranks exit `seconds` after the signal. Normally, the ranks detect a hang themselves before that.
+    """
     clock = SimulatedClock(monkeypatch)
     job_supervisor = make_supervisor(run, monkeypatch, polls=20, on_poll=lambda poll: clock.sleep(seconds / 20))
     job_supervisor.flag._set(SIGTERM)
@@ -338,7 +364,10 @@ def test_ranks_may_take_as_long_as_a_save_to_stop(
 def test_attempt_ends_as_node_failure_if_the_previous_one_does_not_release_the_lock(
     run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """For example, a rank hangs in the kernel. The stage is retried, and no waiting job is cancelled."""
+    """For example, a rank of the previous attempt hangs in the kernel.
+
+    The wait ends after LOCK_WAIT_S (900 s). The stage is retried, and no waiting job is cancelled.
+    """
     previous_job = "5"
     job = "5" if kind == "requeued" else "6"
     write_start(run, previous_job)
@@ -346,14 +375,16 @@ def test_attempt_ends_as_node_failure_if_the_previous_one_does_not_release_the_l
         write_event(run, "submitted", "train", job_id=job, executor="slurm", after=[previous_job], kind="afternotok")
     assert run.lock_stage("train") is not None
     job_supervisor = make_supervisor(
-        run, monkeypatch, start=lambda *arguments: pytest.fail("two attempts at the same time")
+        run,
+        monkeypatch,
+        start=lambda *arguments: pytest.fail("ranks started although the lock was held"),
     )
     actions = enter_batch_job(job_supervisor, monkeypatch, job, restarts=int(kind == "requeued"))
     clock = SimulatedClock(monkeypatch)
     assert job_supervisor.supervise() == ExitCode.NODE_FAILURE
     assert actions == [("NODE_FAILURE", False)]
     assert 900 <= clock.now < 910 and min(clock.sleeps) >= 1.0, (
-        "each attempt to take the lock sends a request to the file server"
+        "each try to lock the file sends a request to the file server, so the pause must be at least 1 s"
     )
     event = read_event_lines(run, "train")[-1]
     assert (event["event"], event["cause"], event["attempt"]) == ("failed", "node_failure", 2)
@@ -361,6 +392,7 @@ def test_attempt_ends_as_node_failure_if_the_previous_one_does_not_release_the_l
 
 
 def test_attempt_starts_when_the_previous_one_releases_the_lock_late(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is released after 600 s. Then the ranks start and run out of memory."""
     write_start(run, "5")
     lock = run.lock_stage("train") or 0
     job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.OUT_OF_MEMORY)
@@ -368,10 +400,13 @@ def test_attempt_starts_when_the_previous_one_releases_the_lock_late(run: Run, m
     clock = SimulatedClock(monkeypatch, lambda now: os.close(lock) if now == 600 else None)
     assert job_supervisor.supervise() == ExitCode.OUT_OF_MEMORY, "the ranks must have been started"
     assert 600 <= clock.now < 605
-    assert actions == ["cancelled waiting jobs"], "an attempt without a new checkpoint is not retried after this cause"
+    assert actions == ["cancelled waiting jobs"], (
+        "the stage must not be retried after this cause without a new checkpoint"
+    )
 
 
-def test_request_to_stop_ends_the_wait_for_the_lock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_or_stop_file_ends_the_wait_for_the_lock(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a signal, the stage is retried. After a stop file, it is not, and the waiting jobs are cancelled."""
     write_start(run, "5")
     assert run.lock_stage("train") is not None
     job_supervisor = make_supervisor(run, monkeypatch)
@@ -387,6 +422,7 @@ def test_request_to_stop_ends_the_wait_for_the_lock(run: Run, monkeypatch: pytes
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_stage_does_not_start_if_another_job_runs_it(run: Run, monkeypatch: pytest.MonkeyPatch, restarts: int) -> None:
+    """Job 9 runs the stage. Job 5 is not its successor, so it waits only 60 s for the lock."""
     write_start(run, "9")
     assert run.lock_stage("train") is not None
     job_supervisor = make_supervisor(run, monkeypatch)
@@ -401,27 +437,34 @@ def test_stage_does_not_start_if_another_job_runs_it(run: Run, monkeypatch: pyte
 # ---- requeueing
 
 
-RUNNING = JobInfo("RUNNING", 0, False, None, True)
+RUNNING_JOB = JobInfo("RUNNING", restarts=0, is_preempted=False, time_left_s=None, is_batch=True)
 
 
 @pytest.mark.parametrize(
     ("time_left_s", "recovery_time", "event_name", "message"),
     [
-        (None, 3000.0, "requeued", ""), (None, math.inf, "failed", "for 36"), (600.0, 3000.0, "requeued", ""),
+        # No time limit: the queries continue for JOB_INFO_WAIT_S, an hour.
+        (None, 3000.0, "requeued", ""), (None, math.inf, "failed", "for 36"),
+        # A time limit that ends earlier: also an hour, because without a controller nothing enforces the limit.
+        (600.0, 3000.0, "requeued", ""),
+        # A time limit that ends later: the queries continue until JOB_INFO_RESERVE_S (300 s) before it.
         (36000.0, 30000.0, "requeued", ""), (36000.0, math.inf, "failed", "for 357"),
     ],
 )  # fmt: skip
-def test_controller_is_queried_until_the_job_must_end_if_it_does_not_respond(
+def test_silent_controller_is_queried_for_an_hour_or_until_the_time_limit(
     run: Run, monkeypatch: pytest.MonkeyPatch, time_left_s: float | None, recovery_time: float, event_name: str,
     message: str,
 ) -> None:  # fmt: skip
-    """The queries continue for at least an hour, because without a controller no time limit is enforced."""
+    """The controller responds again after `recovery_time` seconds. Then the job is requeued, otherwise the stage fails.
+
+    `message` is the beginning of the seconds in the message of the event.
+    """
     clock = SimulatedClock(monkeypatch)
     query_times: list[float] = []
 
     def read_job_info(*arguments: object) -> JobInfo | None:
         query_times.append(clock.now)
-        return RUNNING if clock.now >= recovery_time else None
+        return RUNNING_JOB if clock.now >= recovery_time else None
 
     job_supervisor = make_supervisor(run, monkeypatch)
     job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
@@ -437,7 +480,10 @@ def test_controller_is_queried_until_the_job_must_end_if_it_does_not_respond(
 
 
 def test_signal_ends_the_pause_between_two_queries(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that responds again ends jobs that exceeded their time limit: it sends TERM, and KILL after 30 s."""
+    """The supervisor must query the controller soon after the signal, not only after its pause of up to 60 s.
+
+    A controller that responds again ends jobs that exceeded their time limit. It sends SIGTERM, and SIGKILL 30 s later.
+    """
     job_supervisor = make_supervisor(run, monkeypatch)
 
     def signal_at_1000(now: float) -> None:
@@ -445,12 +491,15 @@ def test_signal_ends_the_pause_between_two_queries(run: Run, monkeypatch: pytest
             job_supervisor.flag._handle(SIGTERM, None)
 
     clock = SimulatedClock(monkeypatch, signal_at_1000)
-    monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: RUNNING if clock.now >= 1000 else None)
+    monkeypatch.setattr(
+        supervisor.current_job, "read_job_info", lambda job_id: RUNNING_JOB if clock.now >= 1000 else None
+    )
     info, _ = job_supervisor._wait_for_job_info(0)
-    assert info == RUNNING and clock.now < 1001
+    assert info == RUNNING_JOB and clock.now < 1001
 
 
 def test_requeue_is_repeated_if_the_controller_stopped_responding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller does not respond from the first requeue request until time 1000."""
     job_supervisor = make_supervisor(run, monkeypatch)
     job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
     clock = SimulatedClock(monkeypatch)
@@ -460,8 +509,8 @@ def test_requeue_is_repeated_if_the_controller_stopped_responding(run: Run, monk
         requeue_times.append(clock.now)
         return clock.now >= 1000
 
-    def read_job_info(job: str) -> JobInfo | None:
-        return None if requeue_times and clock.now < 1000 else RUNNING
+    def read_job_info(job_id: str) -> JobInfo | None:
+        return None if requeue_times and clock.now < 1000 else RUNNING_JOB
 
     monkeypatch.setattr(supervisor.current_job, "read_job_info", read_job_info)
     monkeypatch.setattr(supervisor.current_job, "requeue_job", requeue)
@@ -472,28 +521,32 @@ def test_requeue_is_repeated_if_the_controller_stopped_responding(run: Run, monk
     monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *arguments: False)
     exit_after_crash(job_supervisor)
     assert "site.requeue: false" in read_event_lines(run, "train")[-1]["message"], (
-        "the controller responded, so it refused the request"
+        "the message must say that the controller refused the requeue, because the controller responded"
     )
 
 
-# ---- successors and waiting jobs
+# ---- successor jobs and waiting jobs
 
 
 @pytest.mark.parametrize(
-    ("job", "is_done", "cancelled"),
+    ("job_id", "is_done", "cancelled_ids"),
     [
-        ("11", False, "16 20 15 14 13 12"),  # prepare: the whole chain, the newest job first
-        ("13", False, "16 20 15 14"),  # the last job of shard: training, its successor, evaluation
+        ("11", False, "16 20 15 14 13 12"),  # prepare fails: all later jobs of the chain, the newest job first
+        ("13", False, "16 20 15 14"),  # the last job of shard fails: train, its successors, and evaluate
+        # train fails: its successor and evaluate; train is done: only its successor
         ("14", False, "20 15"), ("15", False, "16 20"), ("14", True, "15"), ("15", True, "16"), ("13", True, ""),
-        ("30", False, ""), ("30", True, ""),  # the evaluation of one checkpoint: the next one does not need it
+        # the evaluation of one checkpoint: the evaluation of the next checkpoint (31) does not need it
+        ("30", False, ""), ("30", True, ""),
     ],
 )  # fmt: skip
 def test_waiting_jobs_are_cancelled_if_they_can_no_longer_start(
-    run: Run, monkeypatch: pytest.MonkeyPatch, job: str, is_done: bool, cancelled: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, job_id: str, is_done: bool, cancelled_ids: str
 ) -> None:
+    """Job `job_id` ends. 15 is the successor of train job 14, and 16 that of 15. 15 has taken over from 14."""
 
-    def submit(stage: str, job_id: str, kind: str, *after: str, **fields: object) -> None:
-        write_event(run, "submitted", stage, job_id=job_id, executor="slurm", kind=kind, after=after, **fields)
+    def submit(stage: str, job_id: str, dependency_type: str, *after: str, **fields: object) -> None:
+        fields |= {"job_id": job_id, "kind": dependency_type, "after": after}
+        write_event(run, "submitted", stage, executor="slurm", **fields)
 
     submit("prepare", "11", "afterok")
     submit("shard", "12", "afterok", "11")
@@ -503,31 +556,31 @@ def test_waiting_jobs_are_cancelled_if_they_can_no_longer_start(
     submit("evaluate", "20", "afterok", "14")
     submit("evaluate", "30", "afterok", step=7)
     submit("evaluate", "31", "afterany", "30", step=14)
-    submit("train", "16", "afternotok", "15")
-    write_event(run, "took_over", "train", job_id="15", predecessor="14", children=["20"])
-    if job == "14":
-        run.events_file.write_text("".join(run.events_file.read_text().splitlines(keepends=True)[:-2]))
+    if job_id != "14":  # 15 starts and submits 16 only after 14 has ended
+        submit("train", "16", "afternotok", "15")
+        write_event(run, "took_over", "train", job_id="15", predecessor="14", children=["20"])
     commands: list[str] = []
-    pending = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job}
-    states = {each: JobState(each, "PENDING" if each in pending else "RUNNING") for each in map(str, range(10, 40))}
+    pending_ids = {"11", "12", "13", "14", "15", "16", "20", "31"} - {job_id}
+    states = {each: JobState(each, "PENDING" if each in pending_ids else "RUNNING") for each in map(str, range(10, 40))}
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: states[job.job_id] for job in jobs}
     )
     monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: commands.append(" ".join(command)))
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: None)
-    stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job, "train")
-    succession.cancel_unneeded_jobs(run, stage, replace(make_rank_info(0, 1, 1), job_id=job), is_done=is_done)
-    assert commands == ([f"scancel {cancelled}"] if cancelled else [])
+    stage = {"11": "prepare", "13": "shard", "30": "evaluate"}.get(job_id, "train")
+    succession.cancel_unneeded_jobs(run, stage, replace(make_rank_info(0, 1, 1), job_id=job_id), is_done=is_done)
+    assert commands == ([f"scancel {cancelled_ids}"] if cancelled_ids else [])
 
 
 def test_jobs_that_waited_for_the_predecessor_wait_for_the_successor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare job 15 is the successor of 11. Only job 12 waits for 11 itself; the later jobs wait for other jobs."""
     from slurm.submit import sbatch
 
-    for stage, job, kind, after in (
+    for stage, job_id, dependency_type, after in (
         ("prepare", "11", "afterok", []), ("shard", "12", "afterok", ["11"]), ("shard", "13", "afterany", ["12"]),
         ("train", "14", "afterok", ["13"]), ("prepare", "15", "afternotok", ["11"]),
     ):  # fmt: skip
-        write_event(run, "submitted", stage, job_id=job, executor="slurm", kind=kind, after=after)
+        write_event(run, "submitted", stage, job_id=job_id, executor="slurm", kind=dependency_type, after=after)
     commands: list[str] = []
     monkeypatch.setattr(
         succession.job_states, "query_job_states", lambda jobs: {job: JobState(job.job_id, "PENDING") for job in jobs}
@@ -542,6 +595,7 @@ def test_jobs_that_waited_for_the_predecessor_wait_for_the_successor(run: Run, m
 def test_successor_starts_without_a_further_successor_and_submits_it_at_the_end(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """If sbatch refuses the successor of job 15, job 15 still runs the stage. It submits the successor when it ends."""
     write_event(run, "submitted", "train", job_id="15", executor="slurm", kind="afternotok", after=["14"])
     refusals = [UserError("slurm.job_refused", "sbatch refused the job: too many jobs")]
     submitted: list[Any] = []
@@ -562,11 +616,12 @@ def test_successor_starts_without_a_further_successor_and_submits_it_at_the_end(
 
 
 @pytest.mark.parametrize(
-    ("script", "output"), [("exit 1", "exit code 1"), ("echo accepted, perhaps", "accepted, perhaps")]
+    ("script", "expected_text"), [("exit 1", "exit code 1"), ("echo accepted, perhaps", "accepted, perhaps")]
 )
-def test_error_of_an_unclear_submission_contains_the_output_of_sbatch(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, output: str
+def test_error_of_an_unclear_submission_contains_the_output_or_exit_code_of_sbatch(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected_text: str
 ) -> None:
+    """It is unknown whether the job exists if sbatch fails without a message, or prints no job ID."""
     from slurm.submit.sbatch import submit_stage
 
     (tmp_path / "bin").mkdir()
@@ -575,7 +630,7 @@ def test_error_of_an_unclear_submission_contains_the_output_of_sbatch(
     monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=":")
     with pytest.raises(UserError) as raised:
         submit_stage(run, "train", [], dependency_type="afternotok", timeout_s=0.5)
-    assert raised.value.code == "slurm.submission_unknown" and output in str(raised.value)
+    assert raised.value.code == "slurm.submission_unknown" and expected_text in str(raised.value)
 
 
 # ---- evaluations of new checkpoints
@@ -584,11 +639,12 @@ def test_error_of_an_unclear_submission_contains_the_output_of_sbatch(
 def test_failed_submission_of_an_evaluation_is_repeated_and_does_not_stop_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluations = background.EvaluationSubmitter(run)
+    """After each failure, the pause doubles. An error that is equal to the previous one writes no second event."""
+    submitter = background.EvaluationSubmitter(run)
     clock = SimulatedClock(monkeypatch)
     submit_times: list[float] = []
     errors: list[Exception] = [
-        UserError("slurm.job_refused", "sbatch refused"), FileNotFoundError(2, "no sbatch"), RuntimeError("no sense"),
+        UserError("slurm.job_refused", "sbatch refused"), FileNotFoundError(2, "no sbatch"), RuntimeError("a bug"),
         OSError(116, "stale"), OSError(116, "stale"),
     ]  # fmt: skip
 
@@ -601,21 +657,25 @@ def test_failed_submission_of_an_evaluation_is_repeated_and_does_not_stop_the_ru
     monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [2])
     monkeypatch.setattr(background, "count_training_steps", lambda *arguments: 9)
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", submit)
-    evaluations.is_enabled = True
+    submitter.is_enabled = True
     while clock.now < 7200:
-        evaluations.poll()
+        submitter.poll()
         clock.sleep(1.0)
     assert submit_times == [0, 60, 180, 420, 900, 1860], "the pause must double until a submission succeeds"
     messages = [event["message"] for event in read_event_lines(run, "evaluate", "evaluation_not_submitted")]
-    names = [message.split(":")[0] for message in messages]
-    assert names == ["sbatch refused", "FileNotFoundError", "RuntimeError", "OSError"]
+    beginnings = [message.split(":")[0] for message in messages]
+    assert beginnings == ["sbatch refused", "FileNotFoundError", "RuntimeError", "OSError"]
 
 
-@pytest.mark.parametrize(("early_stop", "submitted"), [({"steps": 40}, []), ({"steps": 30}, [7]), (None, [7])])
+@pytest.mark.parametrize(("early_stop", "submitted_steps"), [({"steps": 40}, []), ({"steps": 30}, [7]), (None, [7])])
 def test_no_extra_evaluation_is_submitted_for_the_final_checkpoint(
-    run: Run, monkeypatch: pytest.MonkeyPatch, early_stop: dict[str, int] | None, submitted: list[int]
+    run: Run, monkeypatch: pytest.MonkeyPatch, early_stop: dict[str, int] | None, submitted_steps: list[int]
 ) -> None:
-    """The chain evaluates the final checkpoint. If a callback completed the run early, the checkpoint records this."""
+    """The evaluate job of the chain evaluates the final checkpoint.
+
+    A callback may complete a run early, here at step 7 of 40. The checkpoint then records in `early_stop` for how many
+    steps the run was configured. If the config now has another number of steps, the record does not count.
+    """
     manifest = {"step": 7, "samples_consumed": 28, "layout": {}, "files": {}, "extra": {"early_stop": early_stop}}
     checkpoint = run.checkpoints_dir / checkpoint_name(7)
     checkpoint.mkdir()
@@ -623,7 +683,7 @@ def test_no_extra_evaluation_is_submitted_for_the_final_checkpoint(
     steps: list[int] = []
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda *arguments, **options: steps.append(options["step"]))
     monkeypatch.setattr(background, "count_training_steps", lambda *arguments: 40)
-    evaluations = background.EvaluationSubmitter(run)
-    evaluations.is_enabled = True
-    evaluations.poll()
-    assert steps == submitted and not read_event_lines(run, "evaluate", "evaluation_not_submitted")
+    submitter = background.EvaluationSubmitter(run)
+    submitter.is_enabled = True
+    submitter.poll()
+    assert steps == submitted_steps and not read_event_lines(run, "evaluate", "evaluation_not_submitted")
