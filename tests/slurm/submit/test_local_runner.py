@@ -1,4 +1,4 @@
-"""Test what a signal to submit.py does to a stage that submit.py runs on this machine."""
+"""Test what happens to a stage on this machine when submit.py, which runs the stage, receives a signal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAVE_ON_SIGTERM = (
 
 @pytest.fixture
 def supervisor() -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that takes a second to save after SIGTERM, and then exits with 5."""
+    """Yield a process in place of a supervisor. After SIGTERM, it needs a second to save, and exits with code 5."""
     process = subprocess.Popen([sys.executable, "-c", f"{SAVE_ON_SIGTERM}; time.sleep(8)"], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()
     yield process
@@ -39,17 +39,18 @@ def supervisor() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("signal_count", [1, 2])
 @pytest.mark.parametrize("in_batch_job", [True, False])
-def test_a_signal_in_a_batch_job_does_not_stop_the_run_permanently(
+def test_a_signal_creates_a_stop_file_only_outside_of_a_batch_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     supervisor: subprocess.Popen[bytes],
     in_batch_job: bool,
     signal_count: int,
 ) -> None:
-    """A stop file would mean that the user stopped the run, so the requeued job would not continue.
+    """A stop file means that the user stopped the run. After a signal of Slurm, a requeued job must continue the run.
 
-    The stage gets the signal once it has its lock. submit.py waits until it has saved, because Slurm kills all
-    processes of the job when the script exits.
+    In a batch job, submit.py sends the signal to the supervisor as soon as the supervisor has the lock of the stage.
+    submit.py then waits for the save, because Slurm kills all processes of a job when the batch script exits. Outside
+    of a batch job, a second signal ends the wait.
     """
     run = Run.create(load_config(write_config(tmp_path)))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -60,7 +61,7 @@ def test_a_signal_in_a_batch_job_does_not_stop_the_run_permanently(
     def find_lock_holder(self: Run, stage: str) -> LockHolder | None:
         nonlocal lock_queries
         lock_queries += 1
-        has_lock = lock_queries > 3 and supervisor.poll() is None  # the first queries come before it has started
+        has_lock = lock_queries > 3 and supervisor.poll() is None  # not yet at the first three queries
         return LockHolder(supervisor.pid, os.uname().nodename) if has_lock else None
 
     job = SimpleNamespace(
@@ -78,4 +79,4 @@ def test_a_signal_in_a_batch_job_does_not_stop_the_run_permanently(
     if in_batch_job or signal_count == 1:
         assert (supervisor.poll(), exit_code) == (5, ExitCode.CRASHED), "an exit without an event is a crash"
     else:
-        assert (supervisor.poll(), exit_code) == (None, ExitCode.STOPPED), "submit.py does not wait after two signals"
+        assert (supervisor.poll(), exit_code) == (None, ExitCode.STOPPED), "submit.py must not wait after two signals"

@@ -1,4 +1,4 @@
-"""Test site settings without a cluster: validation, batch scripts, masked secrets, placement of ranks, doctor."""
+"""Test the section `site` without a cluster: validation, batch scripts, masked secrets, rank placement, `doctor`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PROFILES = CODE_ROOT / "configs" / "sites"
 
 
 def make_config(folder: Path, *overrides: str, profile: str | None = None) -> Config:
-    """Load the tiny config, with a site profile of configs/sites if one is named."""
+    """Load the tiny config with overrides. `profile` is the name of a file in configs/sites, which `site` extends."""
     path = write_config(folder)
     if profile:
         path.write_text(path.read_text() + f"site: {{extends: {PROFILES / profile}}}\n")
@@ -52,13 +52,13 @@ def make_config(folder: Path, *overrides: str, profile: str | None = None) -> Co
 
 
 def parse_sbatch_options(text: str) -> dict[str, str]:
-    """Return the options of an sbatch script, unquoted as a shell does."""
+    """Return the options in the #SBATCH lines of a script, without quotes and leading dashes."""
     lines = [shlex.split(line.removeprefix("#SBATCH "))[0] for line in text.splitlines() if line.startswith("#SBATCH")]
     return {key.removeprefix("--"): value for key, _, value in (line.partition("=") for line in lines)}
 
 
 def read_exported_variables(text: str, *, before: str = "# command") -> dict[str, str]:
-    """Run the set-up lines of a script in bash and return the environment variables afterwards."""
+    """Run the set-up lines of a batch script in bash, up to the line `before`. Return the environment variables."""
     setup = text[text.index("# setup") : text.index(before)].replace("module ", ": ")
     shell = subprocess.run(["bash", "-c", f"{setup}\nenv -0"], capture_output=True, text=True, timeout=10, check=True)
     return dict(item.split("=", 1) for item in shell.stdout.split("\0") if "=" in item)
@@ -66,9 +66,9 @@ def read_exported_variables(text: str, *, before: str = "# command") -> dict[str
 
 def render_site_script(folder: Path, site: dict[str, Any], stage: str = "train", *overrides: str) -> str:
     """Return the batch script of a stage for these site settings."""
-    loaded = make_config(folder, *overrides)
-    loaded = loaded.model_copy(update={"site": SiteConfig.model_validate(site)})
-    return render_batch_script(Run(folder / "runs/tiny"), loaded, stage)
+    config = make_config(folder, *overrides)
+    config = config.model_copy(update={"site": SiteConfig.model_validate(site)})
+    return render_batch_script(Run(folder / "runs/tiny"), config, stage)
 
 
 def test_slurm_mails_each_failure_and_the_end_of_the_last_stage(tmp_path: Path) -> None:
@@ -85,13 +85,14 @@ def test_slurm_mails_each_failure_and_the_end_of_the_last_stage(tmp_path: Path) 
     assert "mail-user" not in parse_sbatch_options(render_site_script(tmp_path, {}))
     site = {"sbatch": {"mail-type": "ALL", "mail-user": "you@example.org"}}
     script = render_site_script(tmp_path, site, "train", "track.mail=me@example.org")
-    assert parse_sbatch_options(script)["mail-type"] == "ALL", "site.sbatch overrides track.mail"
+    assert parse_sbatch_options(script)["mail-type"] == "ALL", "site.sbatch must override track.mail"
 
 
 # -- profiles ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_gpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
+    """The stages prepare and shard run in the partition `cpu`, without GPUs."""
     four_ranks = ("train.global_batch=32", "stages.train.nodes=8", "stages.train.tasks_per_node=4")
     config = make_config(tmp_path, "site.account=x", *four_ranks, profile="gpu-cluster.yaml")
     text = render_batch_script(Run(tmp_path / "runs/tiny"), config, "train")
@@ -104,9 +105,10 @@ def test_the_gpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
     variables = read_exported_variables(text)
     assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "ib0"
     assert variables["TMPDIR"] == "/local" and variables["NCCL_IB_HCA"] == "mlx5"
-    shard = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "shard"))
-    assert shard["partition"] == "cpu" and shard["mem"] == "65536M" and shard["mail-type"] == "FAIL,TIME_LIMIT"
-    assert not {"gres", "exclusive", "constraint"} & shard.keys()
+    shard_options = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "shard"))
+    assert shard_options["partition"] == "cpu" and shard_options["mem"] == "65536M"
+    assert shard_options["mail-type"] == "FAIL,TIME_LIMIT"
+    assert not {"gres", "exclusive", "constraint"} & shard_options.keys()
 
 
 def test_the_cpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
@@ -124,7 +126,7 @@ STAGE_OVERRIDES = (
 
 
 def test_the_keys_of_a_stage_override_those_of_the_site(tmp_path: Path) -> None:
-    """Keys of a stage override `site.data_jobs`, which overrides `site`.
+    """Keys of a stage override those of `site.data_jobs`, which override those of `site`.
 
     A stage requests no more GPUs than it has ranks, unless it sets `gpus_per_node`.
     """
@@ -155,6 +157,7 @@ def test_the_saved_config_has_only_the_keys_that_a_stage_sets(tmp_path: Path) ->
 
 
 def test_bad_nodes_are_looked_up_in_the_partition_of_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded bad node is excluded only if the partition of the stage contains it."""
     run = Run.create(make_config(tmp_path, *STAGE_OVERRIDES, "site.partition=big"))
     listed_partitions: list[str | None] = []
 
@@ -163,7 +166,7 @@ def test_bad_nodes_are_looked_up_in_the_partition_of_the_stage(tmp_path: Path, m
         return {}
 
     monkeypatch.setattr(current_job, "_list_nodes", list_no_nodes)
-    current_job.record_bad_node(run, "n1", "no")
+    current_job.record_bad_node(run, "n1", "a failed GPU")
     assert [current_job.excluded_nodes_at_submission([run], stage) for stage in ("train", "evaluate")] == [None, None]
     assert listed_partitions == ["big", "small"]
 
@@ -174,7 +177,7 @@ def test_setup_lines_override_variables_of_the_site(tmp_path: Path) -> None:
     assert variables["NCCL_SOCKET_IFNAME"] == "eth7" and variables["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_a_false_option_is_not_written(tmp_path: Path) -> None:
+def test_an_sbatch_option_with_the_value_false_is_not_written(tmp_path: Path) -> None:
     site = {"sbatch": {"exclusive": True, "hold": False, "nice": 100}}
     options = parse_sbatch_options(render_site_script(tmp_path, site))
     assert options["exclusive"] == "" and options["nice"] == "100" and "hold" not in options
@@ -208,10 +211,13 @@ def test_an_invalid_site_setting_is_an_error(tmp_path: Path, override: str, code
 
 
 def test_site_sbatch_accepts_no_option_that_a_script_sets(tmp_path: Path) -> None:
-    """A profile must not override options that Sluice or submitit write."""
-    full = {"partition": "p", "account": "a", "qos": "q", "constraint": "c", "gpus_per_node": 1, "cpus_per_task": 2}
-    full |= {"mem_gb": 1.0, "distribution": "block", "switches": "1"}
-    text = render_site_script(tmp_path, full) + render_site_script(tmp_path, {**full, "gpus_as": "gres"})
+    """`site.sbatch` must not override options that Sluice or submitit write. `OWN_OPTIONS` must contain all of them.
+
+    submitit may also write `wckey`, which a user may set.
+    """
+    site = {"partition": "p", "account": "a", "qos": "q", "constraint": "c", "gpus_per_node": 1, "cpus_per_task": 2}
+    site |= {"mem_gb": 1.0, "distribution": "block", "switches": "1"}
+    text = render_site_script(tmp_path, site) + render_site_script(tmp_path, {**site, "gpus_as": "gres"})
     assert parse_sbatch_options(text).keys() - {"wckey"} <= OWN_OPTIONS.keys()
 
 
@@ -227,6 +233,7 @@ def test_a_character_that_sbatch_would_misread_is_an_error(tmp_path: Path, key: 
 
 
 def test_a_dry_run_shows_scripts_and_config_but_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of `secrets` contains the secret "hunter2" in another syntax."""
     monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm, no git
     secrets = [
         "export WANDB_API_KEY=hunter2", "HF_TOKEN='hunter2 hunter2' cmd", "login -u me --password hunter2",
@@ -236,8 +243,8 @@ def test_a_dry_run_shows_scripts_and_config_but_no_secrets(tmp_path: Path, monke
         "X=hunter2; export TOKEN=$X", "set -- hunter2 && export TOKEN=$1", "echo hunter2 | docker login -u me",
         "module load git && git clone https://hunter2@example.com", "[ -f x ] || export A=hunter2",
     ]  # fmt: skip
-    private = {"nice": 5, "admin-comment": "token=hunter2", "spank-hook": "https://hooks.example.com/hunter2"}
-    site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": private, "data_jobs": {"sbatch": private}}
+    sbatch = {"nice": 5, "admin-comment": "token=hunter2", "spank-hook": "https://hooks.example.com/hunter2"}
+    site = {"setup": [*secrets, "module load cuda/12.4"], "sbatch": sbatch, "data_jobs": {"sbatch": sbatch}}
     stage_secret = "stages.evaluate.sbatch={spank-pat: hunter2}"
     config = make_config(tmp_path, "stages.train.nodes=2", "stages.train.time=00:20:00", stage_secret)
     output = io.StringIO()
@@ -245,7 +252,8 @@ def test_a_dry_run_shows_scripts_and_config_but_no_secrets(tmp_path: Path, monke
     print_plan(config, "slurm", PlainConsole(file=output, width=80), scripts=True)
     text = output.getvalue()
     assert "hunter2" not in text
-    assert text.count("module load cuda/12.4") == 6 and "export WANDB_API_KEY=*****" in text
+    assert text.count("module load cuda/12.4") == 6, "the line must be in 5 scripts and in the config"
+    assert "export WANDB_API_KEY=*****" in text
     assert text.count("#!/bin/bash") == 5 and "--array=0-1%2" in text
     assert re.search(r"^train +2 × 2 = 4 processes, 00:20:00, after shard; requests ", text, re.M)
     assert "sequence_length: 32" in text and "#SBATCH --nice=5" in text
@@ -256,11 +264,12 @@ def render_dry_run(config: Config) -> dict[str, str]:
     """Return the scripts that a dry run for Slurm prints, by heading."""
     output = io.StringIO()
     print_plan(config, "slurm", PlainConsole(file=output, width=80), scripts=True)
-    _, *rest = re.split(r"^# ---- on Slurm: (.*)\n", output.getvalue(), flags=re.M)
-    return dict(zip(rest[::2], rest[1::2], strict=True))
+    _, *headings_and_scripts = re.split(r"^# ---- on Slurm: (.*)\n", output.getvalue(), flags=re.M)
+    return dict(zip(headings_and_scripts[::2], headings_and_scripts[1::2], strict=True))
 
 
 def test_a_dry_run_shows_the_size_of_each_array(tmp_path: Path) -> None:
+    """An array of a sweep has one task per point. A successor job is shown only for runs without a sweep."""
     scripts = render_dry_run(make_config(tmp_path, "stages.shard.tasks=300"))
     assert parse_sbatch_options(scripts["shard"])["array"] == "0-299%300"
     assert "array" not in parse_sbatch_options(scripts["train"])
@@ -282,12 +291,13 @@ def test_a_dry_run_shows_the_script_of_the_successor(tmp_path: Path) -> None:
     assert len(render_dry_run(make_config(tmp_path))) == len(scripts) - 1
 
 
-@pytest.mark.parametrize(("time", "remaining"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
-def test_a_dry_run_reports_a_time_limit_that_is_too_short(tmp_path: Path, time: str, remaining: str | None) -> None:
+@pytest.mark.parametrize(("time", "training_time"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
+def test_a_dry_run_reports_a_time_limit_that_is_too_short(tmp_path: Path, time: str, training_time: str | None) -> None:
+    """The message names the time until the signal of Slurm, 90 s before the time limit or up to 70 s earlier."""
     output = io.StringIO()
     print_plan(make_config(tmp_path, f"stages.train.time='{time}'"), "slurm", PlainConsole(file=output, width=200))
     reported = re.findall(rf"^problem +stages.train.time: {time} .* 90 s .* (\d+ s)", output.getvalue(), re.M)
-    assert reported == ([remaining] if remaining else [])
+    assert reported == ([training_time] if training_time else [])
 
 
 @pytest.mark.parametrize("stage", ["prepare", "evaluate"])
@@ -298,6 +308,7 @@ def test_a_dry_run_checks_the_time_limit_of_each_stage_that_gets_the_signal(tmp_
 
 
 def test_memory_per_node_and_per_cpu_exclude_each_other(tmp_path: Path) -> None:
+    """An option with the value false in a later override removes the conflict."""
     with raises_error("slurm.conflicting_options", "train", "mem_gb", "sbatch.mem-per-cpu"):
         render_dry_run(make_config(tmp_path, "site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}"))
     render_dry_run(
@@ -349,6 +360,7 @@ def test_arguments_and_here_documents_are_masked(line: str) -> None:
     ],
 )
 def test_a_secret_written_in_place_of_a_name_is_masked(tmp_path: Path, override: str, code: str) -> None:
+    """`site.pass` contains names of variables and `site.secrets` a path. Valid values of both are not masked."""
     check_error_without_secret(lambda: make_config(tmp_path, override), code, override.partition("=")[0], "*****")
     assert mask_secrets({"site": {"pass": ["TOKEN"], "secrets": "~/s"}}) == {
         "site": {"pass": ["TOKEN"], "secrets": "~/s"}
@@ -369,11 +381,11 @@ def test_a_line_without_secrets_is_shown(line: str) -> None:
 
 # -- secrets -----------------------------------------------------------------------------------------------------------
 
-EXPORTS = "site.setup=[export GH_PAT=hunter2, module load cuda]"
+SECRET_IN_SETUP = "site.setup=[export GH_PAT=hunter2, module load cuda]"
 
 
 def check_error_without_secret(call: Callable[[], object], code: str, *facts: str) -> None:
-    """Check that a call raises UserError with this code and these facts, and without the secret."""
+    """Check that a call raises UserError with this code and these texts, and without the secret "hunter2"."""
     with pytest.raises(UserError) as raised:
         call()
     message = str(raised.value)
@@ -382,16 +394,18 @@ def check_error_without_secret(call: Callable[[], object], code: str, *facts: st
 
 
 def test_secrets_in_setup_lines_are_saved_only_in_files_that_jobs_read(tmp_path: Path) -> None:
-    run = Run.create(make_config(tmp_path, EXPORTS))
+    """These files are config.yaml and changes.jsonl. Events and error messages contain a mask instead of the secret."""
+    run = Run.create(make_config(tmp_path, SECRET_IN_SETUP))
     run.apply_overrides(["site.setup=[export GH_PAT=hunter2, export B=hunter2]", "site.sbatch={spank-token: hunter2}"])
-    assert Run.open(run.path).config.site.setup[1] == "export B=hunter2", "a job needs it"
-    containing = {file.name for file in run.path.glob("*.*") if file.is_file() and b"hunter2" in file.read_bytes()}
-    assert containing == {"config.yaml", "changes.jsonl"}
+    assert Run.open(run.path).config.site.setup[1] == "export B=hunter2", "a job needs the secret"
+    files = [file for file in run.path.glob("*.*") if file.is_file()]
+    files_with_secret = {file.name for file in files if b"hunter2" in file.read_bytes()}
+    assert files_with_secret == {"config.yaml", "changes.jsonl"}
     assert '["export GH_PAT=*****", "export B=*****"]' in run.events_file.read_text()
-    other = make_config(tmp_path, "site.setup=[export GH_PAT=hunter22]", "model.dropout=0.5")
+    other_config = make_config(tmp_path, "site.setup=[export GH_PAT=hunter22]", "model.dropout=0.5")
     (run.checkpoints_dir / "step-00000007").mkdir()
     check_error_without_secret(
-        lambda: Run.create(other), "run.other_config", "site.setup: ['export GH_PAT=*****', 'export"
+        lambda: Run.create(other_config), "run.other_config", "site.setup: ['export GH_PAT=*****', 'export"
     )
 
 
@@ -440,13 +454,15 @@ def test_an_error_about_an_unknown_key_shows_its_value(tmp_path: Path, override:
 
 
 def test_a_warning_names_setup_lines_with_secrets_that_a_group_can_read(tmp_path: Path) -> None:
-    assert describe_exposed_setup(make_config(tmp_path, EXPORTS)) is None
+    """The members of the group can read config.yaml of a run with `run.sharing: group`."""
+    assert describe_exposed_setup(make_config(tmp_path, SECRET_IN_SETUP)) is None
     assert describe_exposed_setup(make_config(tmp_path, "run.sharing=group", "site.setup=[module load cuda]")) is None
-    warning = describe_exposed_setup(make_config(tmp_path, "run.sharing=group", EXPORTS))
+    warning = describe_exposed_setup(make_config(tmp_path, "run.sharing=group", SECRET_IN_SETUP))
     assert warning is not None
     for fact in ("(export GH_PAT=*****)", "site.secrets", "site.pass"):
         assert fact in warning
-    command = [sys.executable, str(CODE_ROOT / "submit.py"), "tiny.yaml", "--dry-run", "run.sharing=group", EXPORTS]
+    arguments = ["tiny.yaml", "--dry-run", "run.sharing=group", SECRET_IN_SETUP]
+    command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert warning.removeprefix("warning: ") in result.stdout, result.stderr
     assert "hunter2" not in result.stdout + result.stderr
@@ -454,7 +470,7 @@ def test_a_warning_names_setup_lines_with_secrets_that_a_group_can_read(tmp_path
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Path:
-    """Return a valid file with a secret; its path needs quotes in a shell."""
+    """Return a valid file for `site.secrets`. Its path contains a space, so it needs quotes in a shell."""
     file = tmp_path / "my secrets"
     file.write_text("WANDB_API_KEY='hunter2 $x'\n[ -e /nowhere ] && X=1\n")
     file.chmod(0o600)
@@ -466,7 +482,7 @@ def test_a_job_sources_the_secrets_file_and_its_script_has_no_secret(tmp_path: P
     assert "hunter2" not in text
     variables = read_exported_variables(text)
     assert variables["AFTER"] == variables["WANDB_API_KEY"] == "hunter2 $x"
-    secrets.write_text("secrets=1\n")
+    secrets.write_text("secrets=1\n")  # a variable that the script itself could use
     assert read_exported_variables(text)["secrets"] == "1" and "sluice_fd" not in read_exported_variables(text)
     setup = text[text.index("# setup") : text.index("# command")]
     secrets.chmod(0o640)
@@ -475,7 +491,10 @@ def test_a_job_sources_the_secrets_file_and_its_script_has_no_secret(tmp_path: P
 
 
 def test_a_job_sources_the_secrets_file_that_it_checked(tmp_path: Path, secrets: Path) -> None:
-    """Replace the file directly after the check, as a process that may write its folder can do."""
+    """A fake `stat` replaces the file directly after the check. Whoever may write to its folder could do this.
+
+    The job must read the file that it checked, not the replacement.
+    """
     text = render_site_script(tmp_path, {"secrets": str(secrets)})
     (tmp_path / "replacement").write_text("WANDB_API_KEY=replaced\n")
     (tool := tmp_path / "bin/stat").parent.mkdir()
@@ -490,6 +509,7 @@ def test_a_job_sources_the_secrets_file_that_it_checked(tmp_path: Path, secrets:
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "foreign", "readable by others", "writable by others"])
 def test_a_job_exits_if_the_secrets_file_is_not_private(tmp_path: Path, secrets: Path, kind: str) -> None:
+    """The kind "foreign" is a file of another user."""
     text = render_site_script(tmp_path, {"secrets": str(secrets)})
     setup = text[text.index("# setup") : text.index("# command")]
     if kind in ("missing", "folder", "pipe"):
@@ -532,7 +552,7 @@ def test_submission_requires_a_private_secrets_file(tmp_path: Path, secrets: Pat
 
 
 @pytest.mark.parametrize(
-    ("site", "option"),
+    ("overrides", "export_option"),
     [
         ([], None),
         (["site.pass=[A, B]"], "ALL,A,B"),
@@ -541,14 +561,13 @@ def test_submission_requires_a_private_secrets_file(tmp_path: Path, secrets: Pat
     ],
 )
 def test_export_selects_the_variables_of_the_submitting_shell(
-    tmp_path: Path, site: list[str], option: str | None
+    tmp_path: Path, overrides: list[str], export_option: str | None
 ) -> None:
-    config = make_config(tmp_path, *site)
-    assert (
-        parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "train")).get("export") == option
-    )
+    config = make_config(tmp_path, *overrides)
+    options = parse_sbatch_options(render_batch_script(Run(tmp_path / "runs/tiny"), config, "train"))
+    assert options.get("export") == export_option
     assert load_config(Run.create(config).config_file).site == config.site, (
-        "`pass` must be saved as the key, not as `pass_`"
+        "the key must be saved as `pass`, not as `pass_`, the name of the field in Python"
     )
 
 
@@ -562,8 +581,8 @@ def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) ->
         "site.pass",
         "WANDB_API_KEY",
     )
-    tools = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {tmp_path}/submitted; exit 1", "squeue": "exit 1"}
-    for name, line in tools.items():
+    lines = {"scontrol": "echo Slurmctld is UP", "sbatch": f"touch {tmp_path}/submitted; exit 1", "squeue": "exit 1"}
+    for name, line in lines.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GH_PAT": "hunter2"}
@@ -572,8 +591,8 @@ def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) ->
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert result.returncode == 2 and result.stderr.startswith("error[site.variable_not_set]"), result.stderr
         assert "site.pass" in result.stderr and "WANDB_API_KEY" in result.stderr, result.stderr
-        assert (tmp_path / "runs").exists() == (arguments[0] == "resume"), "a failed submit creates no run"
-        run = Run.create(config)
+        assert (tmp_path / "runs").exists() == (arguments[0] == "resume"), "a failed submit must create no run"
+        run = Run.create(config)  # for `resume`
     assert [event["event"] for event in read_event_lines(run)] == ["created"]
     assert not (tmp_path / "submitted").exists()
 
@@ -581,7 +600,7 @@ def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) ->
 def test_a_job_that_sluice_did_not_submit_gets_the_secrets(
     tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inside salloc and under the templates, no script of Sluice has set the environment."""
+    """Inside salloc and in jobs of slurm/templates, no batch script of Sluice has set the environment."""
     for name in ("WANDB_API_KEY", "SLUICE_JOB_ID"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
@@ -604,6 +623,7 @@ def test_ranks_are_assigned_to_nodes_as_srun_does() -> None:
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.sampled_from(["block", "cyclic", "plane=2", "plane=3"]))
 def test_each_node_gets_as_many_ranks_as_it_has_tasks(tasks: list[int], distribution: str) -> None:
+    """`tasks` is the number of Slurm tasks of each node."""
     nodes = assign_ranks_to_nodes(tasks, distribution)
     assert [nodes.count(node) for node in range(len(tasks))] == tasks
 
@@ -618,18 +638,19 @@ def test_each_node_gets_as_many_ranks_as_it_has_tasks(tasks: list[int], distribu
 def test_a_valid_placement_has_each_tensor_group_on_one_node(
     nodes: int, times: int, tensor: int, tasks: list[int], distribution: str | None
 ) -> None:
-    per_node = times * tensor  # pipeline/parallel/mesh.py requires a multiple
+    """`tensor` ranks form a tensor parallel group, and each node has `times` groups. `tasks`: Slurm tasks by node."""
+    per_node = times * tensor  # pipeline/parallel/mesh.py requires a multiple of the group size
     problem = describe_placement_problem("train", nodes, per_node, tensor, tasks, distribution)
     has_enough_tasks = len(tasks) >= nodes and all(count >= per_node for count in tasks[:nodes])
     node_of_rank = assign_ranks_to_nodes([per_node] * nodes, distribution or "block")
     groups = [node_of_rank[first : first + tensor] for first in range(0, len(node_of_rank), tensor)]
-    planes_divide = not (distribution or "").startswith("plane") or per_node % 2 == 0
-    groups_share_nodes = planes_divide and all(len(group) == tensor and len(set(group)) == 1 for group in groups)
-    assert (problem is None) == (has_enough_tasks and groups_share_nodes)
+    is_plane_size_valid = not (distribution or "").startswith("plane") or per_node % 2 == 0
+    are_groups_whole = all(len(group) == tensor and len(set(group)) == 1 for group in groups)
+    assert (problem is None) == (has_enough_tasks and is_plane_size_valid and are_groups_whole)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "facts"),
+    ("arguments", "facts"),  # nodes, ranks per node, parallel.tensor, Slurm tasks of each node, distribution
     [
         ((4, 2, 1, [1, 1], None), ["4 nodes × 2 ranks", "2 nodes for 1, 1 tasks", "--nodes=4"]),
         ((2, 2, 1, [4, 3], "plane=3"), ["plane", "ranks per node (2)"]),
@@ -642,8 +663,9 @@ def test_a_placement_problem_names_the_options_to_request(arguments: Any, facts:
 
 
 def test_granted_tasks_are_read_from_the_environment() -> None:
-    plane = {"SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "4"}
-    assert read_granted_tasks(plane) == ([2, 2, 2, 1], "plane=4")
+    """The result is the number of tasks of each node, and the distribution."""
+    variables = {"SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "4"}
+    assert read_granted_tasks(variables) == ([2, 2, 2, 1], "plane=4")
     assert read_granted_tasks({"SLURM_TASKS_PER_NODE": "8"}) == ([8], "block")
     assert read_granted_tasks({}) is None
     with raises_error("rank.invalid_variable", "SLURM_TASKS_PER_NODE", "two"):
@@ -652,12 +674,12 @@ def test_granted_tasks_are_read_from_the_environment() -> None:
 
 def test_submission_requires_each_tensor_group_on_one_node(tmp_path: Path) -> None:
     config = make_config(tmp_path, "stages.train.nodes=2", "site.distribution=cyclic")
-    split_groups = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tensor": 2})})
+    config_with_split_groups = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tensor": 2})})
     run = Run(tmp_path / "runs/tiny")
     assert build_sbatch_parameters(run, config, "train", None)["additional_parameters"]["distribution"] == "cyclic"
     with raises_error("slurm.bad_placement", "parallel.tensor=2", "--distribution=block"):
-        build_sbatch_parameters(run, split_groups, "train", None)
-    build_sbatch_parameters(run, split_groups, "evaluate", None)  # an evaluation has no tensor parallel groups
+        build_sbatch_parameters(run, config_with_split_groups, "train", None)
+    build_sbatch_parameters(run, config_with_split_groups, "evaluate", None)  # evaluate has no tensor parallel groups
 
 
 def test_an_allocation_that_does_not_fit_the_stage_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,11 +696,11 @@ def test_an_allocation_that_does_not_fit_the_stage_is_reported(tmp_path: Path, m
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
 
-DBD = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "limits"}
+WITH_ACCOUNTING = {"AccountingStorageType": "accounting_storage/slurmdbd", "AccountingStorageEnforce": "limits"}
 
 
 def assess_settings(config: dict[str, str], mpi: list[str] | None = None, **partition: str) -> dict[str, Finding]:
-    """Return doctor's findings by subject for a cluster with these settings and one partition."""
+    """Return the findings of `doctor`, by subject, for a cluster with these settings and one partition."""
     facts = ClusterFacts(config, [{"PartitionName": "p", "State": "UP", **partition}], {}, mpi or [])
     return {finding.subject: finding for finding in assess_cluster(facts)}
 
@@ -690,7 +712,7 @@ def assess_settings(config: dict[str, str], mpi: list[str] | None = None, **part
         ({"SLURM_VERSION": "24.05.1"}, "Slurm", "ok", "22.05"),
         ({"MaxArraySize": "0"}, "MaxArraySize", "problem", "stages.shard.tasks to 1"),
         ({"MaxJobCount": "200"}, "MaxJobCount", "note", "all users"),
-        (DBD, "accounting", "ok", "site.account"),
+        (WITH_ACCOUNTING, "accounting", "ok", "site.account"),
         ({"PreemptType": "preempt/qos"}, "partition p", "ok", "sacctmgr show qos"),
         ({"PreemptType": "preempt/partition_prio"}, "partition p", "note", "treated with SUSPEND"),
         ({}, "partition p", "ok", "not preempted"),
@@ -705,35 +727,44 @@ def test_doctor_assesses_the_settings_of_a_cluster(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "kind", "invisible_nodes", "verdict"),
+    ("nodes", "kind", "unseen", "verdict"),
     [(9, "ext4", None, "problem"), (9, "ext4", "", "ok"), (9, "nfs4", "no", "problem"), (9, "lustre", None, "ok"),
      (9, "fuse.sshfs", None, "ok"), (0, "ext4", None, "ok"), (9, "", None, "problem")],
 )  # fmt: skip
 def test_doctor_checks_that_the_file_system_is_shared(
-    tmp_path: Path, nodes: int, kind: str, invisible_nodes: str | None, verdict: str
+    tmp_path: Path, nodes: int, kind: str, unseen: str | None, verdict: str
 ) -> None:
-    assert next(check_file_system(tmp_path, nodes, kind, invisible_nodes)).verdict == verdict
+    """`unseen`: why compute nodes do not see the folder; "" if they see it; None if this was not checked."""
+    assert next(check_file_system(tmp_path, nodes, kind, unseen)).verdict == verdict
 
 
-@pytest.mark.parametrize(("kind", "shared"), [("lustre", True), ("nfs4", True), ("ext4", False)])
-def test_doctor_tests_file_locks_on_one_machine_only(tmp_path: Path, kind: str, shared: bool) -> None:
-    """A test on one machine cannot detect Lustre's localflock, so doctor names it for shared file systems."""
-    locks = next(finding for finding in check_file_system(tmp_path, 9, kind, "") if finding.subject == "file locks")
-    assert locks.meaning.startswith("on one machine") and ("not localflock" in locks.meaning) == shared
+@pytest.mark.parametrize(("kind", "is_shared"), [("lustre", True), ("nfs4", True), ("ext4", False)])
+def test_doctor_tests_file_locks_on_one_machine_only(tmp_path: Path, kind: str, is_shared: bool) -> None:
+    """A test on one machine cannot detect the Lustre option localflock, with which locks do not work between machines.
+
+    Therefore the finding mentions this option if the file system is shared.
+    """
+    findings = check_file_system(tmp_path, 9, kind, "")
+    lock_finding = next(finding for finding in findings if finding.subject == "file locks")
+    assert lock_finding.meaning.startswith("on one machine")
+    assert ("not localflock" in lock_finding.meaning) == is_shared
 
 
 def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
-    """Doctor queries torch in a separate process, because importing it here would be slow and may fail."""
+    """`doctor` imports torch in a separate process, because the import is slow and may fail."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (A Kind of MPI) 9.1'\n")
     (tmp_path / "mpirun").chmod(0o755)
-    python = tmp_path / "python"  # its folder has no mpirun of a virtual environment
+    python = tmp_path / "python"  # unlike a virtual environment, its folder contains no mpirun of a wheel
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     program = f"import sys, runpy; sys.executable = '{python}'; sys.argv = ['submit.py', 'doctor']\n"
     program += f"sys.path.insert(0, '{CODE_ROOT}'); runpy.run_path('{CODE_ROOT}/submit.py', run_name='__main__')\n"
     python.chmod(0o755)
 
     def run_doctor(*code: str, **environment: str) -> str:
-        """Run doctor after these lines of Python code. Return its output."""
+        """Run the lines in `code`, then `doctor`, in a new Python process. Return the output of `doctor`.
+
+        Check that the process does not import torch, numpy and mpi4py.
+        """
         result = subprocess.run(
             [sys.executable, "-X", "importtime", "-c", "\n".join([*code, program])],
             cwd=tmp_path, env={**os.environ, "PATH": "/nowhere", "COLUMNS": "300", **environment},
@@ -753,9 +784,9 @@ def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
         assert re.search(rf"^ok +{subject} +{fact}", output, re.M), output
     assert re.search(r"^note +Slurm +no scontrol", output, re.M) and output.endswith("0 problems\n")
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
-    broken = run_doctor(PYTHONPATH=str(tmp_path))
-    assert re.search(r"^problem +torch +not importable", broken, re.M), broken
-    assert broken.endswith("1 problem\n")
+    output = run_doctor(PYTHONPATH=str(tmp_path))
+    assert re.search(r"^problem +torch +not importable", output, re.M), output
+    assert output.endswith("1 problem\n")
 
 
 def test_a_dry_run_for_slurm_needs_no_slurm(tmp_path: Path) -> None:
@@ -769,7 +800,10 @@ def test_a_dry_run_for_slurm_needs_no_slurm(tmp_path: Path) -> None:
 
 
 def test_the_installed_version_of_submitit_is_the_tested_one() -> None:
-    """`render_script` uses two private members. If this fails, compare the scripts and set TESTED_VERSION."""
+    """`render_script` uses two private members of submitit.
+
+    If this test fails, compare the scripts of both versions and set TESTED_VERSION.
+    """
     assert submitit.__version__ == submitit_job.TESTED_VERSION
     for name in ("_make_submission_file_text", "_submitit_command_str"):
         assert hasattr(submitit.SlurmExecutor, name)

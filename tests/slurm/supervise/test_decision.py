@@ -61,7 +61,7 @@ def make_facts(info: JobInfo | None = None, site: SiteConfig = SITE, **fields: A
         (make_info("PENDING", 1), ExitCode.REQUEUED),
         (make_info("COMPLETING", 1, is_preempted=True), ExitCode.PREEMPTED),
         (make_info(), ExitCode.STOPPED),
-        # The limit is site.signal_s + 60 s, because Slurm may send its signal a minute early.
+        # The limit is site.signal_s (90 s) + SIGNAL_EARLY_S (70 s), because Slurm may send its signal early.
         (make_info(time_left_s=150.0), ExitCode.TIME_LIMIT),
         (make_info(time_left_s=170.0), ExitCode.STOPPED),
         (make_info(time_left_s=None), ExitCode.STOPPED),
