@@ -1,4 +1,4 @@
-"""Test that requests which no node can satisfy are an error before submission, with recorded output of sinfo."""
+"""Test that a submission with a request that no node can satisfy is an error. Uses recorded output of sinfo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurm.query.capacity import check_capacity, find_unsatisfiable_request, has
 from tests.support.errors import raises_error
 from tests.support.tiny import write_config
 
-SINFO = """\
+SINFO_OUTPUT = """\
 low*|4|4|65536|(null)|gpu:h100:2(S:0)
 high|4|4|65536|(null)|gpu:h100:2(S:0)
 mixed|8|64|257000|intel,nvlink|gpu:a100:4(S:0-1),nvme:1
@@ -28,12 +28,12 @@ empty|0|0|0||(null)
 
 @pytest.fixture(autouse=True)
 def unset_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unset the partition that the shell of the developer may select."""
+    """Unset SBATCH_PARTITION, which the shell of the developer may set."""
     monkeypatch.delenv("SBATCH_PARTITION", raising=False)
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
-    """Load the tiny config with overrides. Its layout is not checked."""
+    """Load the tiny config with overrides, without a check of the layout."""
     return load_config(write_config(folder), overrides, layout=False)
 
 
@@ -82,20 +82,23 @@ def make_config(folder: Path, *overrides: str) -> Config:
 def test_the_reason_names_the_unsatisfiable_request_and_its_key(
     tmp_path: Path, overrides: list[str], facts: list[str]
 ) -> None:
-    nodes = [group for group in parse_nodes(SINFO) if group.partition != "unclear" or "unclear" in overrides[0]]
+    """`facts` is empty if a node can satisfy all requests. By default, the tiny train stage has 2 tasks per node."""
+    groups = parse_nodes(SINFO_OUTPUT)
+    nodes = [group for group in groups if group.partition != "unclear" or "unclear" in overrides[0]]
     reason = find_unsatisfiable_request(make_config(tmp_path, *overrides), "train", nodes)
     assert (reason is None) == (not facts), reason
     assert all(fact in str(reason) for fact in facts), reason
 
 
 def test_the_requests_of_data_jobs_are_also_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also, SBATCH_PARTITION selects the partition if the config does not."""
     config = make_config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}")
-    reason = find_unsatisfiable_request(config, "shard", parse_nodes(SINFO))
+    reason = find_unsatisfiable_request(config, "shard", parse_nodes(SINFO_OUTPUT))
     assert "8 CPUs (site.data_jobs.cpus_per_task: 8); the most is 4" in str(reason)
-    assert find_unsatisfiable_request(config, "train", parse_nodes(SINFO)) is None
+    assert find_unsatisfiable_request(config, "train", parse_nodes(SINFO_OUTPUT)) is None
     monkeypatch.setenv("SBATCH_PARTITION", "low")
     config = make_config(tmp_path, "site.cpus_per_task=8")
-    assert "partition low" in str(find_unsatisfiable_request(config, "shard", parse_nodes(SINFO)))
+    assert "partition low" in str(find_unsatisfiable_request(config, "shard", parse_nodes(SINFO_OUTPUT)))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,7 @@ def test_the_requests_of_data_jobs_are_also_checked(tmp_path: Path, monkeypatch:
     ],
 )  # fmt: skip
 def test_constraints_are_interpreted_as_by_sbatch(constraint: str, is_met: bool) -> None:
+    """The node has the features a and b. A constraint with invalid syntax counts as met; sbatch will reject it."""
     assert has_features(constraint, frozenset({"a", "b"})) == is_met
 
 
@@ -132,7 +136,7 @@ def test_stages_that_are_done_and_clusters_with_cloud_nodes_are_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sinfo does not show cloud nodes that are powered off."""
-    monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: SINFO)
+    monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: SINFO_OUTPUT)
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {"ResumeProgram": "(null)"})
     run = Run.create(make_config(tmp_path, "site.partition=low", "site.data_jobs={cpus_per_task: 8}"))
     with raises_error("slurm.unsatisfiable_request", "prepare", "partition low", "8 CPUs"):

@@ -1,4 +1,4 @@
-"""Test causes and budgets: what Slurm reports about a job, messages of Slurm and CUDA, and when a stage is retried."""
+"""Test the parsing of what Slurm and CUDA report about a stop, and the budgets that limit retries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from slurm.query import current_job, slurm_commands
 from slurm.query.current_job import JobInfo, find_failed_nodes, parse_job_info
 from tests.support.events import make_event, parse_events
 
-# the output of scontrol of Slurm 22.05; the comment contains misleading fields
-JOB = """JobId=1 JobName=j.sh
+# the output of `scontrol show job` of Slurm 22.05; the comment contains text that looks like other fields
+JOB_OUTPUT = """JobId=1 JobName=j.sh
    JobState={state} Reason=None Dependency=(null)
    Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode=0:0
    RunTime={run_time} TimeLimit={limit} TimeMin=N/A
@@ -39,16 +39,17 @@ def format_job(
     limit: str = "00:10:00",
     preempt: str = "None",
 ) -> str:
-    """Return the output of `scontrol show job`."""
-    return JOB.format(state=state, restarts=restarts, run_time=run_time, limit=limit, preempt=preempt)
+    """Return the output of `scontrol show job` for a job with these fields."""
+    return JOB_OUTPUT.format(state=state, restarts=restarts, run_time=run_time, limit=limit, preempt=preempt)
 
 
 def make_job_info(**fields: Any) -> JobInfo:
-    """Return the job that `format_job` shows."""
+    """Return the JobInfo of a job with these fields (see `format_job`)."""
     return parse_job_info(format_job(**fields))
 
 
 def test_the_first_value_of_each_key_is_read() -> None:
+    """The same keys in the comment, which follows, are ignored."""
     info = make_job_info()
     assert (info.state, info.restarts, info.is_preempted, info.is_batch) == ("RUNNING", 0, False, True)
     assert info.time_left_s == 597
@@ -56,7 +57,7 @@ def test_the_first_value_of_each_key_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accounting", "state"),
+    ("sacct_output", "state"),
     [
         ("CANCELLED by 0\n", "CANCELLED"),
         ("PREEMPTED\n", "PREEMPTED"),
@@ -66,11 +67,11 @@ def test_the_first_value_of_each_key_is_read() -> None:
     ],
 )
 def test_the_state_of_a_completing_job_is_read_from_accounting(
-    monkeypatch: pytest.MonkeyPatch, accounting: str | None, state: str
+    monkeypatch: pytest.MonkeyPatch, sacct_output: str | None, state: str
 ) -> None:
     job = format_job(state="COMPLETING", run_time="1", limit="1:00:00", preempt="2026-11-21T05:42:25")
     monkeypatch.setattr(
-        current_job, "run_slurm_command", lambda *command, **_: job if command[0] == "scontrol" else accounting
+        current_job, "run_slurm_command", lambda *command, **_: job if command[0] == "scontrol" else sacct_output
     )
     info = current_job.read_job_info("12")
     assert info is not None and info.state == state
@@ -95,7 +96,11 @@ CAUSES = [
 def test_a_stage_is_retried_within_its_budgets_and_only_with_progress(
     stops: list[tuple[ExitCode, bool]], max_without_progress: int, small: int, large: int
 ) -> None:
-    """The expected decision is computed from the number of retries by budget and of attempts without progress."""
+    """`stops` has the cause of the end of each attempt, and whether the attempt made progress.
+
+    The test counts the used retries of each budget and the attempts without progress, and expects the same decision.
+    `small` and `large` are budgets.
+    """
     budgets = RetryBudgets(
         preempted=large, node_failure=large, time_limit=large, out_of_memory=small, crash=small, hang=small
     )
@@ -124,7 +129,9 @@ def test_every_exit_code_has_a_budget() -> None:
 
 
 def test_the_reason_against_a_retry_names_the_missing_progress() -> None:
-    assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", "only a user can repair it"
+    assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", (
+        "no reason must be given, because only a user can repair the storage"
+    )
     assert explain_no_retry(StageState(), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
     state = read_stage_state([make_event("started")])
     reason = explain_no_retry(state, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
@@ -134,7 +141,7 @@ def test_the_reason_against_a_retry_names_the_missing_progress() -> None:
     assert "nothing new" in reason and "checkpoint" not in reason
 
 
-SAMPLES = {
+SAMPLE_MESSAGES = {
     "SRUN_TASK": "srun: error: n1: tasks 0-1: Exited with exit code 20",
     "SRUN_EXITED": "Exited with exit code 20",
     "SRUN_OUT_OF_MEMORY": "Out Of Memory",
@@ -155,8 +162,8 @@ SAMPLES = {
 
 def test_each_message_pattern_matches_its_sample_and_names_the_versions() -> None:
     patterns = {name: value for name, value in vars(slurm_commands).items() if isinstance(value, re.Pattern)}
-    assert patterns.keys() == SAMPLES.keys()
-    assert all(pattern.search(SAMPLES[name]) for name, pattern in patterns.items())
+    assert patterns.keys() == SAMPLE_MESSAGES.keys()
+    assert all(pattern.search(SAMPLE_MESSAGES[name]) for name, pattern in patterns.items())
     source = Path(slurm_commands.__file__).read_text()
     docstrings = dict(re.findall(r"^([A-Z_]+) = re.*\n\"{3}([^\"]*)\"{3}$", source, re.MULTILINE))
     versions = r"Seen: ((Slurm|Open MPI|MPICH) \d+\.\d+.*|Slurm's documentation only)\.$"
@@ -164,19 +171,19 @@ def test_each_message_pattern_matches_its_sample_and_names_the_versions() -> Non
     assert all(re.search(versions, docstring) for docstring in docstrings.values())
 
 
-def test_only_one_module_matches_messages_of_slurm() -> None:
+def test_only_slurm_commands_py_contains_messages_of_slurm() -> None:
     texts = (r"exit code (\d", "Out Of Memory", "oom[-_", "sbatch: error", " is UP", " is DOWN", 'Satisfied"', " PID ")
     files = (CODE_ROOT / "slurm").rglob("*.py")
     assert {file.name for file in files if any(text in file.read_text() for text in texts)} == {"slurm_commands.py"}
 
 
-ECC = "CUDA error: uncorrectable ECC error encountered"
+ECC_ERROR = "CUDA error: uncorrectable ECC error encountered"
 
 
 @pytest.mark.parametrize(
     ("message", "code"),
     [
-        (ECC, ExitCode.BAD_NODE),
+        (ECC_ERROR, ExitCode.BAD_NODE),
         ("NCCL error: unhandled cuda error\nCuda failure 220 'uncorrectable NVLink error detected'", ExitCode.BAD_NODE),
         ("Unable to determine the device handle for GPU 0000:0B:00.0: GPU is lost.", ExitCode.BAD_NODE),
         ("NVRM: Xid (PCI:0000:0b:00): 79, pid=9, GPU has fallen off the bus.", ExitCode.BAD_NODE),
@@ -186,10 +193,12 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
     ],
 )
 def test_an_error_of_gpu_hardware_counts_as_a_bad_node(message: str, code: ExitCode) -> None:
+    """Xid 79 is an error of the hardware. Xid 31 and the last two errors can be caused by a bug in a program."""
     assert explain_error(RuntimeError(message))[0] == code
 
 
 def test_failed_nodes_are_down_or_have_restarted_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call names the start time of the job. The slurmd of n3 has started 5 s after it."""
     lines = [
         f"NodeName={name} Arch=x86_64 State={state} ThreadsPerCore=1 BootTime=None SlurmdStartTime={slurmd_start}"
         for name, state, slurmd_start in [
@@ -207,10 +216,13 @@ def test_failed_nodes_are_down_or_have_restarted_since_the_start(monkeypatch: py
 
 
 @pytest.mark.parametrize(("restarts", "was_requeued"), [(3, True), (2, False), (None, False)])
-def test_a_failed_requeue_command_succeeded_if_the_job_was_requeued(
+def test_a_requeue_counts_as_successful_if_the_job_has_one_restart_more(
     monkeypatch: pytest.MonkeyPatch, restarts: int | None, was_requeued: bool
 ) -> None:
-    """The requeue may kill scontrol before scontrol reports success."""
+    """`scontrol requeue` fails here, because the requeue may kill scontrol before it reports success.
+
+    The job had 2 restarts before. `restarts` None: the controller does not respond.
+    """
 
     def run_command(*command: str) -> str | None:
         if command[:2] == ("scontrol", "requeue") or restarts is None:

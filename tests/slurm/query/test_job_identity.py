@@ -1,4 +1,7 @@
-"""Test how jobs of a run are distinguished from other jobs with the same ids, on a cluster and with recorded output."""
+"""Test how jobs of a run are distinguished from other jobs with the same IDs.
+
+The first tests use test clusters. The others use recorded output of Slurm commands.
+"""
 
 from __future__ import annotations
 
@@ -27,27 +30,28 @@ from tests.support.tiny import make_run, write_config
 from tracking import report
 
 cluster = cluster_fixture()
-other = cluster_fixture()
-accounted = cluster_fixture(accounting=True, min_job_age=2)
+other_cluster = cluster_fixture()
+accounting_cluster = cluster_fixture(accounting=True, min_job_age=2)
 
 pytestmark = pytest.mark.timeout(900)
 
 HELD = ("site.requeue=false", "site.sbatch={hold: true}")
+"""Overrides with which the jobs of a chain stay in the queue, and the train job has a successor."""
 
 
 def make_job_rank_info(job_id: str, restarts: int = 0) -> RankInfo:
-    """Return the rank info of a supervisor in a job."""
+    """Return the RankInfo of the supervisor in job `job_id`, which was requeued `restarts` times."""
     return dataclasses.replace(read_rank_info({}), job_id=job_id, restart_count=restarts)
 
 
 def use_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment of this process so that it calls the Slurm commands of a cluster."""
+    """Change the environment of this process so that it calls the Slurm commands of this cluster."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
 
 
 def submit_held_chain(folder: Path, cluster: Cluster) -> tuple[Run, list[str]]:
-    """Submit a chain whose jobs are held in the queue. Return the run and the ids: train, its successor, evaluate."""
+    """Submit a chain whose jobs are on hold. Return the run and the IDs of train, its successor, and evaluate."""
     run = make_run(folder, overrides=HELD)
     result = run_submit(cluster, folder, "tiny.yaml", *HELD)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -55,35 +59,39 @@ def submit_held_chain(folder: Path, cluster: Cluster) -> tuple[Run, list[str]]:
 
 
 def submit_jobs_of_another_run(cluster: Cluster, ids: Sequence[str], comments: Sequence[str]) -> None:
-    """Submit jobs and check that they get these ids: a running job, and jobs that depend on it."""
-    for job, comment, kind in zip(ids, comments, ("", "afternotok", "afterok"), strict=True):
-        after = [f"--dependency={kind}:{ids[0]}"] if kind else []
-        options = [f"--comment={comment}", "-J", "train-tiny", "-o", "/dev/null", *after, "--wrap", "sleep 600"]
-        assert cluster.output(["sbatch", "--parsable", *options]) == job
+    """Submit a job that runs, and two jobs that depend on it. Check that they get these IDs."""
+    for job_id, comment, dependency_type in zip(ids, comments, ("", "afternotok", "afterok"), strict=True):
+        dependency = [f"--dependency={dependency_type}:{ids[0]}"] if dependency_type else []
+        options = [f"--comment={comment}", "-J", "train-tiny", "-o", "/dev/null", *dependency, "--wrap", "sleep 600"]
+        assert cluster.output(["sbatch", "--parsable", *options]) == job_id
     cluster.wait_job(ids[0], "RUNNING")
 
 
 def list_queue(cluster: Cluster, ids: Sequence[str]) -> list[str]:
-    """Return a line for each of these jobs: id, state and dependency."""
+    """Return a line with ID, state and dependency for each of these jobs."""
     lines = cluster.output(["squeue", "-h", "-t", "all", "-o", "%i %T %E"]).splitlines()
     return [line for line in lines if line.split()[0] in ids]
 
 
 @pytest.mark.parametrize("reason", ["the controller lost its state", "another cluster"])
 def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
-    tmp_path: Path, cluster: Cluster, other: Cluster, monkeypatch: pytest.MonkeyPatch, reason: str
+    tmp_path: Path, cluster: Cluster, other_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
+    """A controller that lost its state, or another cluster, gives IDs that jobs of the run already have.
+
+    `status`, `cancel`, `resume` and the supervisor must not report or change these jobs.
+    """
     is_same_cluster = reason != "another cluster"
     cluster.restart_controller_without_state()
     run, ids = submit_held_chain(tmp_path, cluster)
     assert ids == ["1", "2", "3"]
     assert re.search(r"^train +held +1 ", run_submit(cluster, tmp_path, "status", "runs/tiny").stdout, re.M)
-    second_cluster = cluster if is_same_cluster else other
+    second_cluster = cluster if is_same_cluster else other_cluster
     second_cluster.restart_controller_without_state()
     comments = ["sluice /b/runs/tiny"] * 3
     submit_jobs_of_another_run(second_cluster, ids, comments)
-    before = list_queue(second_cluster, ids)
-    assert [line.split()[1] for line in before].count("PENDING") == 2
+    queue_before = list_queue(second_cluster, ids)
+    assert [line.split()[1] for line in queue_before].count("PENDING") == 2
 
     status = run_submit(second_cluster, tmp_path, "status", "runs/tiny").stdout
     assert not re.search(r"^(train|evaluate) +(running|pending|held)", status, re.M), status
@@ -94,22 +102,23 @@ def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
     succession.cancel_unneeded_jobs(run, "train", make_job_rank_info("1"), is_done=False)
     succession.cancel_unneeded_jobs(run, "train", make_job_rank_info("1"), is_done=True)
     assert run_submit(second_cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
-    assert list_queue(second_cluster, ids) == before
+    assert list_queue(second_cluster, ids) == queue_before
     result = run_submit(second_cluster, tmp_path, "resume", "runs/tiny", "stages.train.time=00:20:00")
     assert result.returncode == 0, result.stdout + result.stderr
     new_ids = [job.job_id for _, job in list_recorded_jobs(run)][3:]
     assert new_ids == ["4", "5", "6"] and "after 4" in result.stdout, result.stdout
-    assert list_queue(second_cluster, ids) == before
+    assert list_queue(second_cluster, ids) == queue_before
     result = run_submit(second_cluster, tmp_path, "cancel", "runs/tiny")
     assert {line.split()[1] for line in list_queue(second_cluster, new_ids)} == {"CANCELLED"}
-    assert list_queue(second_cluster, ids) == before
+    assert list_queue(second_cluster, ids) == queue_before
     if not is_same_cluster:
-        names = [c.output(["scontrol", "show", "config"]).split("ClusterName")[1].split()[1] for c in (cluster, other)]
-        assert f"jobs of cluster {names[0]} are not visible on {names[1]}" in result.stdout
+        settings = [each.output(["scontrol", "show", "config"]) for each in (cluster, other_cluster)]
+        name, other_name = (text.split("ClusterName")[1].split()[1] for text in settings)
+        assert f"jobs of cluster {name} are not visible on {other_name}" in result.stdout
         assert {line.split()[1] for line in list_queue(cluster, ids)} == {"PENDING"}
         assert run_submit(cluster, tmp_path, "cancel", "runs/tiny").returncode == 0
         assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}, (
-            "on their cluster, they are ours"
+            "on the first cluster, the jobs must be recognized and cancelled"
         )
     second_cluster.clear()
 
@@ -118,47 +127,52 @@ def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
 def test_a_job_that_lost_its_comment_is_not_changed_but_reported(
     tmp_path: Path, cluster: Cluster, is_truncated: bool
 ) -> None:
-    run, (train, successor, evaluate) = submit_held_chain(tmp_path, cluster)
+    """The comment may be truncated, or replaced by a plugin of the site. Then a user must cancel the job."""
+    run, ids = submit_held_chain(tmp_path, cluster)
+    train_id = ids[0]
     comment = f"sluice {run.path}"[:12] if is_truncated else "comment of a plugin"
-    cluster.output(["scontrol", "update", f"JobId={train}", f"Comment={comment}"])
+    cluster.output(["scontrol", "update", f"JobId={train_id}", f"Comment={comment}"])
     result = run_submit(cluster, tmp_path, "cancel", "runs/tiny")
-    assert f"to end it: scancel {train}" in result.stdout and f"(sluice {run.path})" in result.stdout, result.stdout
-    assert [cluster.job_state(job) for job in (train, successor, evaluate)] == ["PENDING", "CANCELLED", "CANCELLED"]
-    assert f"scancel {train}" in run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
-    assert f"scancel {train}" in run_submit(cluster, tmp_path, "resume", "runs/tiny").stdout
-    assert cluster.job_state(train) == "PENDING"
+    assert f"to end it: scancel {train_id}" in result.stdout and f"(sluice {run.path})" in result.stdout, result.stdout
+    assert [cluster.job_state(job_id) for job_id in ids] == ["PENDING", "CANCELLED", "CANCELLED"]
+    assert f"scancel {train_id}" in run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
+    assert f"scancel {train_id}" in run_submit(cluster, tmp_path, "resume", "runs/tiny").stdout
+    assert cluster.job_state(train_id) == "PENDING"
     cluster.clear()
 
 
 def test_a_requeued_job_is_still_recognized(
-    tmp_path: Path, accounted: Cluster, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, accounting_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A requeue changes the submit time. Accounting has no comments, and shows each run of the job."""
-    use_cluster(accounted, monkeypatch)
+    """Accounting has no comments, and one row for each start of a job. A requeue changes the submit time.
+
+    At the end, another job gets the same ID. The run must not take the state of this job.
+    """
+    use_cluster(accounting_cluster, monkeypatch)
     monkeypatch.setattr(job_states, "SUBMIT_TIME_TOLERANCE_S", 3.0)
     run = Run.create(load_config(write_config(tmp_path, "a")))
     script = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then sleep 600; fi'
     options = [f"--comment=sluice {run.path}", "-J", "a-train", "-o", "/dev/null", "--requeue", "--wrap", script]
-    job_id = accounted.output(["sbatch", "--parsable", *options])
+    job_id = accounting_cluster.output(["sbatch", "--parsable", *options])
     identity = run_jobs.job_identity("a-train")
     write_event(run, "submitted", "train", job_id=job_id, executor="slurm", after=[], **identity)
     [(_, job)] = list_recorded_jobs(run)
-    accounted.wait_job(job_id, "RUNNING")
-    wait_for("more than the tolerance", lambda: (datetime.now(UTC).timestamp() - job.submit_time) > 4)
-    accounted.output(["scontrol", "requeue", job_id])
+    accounting_cluster.wait_job(job_id, "RUNNING")
+    wait_for("a submit time before the tolerance", lambda: (datetime.now(UTC).timestamp() - job.submit_time) > 4)
+    accounting_cluster.output(["scontrol", "requeue", job_id])
     assert query_job_states([job])[job].is_active
     list_all = ["squeue", "-h", "-t", "all", "-o", "%A"]
-    wait_for("squeue to forget the job", lambda: job_id not in accounted.output(list_all), 90)
-    assert len(accounted.output(["sacct", "-nXDP", "-j", job_id, "-o", "Submit"]).splitlines()) == 2
+    wait_for("squeue to forget the job", lambda: job_id not in accounting_cluster.output(list_all), 90)
+    assert len(accounting_cluster.output(["sacct", "-nXDP", "-j", job_id, "-o", "Submit"]).splitlines()) == 2
     wait_for("accounting", lambda: query_job_states([job])[job].state == "COMPLETED", 30)
-    accounted.restart_controller_without_state()
+    accounting_cluster.restart_controller_without_state()
     for number in range(int(job_id)):
         options = ["-J", "a-train", "-o", "/dev/null", "--wrap", f"exit {number + 1}"]
-        last_id = accounted.output(["sbatch", "--parsable", *options])
+        last_id = accounting_cluster.output(["sbatch", "--parsable", *options])
     assert last_id == job_id
     query_state = ["sacct", "-nXP", "-j", job_id, "-o", "State"]
-    wait_for("the end of the other job", lambda: "FAILED" in accounted.output(query_state), 60)
-    # the newest row is now of another job with the same id, name and user
+    wait_for("the end of the other job", lambda: "FAILED" in accounting_cluster.output(query_state), 60)
+    # the newest row in accounting is now that of another job with the same ID, name and user
     assert query_job_states([job])[job].state == "COMPLETED"
 
 
@@ -190,24 +204,25 @@ def set_slurm_output(
         (["1|COMPLETED|None|n1|here|1001|2026-11-22T11:51:44|r-train"], UNKNOWN),
         (["1|COMPLETED|None|n1|here|1000|2026-11-22T11:51:44|s-train"], UNKNOWN),
         (["1|COMPLETED|None|n1|here|1000|2026-11-22T12:51:44|r-train"], UNKNOWN),
-        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], UNKNOWN),  # the controller lost this job
+        (["1|RUNNING|None|n1|here|1000|2026-11-22T11:51:44|r-train"], UNKNOWN),  # squeue no longer shows this job
         (
             [
                 "1|REQUEUED|None|n1|here|1000|2026-11-22T11:51:44|r-train",
                 "1|NODE_FAIL|None|n1|here|1000|2026-11-22T13:00:00|r-train",
                 "1|TIMEOUT|BeginTime|n1|here|1000|2026-11-22T14:00:00|r-train",
-                "1|FAILED|None|n1|here|1000|2026-11-23T09:00:00|r-train",  # another job with the same id
+                "1|FAILED|None|n1|here|1000|2026-11-23T09:00:00|r-train",  # another job with the same ID
             ],
             "TIMEOUT",
         ),
     ],
 )
-def test_a_final_state_is_read_from_accounting_if_all_but_the_comment_agrees(
+def test_a_final_state_is_read_from_accounting_if_cluster_user_time_and_name_match(
     monkeypatch: pytest.MonkeyPatch, rows: list[str], state: str
 ) -> None:
+    """Accounting has no comments. Further rows with a later time follow after requeues of the job."""
     set_slurm_output(monkeypatch, sacct="\n".join(f"{row}|" for row in rows))
-    shown = query_job_states([JOB])[JOB]
-    assert shown.state == state and not shown.is_active
+    job_state = query_job_states([JOB])[JOB]
+    assert job_state.state == state and not job_state.is_active
 
 
 @pytest.mark.parametrize(
@@ -231,7 +246,7 @@ def test_an_active_job_is_recognized_by_cluster_id_and_comment(
         assert query_job_states([job])[job].state == state, output
 
 
-def test_the_newer_of_two_jobs_with_one_id_has_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_belongs_to_the_newer_of_two_jobs_with_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:
     older_job = dataclasses.replace(JOB, name="r-prepare", submit_time=JOB.submit_time - 1e6)
     row = SQUEUE_ROW.format(state="RUNNING", submit_time=SUBMIT_TIME, comment="sluice /r")
     set_slurm_output(monkeypatch, squeue=row, squeue_all_users=row)
@@ -243,29 +258,32 @@ def test_a_job_without_its_comment_is_only_reported(monkeypatch: pytest.MonkeyPa
     for state, expected in (("PENDING", UNKNOWN), ("FAILED", "FAILED")):
         row = SQUEUE_ROW.format(state=state, submit_time=SUBMIT_TIME, comment="(null)")
         set_slurm_output(monkeypatch, squeue=row)
-        shown = query_job_states([JOB])[JOB]
-        assert shown.state == expected and ("scancel 1" in shown.reason) == (state == "PENDING")
+        job_state = query_job_states([JOB])[JOB]
+        assert job_state.state == expected and ("scancel 1" in job_state.reason) == (state == "PENDING")
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(slurm_commands, "run_slurm_command", lambda *command: commands.append(command))
-    job_states.cancel_jobs([shown, JobState("2", UNKNOWN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
+    job_states.cancel_jobs([job_state, JobState("2", UNKNOWN), JobState("3", "COMPLETED"), JobState("4", "PENDING")])
     assert commands == [("scancel", "4")]
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a tiny run on the cluster `here`, where prepare and shard are done."""
+    """Return a tiny run for which the prepare and shard stages are done. The current cluster is `here`."""
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     return make_run(tmp_path)
 
 
-def write_submitted(run: Run, stage: str, job_id: str, kind: str = "afterok", *after: str, **fields: Any) -> None:
-    """Write the event `submitted` of a job on the cluster `here`."""
+def write_submitted(
+    run: Run, stage: str, job_id: str, dependency_type: str = "afterok", *after: str, **fields: Any
+) -> None:
+    """Write the event `submitted` of a job on the cluster `here` that depends on the jobs `after`."""
     identity = {"cluster": "here", "uid": 1000, "job_name": f"{stage}-tiny"}
-    write_event(run, "submitted", stage, job_id=job_id, executor="slurm", after=after, kind=kind, **identity | fields)
+    fields = {"job_id": job_id, "after": after, "kind": dependency_type, **identity, **fields}
+    write_event(run, "submitted", stage, executor="slurm", **fields)
 
 
 def test_jobs_of_a_point_have_the_comment_of_the_point_or_its_sweep(run: Run) -> None:
-    """A copy of the run has other comments."""
+    """The comment contains the path, so a copy of the run has another comment."""
     write_submitted(run, "train", "7")
     point = Run(run.path / "points/000")
     [(event, job)] = list_recorded_jobs(run)
@@ -277,7 +295,8 @@ def test_jobs_of_a_point_have_the_comment_of_the_point_or_its_sweep(run: Run) ->
 
 
 @pytest.mark.parametrize("case", ["requeued", "submitted again", "another cluster"])
-def test_only_a_requeued_job_continues_its_attempt(run: Run, case: str) -> None:
+def test_only_a_requeued_job_is_a_retry_of_the_previous_attempt(run: Run, case: str) -> None:
+    """Job 6 has an attempt without an end. Another job with the ID 6 must not write that the attempt was requeued."""
     write_submitted(run, "train", "6")
     fields = {"attempt": 1, "restarts": 0, "standing": "step 0"}
     fields["cluster"] = "there" if case == "another cluster" else "here"
@@ -289,7 +308,11 @@ def test_only_a_requeued_job_continues_its_attempt(run: Run, case: str) -> None:
 
 
 def test_the_end_of_an_open_attempt_is_not_read_from_another_job(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other job with this id may belong to another run, or the user may have submitted it."""
+    """The other job with this ID may belong to another run, or a user may have submitted it.
+
+    The job that squeue shows is the job of the attempt if its comment matches, or if it has no comment and the same
+    name. The cluster must also match.
+    """
     identity = {"uid": 1000, "job_name": "r-train", "job_submitted": JOB.submit_time}
     for comment, name, cluster, cause in (
         (f"sluice {run.path}", "any", "here", ExitCode.TIME_LIMIT), ("", "r-train", "here", ExitCode.TIME_LIMIT),
@@ -305,7 +328,7 @@ def test_the_end_of_an_open_attempt_is_not_read_from_another_job(run: Run, monke
 
 
 def test_the_exit_code_of_another_job_with_the_same_id_is_not_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job ended according to accounting. The controller may show another job with this id and a later time."""
+    """Accounting says that the job has failed. The controller may show another job with this ID and a later time."""
     identity = {"cluster": "here", "uid": 1000, "job_name": "r-train", "job_submitted": JOB.submit_time}
     set_slurm_output(monkeypatch, sacct=SQUEUE_ROW.format(state="FAILED", submit_time=SUBMIT_TIME, comment=""))
     for submit_time, cause in ((SUBMIT_TIME, ExitCode.STORAGE), ("2026-11-23T09:00:00", ExitCode.CRASHED)):
@@ -318,6 +341,7 @@ def test_the_exit_code_of_another_job_with_the_same_id_is_not_used(run: Run, mon
 
 
 def test_a_successor_is_distinguished_from_other_jobs_with_its_id(run: Run) -> None:
+    """A job of another stage and cluster with the ID 5 changes nothing. A new train job 5 is no successor."""
     write_submitted(run, "train", "4")
     write_submitted(run, "train", "5", "afternotok", "4")
     assert succession.find_predecessor(run, "train", "5") == "4"
@@ -327,10 +351,10 @@ def test_a_successor_is_distinguished_from_other_jobs_with_its_id(run: Run) -> N
     assert succession.find_predecessor(run, "train", "5") is None
 
 
-def test_a_job_that_depended_on_an_earlier_job_with_the_id_does_not_depend_on_this_one(
+def test_jobs_that_depended_on_an_earlier_job_with_the_same_id_are_not_waiting_jobs(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evaluation depends on the first job 4. After another submission, job 4 is a different train job."""
+    """Job 6 depends on the first job with the ID 4. Then a different train job gets the ID 4; job 5 depends on it."""
     write_submitted(run, "train", "4")
     write_submitted(run, "evaluate", "6", "afterok", "4")
     write_submitted(run, "train", "4")
@@ -342,24 +366,27 @@ def test_a_job_that_depended_on_an_earlier_job_with_the_id_does_not_depend_on_th
     write_event(run, "failed", "train", job_id="4", cause="crashed")
     assert run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING"))
     write_submitted(run, "train", "4")
-    assert not run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING")), "the event is of the earlier job"
+    assert not run_jobs.is_job_ending(run, "train", JobState("4", "RUNNING")), (
+        "the event belongs to the earlier job with this ID"
+    )
 
 
-def test_events_of_an_earlier_job_with_the_id_are_ignored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_an_earlier_job_with_the_same_id_are_ignored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job 4 has a successor and was cancelled. The second job 4 has no successor and was not cancelled."""
     write_submitted(run, "train", "4")
     write_submitted(run, "train", "5", "afternotok", "4")
     write_event(run, "cancelled", "train", job_id="4", cause="cancelled")
-    successors: list[str] = []
-    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **_: successors.extend(after))
+    predecessors: list[str] = []  # the job after which each new successor starts
+    monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **_: predecessors.extend(after))
     set_slurm_output(monkeypatch)
-    assert succession.hand_over(run, "train", "4") is None and successors == []
+    assert succession.hand_over(run, "train", "4") is None and predecessors == []
     assert succession._was_cancelled(run, "train", "4")
     write_submitted(run, "train", "4")
-    assert succession.hand_over(run, "train", "4") is None and successors == ["4"]
+    assert succession.hand_over(run, "train", "4") is None and predecessors == ["4"]
     assert not succession._was_cancelled(run, "train", "4")
 
 
-def test_the_time_of_another_job_with_the_id_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_another_job_with_the_same_id_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     times = "2026-11-22T11:51:43|2026-11-22T11:51:44"
     monkeypatch.setattr(report, "query_accounting", lambda *_: f"1|{times}|s-train\n1_0|{times}|r-train\n")
     monkeypatch.setattr(report, "cluster_name", lambda: "here")
@@ -367,12 +394,13 @@ def test_the_time_of_another_job_with_the_id_is_not_counted(monkeypatch: pytest.
     assert report.read_job_times([dataclasses.replace(JOB, cluster="there")]) == []
 
 
-@pytest.mark.parametrize("is_own_job", [True, False])
+@pytest.mark.parametrize("is_job_of_run", [True, False])
 def test_an_evaluation_of_a_checkpoint_waits_only_for_jobs_of_its_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, is_own_job: bool
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_job_of_run: bool
 ) -> None:
+    """Job 7 evaluated the checkpoint of step 1. The running job 7 may belong to this run or to another run."""
     write_submitted(run, "evaluate", "7", step=1)
-    comment = f"sluice {run.path}" if is_own_job else "sluice /b"
+    comment = f"sluice {run.path}" if is_job_of_run else "sluice /b"
     set_slurm_output(monkeypatch, squeue=f"7|RUNNING|None|n1|here|1000|{SUBMIT_TIME}|tiny-evaluate|{comment}\n")
     dependencies: list[Sequence[str]] = []
     monkeypatch.setattr("slurm.submit.sbatch.submit_stage", lambda run, stage, after, **_: dependencies.append(after))
@@ -380,8 +408,8 @@ def test_an_evaluation_of_a_checkpoint_waits_only_for_jobs_of_its_run(
     submitter = background.EvaluationSubmitter(run)
     submitter.is_enabled = True
     submitter.poll()
-    assert dependencies == [["7"] if is_own_job else []]
+    assert dependencies == [["7"] if is_job_of_run else []]
     assert background.evaluates_one_checkpoint(run, "7")
     write_submitted(run, "evaluate", "7")
-    # job 7 is now the evaluation of the chain, because the id was submitted again
+    # the newest job with the ID 7 is now the evaluate job of the chain
     assert not background.evaluates_one_checkpoint(run, "7")

@@ -1,4 +1,4 @@
-"""Test that environment variables of the user do not change Slurm's commands, and queries of very many jobs."""
+"""Test that environment variables of the user do not change the Slurm commands. Also test queries of very many jobs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from slurm.query.slurm_commands import run_slurm_command
 from slurm.submit import sbatch
 from tests.support.tiny import write_config
 
-HEAD = f"#!{sys.executable}\nimport json, os, sys\n"
+SCRIPT_HEAD = f"#!{sys.executable}\nimport json, os, sys\n"
 ACCOUNT_AND_PARTITION = {f"SBATCH_{name}": "x" for name in ("ACCOUNT", "CONSTRAINT", "PARTITION", "QOS", "RESERVATION")}
 
 
 def write_command(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace a Slurm command by this Python code."""
-    (folder / name).write_text(HEAD + code)
+    """Replace a Slurm command by a script with this Python code."""
+    (folder / name).write_text(SCRIPT_HEAD + code)
     (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH'].removeprefix(f'{folder}:')}")
 
@@ -34,6 +34,7 @@ def write_command(folder: Path, name: str, code: str, monkeypatch: pytest.Monkey
 def test_slurm_commands_do_not_inherit_filters_and_formats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """For example, with SQUEUE_PARTITION squeue would hide jobs of other partitions."""
     write_command(tmp_path, name, "print(json.dumps(dict(os.environ)))\n", monkeypatch)
     filters = ["SQUEUE_PARTITION", "SQUEUE_STATES", "SACCT_FEDERATION", "SINFO_SORT", "SCONTROL_ALL", "SCANCEL_BATCH"]
     for variable in (*filters, "SLURM_TIME_FORMAT", "SLURM_CONF", "SLURM_JOB_ID"):
@@ -41,7 +42,7 @@ def test_slurm_commands_do_not_inherit_filters_and_formats(
     environment = json.loads(run_slurm_command(name) or "")
     assert environment["SLURM_CONF"] == environment["SLURM_JOB_ID"] == "7"
     assert not environment.keys() & {*filters, "SLURM_TIME_FORMAT"}
-    assert os.environ["SQUEUE_PARTITION"] == "7", "this process keeps the variables"
+    assert os.environ["SQUEUE_PARTITION"] == "7", "this process must keep the variables"
 
 
 def submit_and_read_variables(
@@ -61,7 +62,7 @@ def test_sbatch_inherits_only_account_and_partition_that_the_config_does_not_set
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All other SBATCH_* variables would override options of the script."""
-    overriding = (
+    overriding_names = (
         "NO_REQUEUE",
         "REQUEUE",
         "SIGNAL",
@@ -72,7 +73,7 @@ def test_sbatch_inherits_only_account_and_partition_that_the_config_does_not_set
         "MEM_PER_NODE",
         "NO_KILL",
     )
-    for name in overriding:
+    for name in overriding_names:
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     for name in ACCOUNT_AND_PARTITION:
         monkeypatch.setenv(name, "x")
@@ -82,16 +83,19 @@ def test_sbatch_inherits_only_account_and_partition_that_the_config_does_not_set
     assert variables.keys() == {"SBATCH_ACCOUNT", "SBATCH_QOS"}
     variables = submit_and_read_variables(monkeypatch, tmp_path / "third", *keys, stage="evaluate")
     assert variables.keys() == {"SBATCH_QOS"}
-    assert os.environ["SBATCH_SIGNAL"] == "1", "this process keeps the variables"
+    assert os.environ["SBATCH_SIGNAL"] == "1", "this process must keep the variables"
     with without_job_variables():
         assert not [name for name in os.environ if name.startswith("SBATCH_")]
 
 
 @pytest.mark.parametrize("command", ["squeue", "sacct"])
 def test_the_states_of_very_many_jobs_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    """Their ids do not fit into one argument, which Linux limits to 131,071 bytes. squeue then shows all jobs."""
+    """The IDs do not fit into one argument, which Linux limits to 131,071 bytes.
+
+    squeue is therefore called without IDs and prints all jobs. sacct is called several times.
+    """
     ids = [str(10_000_000 + number) for number in range(14_600)]
-    jobs = [RecordedJob(job, ("sluice /r",), "here", 1000, "r-train", 1.0) for job in ids]
+    jobs = [RecordedJob(job_id, ("sluice /r",), "here", 1000, "r-train", 1.0) for job_id in ids]
     state = "RUNNING" if command == "squeue" else "COMPLETED"
     row = f"|{state}|None|n1|here|1000|1970-01-01T00:00:01|r-train|sluice /r"
     if command == "sacct":
@@ -103,7 +107,7 @@ def test_the_states_of_very_many_jobs_are_found(tmp_path: Path, monkeypatch: pyt
     write_command(tmp_path, "sacct", print_queried if command == "sacct" else "", monkeypatch)
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "here")
     states = query_job_states(jobs)
-    assert len(states) == len(ids) and {shown.state for shown in states.values()} == {state}
+    assert len(states) == len(ids) and {job_state.state for job_state in states.values()} == {state}
 
 
 def test_a_few_jobs_are_queried_by_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:

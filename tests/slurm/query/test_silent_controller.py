@@ -1,4 +1,4 @@
-"""Test that commands wait only once for a controller that does not respond, and do not guess the state of its jobs."""
+"""Test commands while the Slurm controller does not respond: they wait only once, and do not guess states of jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, clus
     run = make_run(tmp_path, overrides=HELD)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
     ids = [job.job_id for _, job in list_recorded_jobs(run)]
-    before = list_queue(cluster, ids)
+    queue_before = list_queue(cluster, ids)
     with cluster.suspend_controller():
         status = run_submit(cluster, tmp_path, "status", "runs/tiny")
         assert status.returncode == 0
@@ -51,14 +51,14 @@ def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, clus
         assert not run.changes_file.exists()
         output = run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
         assert "stay in the queue" in output and NOT_RESPONDING in output
-    assert list_queue(cluster, ids) == before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
+    assert list_queue(cluster, ids) == queue_before and len(cluster.output(["squeue", "-h"]).splitlines()) == len(ids)
     assert "jobs" in run_submit(cluster, tmp_path, "cancel", "runs/tiny").stdout
     assert {line.split()[1] for line in list_queue(cluster, ids)} == {"CANCELLED"}
 
 
 @pytest.fixture
 def fake_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace Slurm's commands by programs that log their names and hang; return their directory."""
+    """Replace the Slurm commands by programs that write their names to the file `log` and hang. Return their folder."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("scontrol", "squeue", "sacct", "sbatch"):
@@ -73,22 +73,22 @@ def fake_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def set_output(folder: Path, name: str, output: str, code: int = 0) -> None:
-    """Let a fake command print `output` to stdout and stderr, and exit with `code`."""
+    """Change a fake command: it prints `output` to stdout and stderr, and exits with `code`."""
     script = f'echo "{output}"\necho "{output}" >&2\nexit {code}\n'
     (folder / name).write_text(f'#!/bin/sh\necho {name} >> "{folder}/log"\n{script}')
 
 
-def make_submitted_run(folder: Path, count: int) -> Run:
-    """Return a run with `count` submitted train jobs."""
+def make_submitted_run(folder: Path, job_count: int) -> Run:
+    """Return a run with `job_count` submitted train jobs."""
     run = make_run(folder)
-    for job in range(count):
-        write_event(
-            run, "submitted", "train", job_id=str(job + 1), executor="slurm", cluster="here", job_name="train-tiny"
-        )
+    fields = {"executor": "slurm", "cluster": "a", "job_name": "train-tiny"}
+    for number in range(1, job_count + 1):
+        write_event(run, "submitted", "train", job_id=str(number), **fields)
     return run
 
 
 def test_status_waits_for_the_controller_once(tmp_path: Path, fake_commands: Path) -> None:
+    """The run has 20 jobs, and this process prints the status three times. Slurm is called only once."""
     run = make_submitted_run(tmp_path, 20)
     output = io.StringIO()
     for _ in range(3):
@@ -101,37 +101,39 @@ def test_status_waits_for_the_controller_once(tmp_path: Path, fake_commands: Pat
 
 
 def test_one_query_covers_many_jobs_that_slurm_no_longer_knows(tmp_path: Path, fake_commands: Path) -> None:
-    """This includes jobs of another user, and a cluster without accounting."""
-    set_output(fake_commands, "scontrol", "ClusterName = here")
+    """Half of the jobs belong to another user, and the cluster has no accounting.
+
+    The second call of squeue is for jobs of other users.
+    """
+    set_output(fake_commands, "scontrol", "ClusterName = a")
     set_output(fake_commands, "squeue", "")
     set_output(fake_commands, "sacct", "Slurm accounting storage is disabled", 1)
-    jobs = [
-        RecordedJob(str(job), cluster="here", uid=uid) for uid in (job_states.os.getuid(), 12345) for job in range(50)
-    ]
+    uids = (job_states.os.getuid(), 12345)
+    jobs = [RecordedJob(str(number), cluster="a", uid=uid) for uid in uids for number in range(50)]
     states = job_states.query_job_states(jobs)
     assert {state.state for state in states.values()} == {job_states.UNKNOWN}
     assert (fake_commands / "log").read_text().split() == ["scontrol", "squeue", "sacct", "squeue"]
 
 
 @pytest.mark.parametrize("error_output", ["slurm_load_jobs error: Socket timed out on send/recv operation", None])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("job_count", [1, 4])
 def test_jobs_are_unknown_if_squeue_fails(
-    tmp_path: Path, fake_commands: Path, error_output: str | None, count: int
+    tmp_path: Path, fake_commands: Path, error_output: str | None, job_count: int
 ) -> None:
-    """The controller responded before and would accept new jobs, but nothing must be submitted."""
-    set_output(fake_commands, "scontrol", "ClusterName = here")
+    """squeue prints an error, or hangs if `error_output` is None. sbatch would accept jobs, but must not be called."""
+    set_output(fake_commands, "scontrol", "ClusterName = a")
     set_output(fake_commands, "sbatch", "105")
     if error_output is not None:
         set_output(fake_commands, "squeue", error_output, 1)
-    run = make_submitted_run(tmp_path, count)
+    run = make_submitted_run(tmp_path, job_count)
     output = io.StringIO()
     print_status(run, Console(file=output, width=200))
     assert f"train unknown {NOT_RESPONDING}" in output.getvalue() and "resume" not in output.getvalue()
-    before = run.events_file.read_bytes()
+    events_before = run.events_file.read_bytes()
     with pytest.raises(UserError) as error:
         submit_chain(run, Console(file=output), retries_failed=True)
     assert error.value.code == "slurm.not_responding"
-    assert run.events_file.read_bytes() == before and "sbatch" not in (fake_commands / "log").read_text()
+    assert run.events_file.read_bytes() == events_before and "sbatch" not in (fake_commands / "log").read_text()
 
 
 def test_jobs_of_sweep_points_are_unknown_if_the_controller_does_not_respond(
@@ -141,47 +143,50 @@ def test_jobs_of_sweep_points_are_unknown_if_the_controller_does_not_respond(
     monkeypatch.setattr(run_jobs, "find_jobs", lambda jobs, *_: (dict.fromkeys(jobs, unknown), None))
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
     for point in create_points(run):
-        write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="here", job_name="train-tiny")
+        write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="a", job_name="train-tiny")
     with pytest.raises(UserError) as error:
         submit_chain(run, Console(file=io.StringIO()), retries_failed=True)
     assert error.value.code == "slurm.not_responding"
 
 
-def test_an_error_about_an_unknown_job_id_is_an_answer(fake_commands: Path) -> None:
-    """squeue fails if it is queried for a single job that the controller no longer has."""
-    set_output(fake_commands, "scontrol", "ClusterName = here")
+def test_an_error_about_an_unknown_job_id_counts_as_a_response(fake_commands: Path) -> None:
+    """squeue fails if its only argument is the ID of a job that the controller no longer knows."""
+    set_output(fake_commands, "scontrol", "ClusterName = a")
     set_output(fake_commands, "squeue", "slurm_load_jobs error: Invalid job id specified", 1)
     set_output(fake_commands, "sacct", "")
-    job = RecordedJob("1", cluster="here", uid=job_states.os.getuid())
+    job = RecordedJob("1", cluster="a", uid=job_states.os.getuid())
     assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN)
 
 
 def test_all_commands_of_a_query_share_one_time_limit(fake_commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If accounting hangs, there is time left for another squeue, for jobs of other users."""
-    set_output(fake_commands, "scontrol", "ClusterName = here")
+    """sacct hangs here. Its limit leaves time for the second squeue, which queries jobs of other users."""
+    set_output(fake_commands, "scontrol", "ClusterName = a")
     set_output(fake_commands, "squeue", "")
-    limits: list[tuple[str, float]] = []
+    limits_s: list[tuple[str, float]] = []
     run_slurm_command = slurm_commands.run_slurm_command
 
-    def record_limit(*command: str, timeout_s: float, **more: Any) -> str | None:
-        limits.append((command[0], timeout_s))
-        return run_slurm_command(*command, timeout_s=timeout_s, **more)
+    def record_limit(*command: str, timeout_s: float, **options: Any) -> str | None:
+        limits_s.append((command[0], timeout_s))
+        return run_slurm_command(*command, timeout_s=timeout_s, **options)
 
     slurm_commands.cluster_name()
     monkeypatch.setattr(slurm_commands, "run_slurm_command", record_limit)
-    job = RecordedJob("1", cluster="here", uid=12345)
-    assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN), "squeue responds both times"
-    assert [name for name, _ in limits] == ["squeue", "sacct", "squeue"]
-    (_, first), (_, half), (_, rest) = limits
-    assert 0.5 >= first >= 2 * half and half + rest <= first
+    job = RecordedJob("1", cluster="a", uid=12345)
+    assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN), (
+        "the state must have no reason, because squeue responded"
+    )
+    assert [name for name, _ in limits_s] == ["squeue", "sacct", "squeue"]
+    (_, first_squeue_s), (_, sacct_s), (_, second_squeue_s) = limits_s
+    assert 0.5 >= first_squeue_s >= 2 * sacct_s, "sacct must get at most half of the remaining time"
+    assert sacct_s + second_squeue_s <= first_squeue_s
 
 
 @pytest.mark.parametrize(
     ("ping_output", "is_responding"),
     [
-        ("Slurmctld(primary) at here is UP", True),
-        ("Slurmctld(primary) at here is DOWN", None),
-        ("Slurmctld(primary) at here is DOWN\nSlurmctld(backup) at there is UP", True),
+        ("Slurmctld(primary) at a is UP", True),
+        ("Slurmctld(primary) at a is DOWN", None),
+        ("Slurmctld(primary) at a is DOWN\nSlurmctld(backup) at b is UP", True),
         ("scontrol: fatal: Could not establish a configuration source", False),
         (None, None),
     ],
@@ -189,6 +194,10 @@ def test_all_commands_of_a_query_share_one_time_limit(fake_commands: Path, monke
 def test_a_cluster_that_does_not_respond_is_not_replaced_by_this_machine(
     fake_commands: Path, ping_output: str | None, is_responding: bool | None
 ) -> None:
+    """`is_responding` None: expect an error, because a silent controller is not a reason to run on this machine.
+
+    `ping_output` is the output of `scontrol ping`; None: the command hangs.
+    """
     if ping_output is not None:
         set_output(fake_commands, "scontrol", ping_output, int(not is_responding))
     if is_responding is None:

@@ -1,6 +1,6 @@
-"""Test sweeps: their points, points as runs, and an array of four points on a real Slurm, one of them preempted.
+"""Test sweeps: the points of a sweep, their status and results, and an array of four points on a real Slurm.
 
-Also test evaluations that the train stage submits when it has saved a checkpoint.
+One test covers the evaluation jobs that the train stage submits for its checkpoints.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SMALL = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", "t
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the data folder of a run where prepare and shard are done."""
+    """Return the data directory of a run for which the prepare and shard stages are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def create_sweep(folder: Path, data: Path, *overrides: str) -> Run:
-    """Create a sweep of four points that uses the data of another run."""
+    """Create a sweep of four points. Its data directory is a link to `data`."""
     run = Run.create(load_config(write_config(folder), [SWEEP, *SMALL, *overrides]))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
@@ -70,21 +70,21 @@ value_lists = st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True)
 
 @settings(deadline=None, max_examples=50)
 @given(st.dictionaries(sweep_keys, value_lists, min_size=1), st.integers(1, 4), st.integers(0, 99))
-def test_each_combination_of_the_grid_has_the_same_random_samples(
+def test_points_are_all_combinations_of_the_grid_with_the_same_random_samples(
     grid: dict[str, list[int]], samples: int, seed: int
 ) -> None:
     sweep = SweepConfig(grid=grid, random={"train.steps": [5, 6, 7]}, samples=samples, seed=seed)
     points = sweep.points()
-    assert points == sweep.points(), "the points are the same in every call"
-    size = samples
+    assert points == sweep.points(), "the points must be the same in every call"
+    point_count = samples
     for values in grid.values():
-        size *= len(values)
-    assert len(points) == size
+        point_count *= len(values)
+    assert len(points) == point_count
     for point in points:
         assert point.keys() == {*grid, "train.steps"} and point["train.steps"] in (5, 6, 7)
         assert all(point[key] in values for key, values in grid.items())
-    sampled = [point["train.steps"] for point in points]
-    assert sampled == sampled[:samples] * (size // samples)
+    sampled_values = [point["train.steps"] for point in points]
+    assert sampled_values == sampled_values[:samples] * (point_count // samples)
 
 
 @settings(deadline=None, max_examples=50)
@@ -135,18 +135,22 @@ def test_status_and_report_name_failed_points_and_the_reason(tmp_path: Path, dat
     for point in create_points(run)[1:3]:
         write_event(point, "started", "train", job_id="1", attempt=1, ranks=1)
         write_event(
-            point, "failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] oh"
+            point, "failed", "train", job_id="1", attempt=1, cause="crashed", exit_code=1, message="[Errno 5] I/O error"
         )
     for print_output in (print_status, print_report):
         console = PlainConsole(width=150, record=True)
         print_output(run, console)
         text = console.export_text()
-        assert re.search(r"points 001, 002: train failed .*crashed.* \[Errno 5\] oh$", text, re.MULTILINE)
+        assert re.search(r"points 001, 002: train failed .*crashed.* \[Errno 5\] I/O error$", text, re.MULTILINE)
         states = re.findall(r"^ *00(\d) .* (waiting|train failed) ", text, re.MULTILINE)
         assert dict(states) == {"0": "waiting", "1": "train failed", "2": "train failed", "3": "waiting"}, text
 
 
 def test_the_page_of_a_sweep_plots_the_loss_of_each_point(tmp_path: Path, data: Path) -> None:
+    """The best of three points with metrics is listed first. The fourth point has no metrics yet.
+
+    The figure is 1000 units high. The loss axis reaches from 0 to 5, and is drawn downwards.
+    """
     run = create_sweep(tmp_path, data)
     for number, point in enumerate(create_points(run)):
         lines = (
@@ -160,11 +164,12 @@ def test_the_page_of_a_sweep_plots_the_loss_of_each_point(tmp_path: Path, data: 
     assert figure and "Loss of the points" in figure[0] and "optimizer step" in figure[0]
     curves = re.findall(r'<polyline class="(c\d)".*? points="([^"]+)"><title>(\d+)</title>', figure[0])
     assert [name for *_, name in curves] == ["002", "001", "000"] and len({color for color, *_ in curves}) == 3
-    assert curves[1][1].startswith(f"0.0,{1000 - 200 * (5 - 1 / 9 - 1):.1f} ")
-    assert curves[1][1].endswith(f" 1000.0,{1000 - 200 * (5 - 24 / 9 - 1):.1f}")
+    _, coordinates, _ = curves[1]  # of point 001
+    assert coordinates.startswith(f"0.0,{1000 - 200 * (5 - 1 / 9 - 1):.1f} ")
+    assert coordinates.endswith(f" 1000.0,{1000 - 200 * (5 - 24 / 9 - 1):.1f}")
 
 
-def test_verify_needs_a_point_of_a_sweep(tmp_path: Path, data: Path) -> None:
+def test_verify_of_a_sweep_is_an_error_that_names_the_points(tmp_path: Path, data: Path) -> None:
     run = create_sweep(tmp_path, data)
     with raises_error("run.is_a_sweep", run.path, "points/000", "003"):
         verify_checkpoint(run, None)
@@ -179,6 +184,7 @@ def test_a_dry_run_lists_the_points(tmp_path: Path, data: Path) -> None:
 def test_the_table_of_points_has_the_metrics_of_a_custom_model(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Points 000 and 002 have results. The best point is first, and points without results are last."""
     run = create_sweep(tmp_path, data)
     results = {"000": {"step": 9, "loss": 2.0, "accuracy": 0.5}, "002": {"step": 9, "loss": 1.0, "accuracy": 0.75}}
     monkeypatch.setattr(status, "read_newest_result", lambda point: results.get(point.path.name))
@@ -190,6 +196,11 @@ def test_the_table_of_points_has_the_metrics_of_a_custom_model(
 
 
 def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    """Submit a sweep, preempt one of its four train tasks, and wait until all points are evaluated.
+
+    Then check the scripts of the dry run, the events, and the output of `report`, `status` and `resume`. The results
+    must equal those of the same sweep on this machine without a preemption.
+    """
     run = slow_down_steps(create_sweep(tmp_path, data))
     dry_run = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL, "--dry-run", "--scripts").stdout
     result = run_submit(cluster, tmp_path, "tiny.yaml", SWEEP, *SMALL)
@@ -201,15 +212,15 @@ def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: P
     points = list_points(run)
     wait_for("step 8 of all points", lambda: all(len(list(read_jsonl(point.metrics_file))) >= 8 for point in points))
     [start_event, *_] = read_event_lines(points[0], "train", "started")
-    # each point has one CPU of the node, so a job of one CPU preempts one point
+    # each point uses one CPU of the node, so a job that needs one CPU preempts one point
     preempting_job = ["-phigh", f"-w{start_event['host']}", "-n1", "-c1", "-o", "/dev/null", "--wrap", "sleep 1"]
     cluster.output(["sbatch", "--parsable", *preempting_job])
-    assert has_active_point(run), "the shared stages of the sweep are done, but its points are active"
+    assert has_active_point(run), "the points must be active, although the shared stages of the sweep are done"
     wait_for("all evaluations", lambda: all(any(point.evaluation_dir.glob("step-*.json")) for point in points), 150)
-    requeued = [point for point in points if "requeued" in list_event_names(point.path, "train")]
-    assert len(requeued) == 1
+    requeued_points = [point for point in points if "requeued" in list_event_names(point.path, "train")]
+    assert len(requeued_points) == 1
     for point in points:
-        assert list_event_names(point.path, "train").count("started") == (2 if point in requeued else 1)
+        assert list_event_names(point.path, "train").count("started") == (2 if point in requeued_points else 1)
         assert [line["step"] for line in read_jsonl(point.metrics_file)] == list(range(1, 25))
     table = run_submit(cluster, tmp_path, "report", "runs/tiny").stdout
     rows = [line.split() for line in table.splitlines() if line.strip()[:3] in ("000", "001", "002", "003")]
@@ -217,7 +228,7 @@ def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: P
     assert re.search(r"^train +4 points +4 +done, preempted ", table, re.M) and "training time ratio" in table, table
     attempts = read_report_data(run, StatusPoller(run).poll()).attempts
     compute_s = sum(attempt.seconds["compute"] for attempt in attempts if attempt.stage == "train")
-    assert compute_s > 40, "4 points with 24 steps of half a second"
+    assert compute_s > 40, "4 points × 24 steps × 0.5 s are at least 48 s"
     wait_for("the end of all points", lambda: not has_active_point(run))
     watch = run_submit(cluster, tmp_path, "status", "runs/tiny", "--watch")
     assert watch.returncode == 0 and "003" in watch.stdout, watch.stdout + watch.stderr
@@ -240,7 +251,7 @@ def test_each_checkpoint_is_evaluated_while_the_run_trains(tmp_path: Path, data:
     trainer = run.code_dir / "pipeline/train/trainer.py"
     step_line = "        lr = self.learning_rate("
     wait_line = f"        while step == 20 and not os.path.exists({str(first_result)!r}):"
-    # the training waits at step 20 for the result of step 8
+    # the train stage waits at step 20 until the checkpoint of step 8 has been evaluated
     replace_in_file(trainer, step_line, f"{wait_line}\n            time.sleep(0.1)\n{step_line}")
     assert run_submit(cluster, tmp_path, "tiny.yaml", *overrides).returncode == 0
     wait_for("the first evaluation", first_result.exists)
@@ -252,11 +263,13 @@ def test_each_checkpoint_is_evaluated_while_the_run_trains(tmp_path: Path, data:
 
 
 def test_status_creates_no_points_and_a_sweep_can_be_moved(tmp_path: Path) -> None:
+    """The points are created after the run directory was moved. Their paths and data are in the new directory."""
     run = Run.create(load_config(write_config(tmp_path), ["sweep.grid={optimizer.lr: [0.1, 0.2]}"]))
-    moved = Run(run.path.rename(tmp_path / "elsewhere"))
+    moved_run = Run(run.path.rename(tmp_path / "elsewhere"))
     output = io.StringIO()
-    print_status(Run.open(moved.path), PlainConsole(file=output, width=160))
-    assert "0/30" in output.getvalue() and not (moved.path / "points").exists()
-    assert [point.config.optimizer.lr for point in create_points(moved)] == [0.1, 0.2]
-    assert [point.path for point in list_points(moved)] == [moved.path / f"points/{number:03d}" for number in range(2)]
-    assert list_points(moved)[1].data_dir.resolve() == moved.data_dir and not run.path.exists()
+    print_status(Run.open(moved_run.path), PlainConsole(file=output, width=160))
+    assert "0/30" in output.getvalue() and not (moved_run.path / "points").exists()
+    assert [point.config.optimizer.lr for point in create_points(moved_run)] == [0.1, 0.2]
+    points = list_points(moved_run)
+    assert [point.path for point in points] == [moved_run.path / f"points/{number:03d}" for number in range(2)]
+    assert points[1].data_dir.resolve() == moved_run.data_dir and not run.path.exists()

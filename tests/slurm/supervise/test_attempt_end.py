@@ -33,7 +33,7 @@ from slurm.supervise.attempt_end import (
 )
 from slurm.supervise.decision import JobFacts, StopFacts
 from slurm.supervise.launch import RankExit, SrunLauncher
-from tests.slurm.query.test_causes import ECC, make_job_info
+from tests.slurm.query.test_causes import ECC_ERROR, make_job_info
 from tests.support.events import read_event_lines, write_event
 from tests.support.ranks import make_rank_info
 from tests.support.tiny import write_config
@@ -134,16 +134,18 @@ def test_failed_gpu_is_found_in_the_log_if_nccl_aborts_the_rank(tmp_path: Path) 
     run = Run.create(load_config(write_config(tmp_path)))
     logs = [get_rank_log(run, "train", rank) for rank in range(3)]
     for log in logs:
-        log.write_text(f"what(): {ECC}, in an earlier attempt\n")
+        log.write_text(f"what(): {ECC_ERROR}, in an earlier attempt\n")
     log_sizes = measure_log_sizes(run, "train")
     aborted_ranks = [RankExit(0, -6), RankExit(1, -6, "n2")]
     assert find_failure(run, "train", aborted_ranks, log_sizes=log_sizes).cause == ExitCode.CRASHED
     with open(logs[1], "a") as log_file:
-        log_file.write(f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC}\n")
+        log_file.write(
+            f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {ECC_ERROR}\n"
+        )
     write_error_report(run, "train", make_rank_info(2, 3, 1), ExitCode.PEER_LOST, "lost rank 1")
     failure = find_failure(run, "train", aborted_ranks, log_sizes=log_sizes)
     assert failure.cause == ExitCode.BAD_NODE
-    assert failure.fields == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC}"}
+    assert failure.fields == {"rank": 1, "host": "n2", "message": f"rank 1 on n2:\nwhat():  {ECC_ERROR}"}
     assert find_failure(run, "train", [RankExit(1, -9, "n2")], log_sizes=log_sizes).cause == ExitCode.CRASHED, (
         "a rank that another process killed (SIGKILL, -9) does not show a failed GPU"
     )
