@@ -22,7 +22,7 @@ from slurm.supervise.attempt_end import read_progress_marker
 from tests.cluster import Cluster
 from tests.cluster.fixture import cluster_fixture
 from tests.slurm.query.test_causes import make_job_info
-from tests.slurm.supervise.test_attempt_end import close_attempt, exit_for_retry, make_unreported_attempt
+from tests.slurm.supervise.test_attempt_end import close_attempt, exit_for_retry, make_run_with_open_attempt
 from tests.support.cluster_runs import (
     get_job_id,
     has_evaluation,
@@ -150,15 +150,15 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, object], code: ExitCode
 ) -> None:
     fake_controller(monkeypatch, "24.11.5")
-    run = make_unreported_attempt(tmp_path / "grace", (event, {**fields, "in_grace": True}))
+    run = make_run_with_open_attempt(tmp_path / "grace", (event, {**fields, "in_grace": True}))
     assert close_attempt(run, "6", 1)[::2] == (code, [])
     assert close_attempt(run, "6", 2)[0] is None, "the second requeue was requested by a user"
     fake_controller(monkeypatch, "22.05.8")
     assert close_attempt(run, "6", 1)[0] is None, "this version of Slurm does not requeue the job by itself"
     fake_controller(monkeypatch, "24.11.5")
-    undisturbed = make_unreported_attempt(tmp_path / "undisturbed", (event, fields))
+    undisturbed = make_run_with_open_attempt(tmp_path / "undisturbed", (event, fields))
     assert close_attempt(undisturbed, "6", 1)[0] is None, "Slurm requeues only jobs that were preempted"
-    earlier = make_unreported_attempt(
+    earlier = make_run_with_open_attempt(
         tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"})
     )
     write_event(

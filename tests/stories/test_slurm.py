@@ -29,7 +29,7 @@ from tests.cluster.machines import Machine
 from tests.data_prep.test_shards import read_all_files
 from tests.stories.test_local_runs import write_broken_packages
 from tests.support.cluster_runs import (
-    NODES,
+    TRAIN_ON_4_NODES,
     count_steps,
     create_slow_run,
     get_job_id,
@@ -59,7 +59,7 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("reference")
     write_config(folder, steps=40)
     start = time.monotonic()
-    result = run_submit(cluster, folder, "tiny.yaml", *NODES)
+    result = run_submit(cluster, folder, "tiny.yaml", *TRAIN_ON_4_NODES)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(re.findall(r"^\w+ +job \d+", result.stdout, re.M)) == 5, result.stdout
     assert time.monotonic() - start < 20, "submit must not wait for jobs"
@@ -78,7 +78,7 @@ def test_the_chain_runs_on_four_nodes(reference: Path, cluster: Cluster) -> None
     assert len(list((run / "jobs/train").glob("rank-*.log"))) == 4
     status = run_submit(cluster, reference, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
-    output = run_submit(cluster, reference, "tiny.yaml", *NODES).stdout
+    output = run_submit(cluster, reference, "tiny.yaml", *TRAIN_ON_4_NODES).stdout
     assert len(re.findall(r"^\w+ +done", output, re.M)) == 4, output
 
 
@@ -234,7 +234,7 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
     tracked = "track={tensorboard: true, telemetry_s: 1}"  # does not change the digest
     publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", tracked)
     config = write_config_on_data(tmp_path, reference, "low")
-    run = create_slow_run(tmp_path, config, (*NODES, *publish))
+    run = create_slow_run(tmp_path, config, (*TRAIN_ON_4_NODES, *publish))
     code = run / "code/pipeline/base/files.py"
     line = "            os.rename(temporary, folder)"
     kill_once = (
@@ -243,7 +243,7 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
         "                os.kill(os.getpid(), 9)\n"
     )
     replace_in_file(code, line, f"{kill_once}{line}")
-    assert run_submit(cluster, tmp_path, str(config), *NODES, *publish).returncode == 0
+    assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES, *publish).returncode == 0
     wait_for("step 8", lambda: count_steps(run) >= 8)
     preempt_all_nodes(cluster)
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)
@@ -272,7 +272,7 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
 def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
     config = write_config_on_data(tmp_path, reference, "gone")
     run = create_slow_run(tmp_path, config)
-    assert run_submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
     job = get_job_id(run, "train")
     assert cluster.run(["scancel", job], timeout=60).returncode == 0
@@ -293,13 +293,13 @@ def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path,
 def test_cancel_saves_and_ends_the_chain(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
     config = write_config_on_data(tmp_path, reference, "ended")
     run = create_slow_run(tmp_path, config)
-    assert run_submit(cluster, tmp_path, str(config), *NODES).returncode == 0
+    assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
     assert run_submit(cluster, tmp_path, "cancel", "runs/ended").returncode == 0
     wait_for("the end of train", lambda: "cancelled" in list_event_names(run, "train"), 60)
     wait_for_empty_queue(cluster)
     assert find_newest_step(run / "checkpoints") == count_steps(run) >= 5
-    assert run_submit(cluster, tmp_path, str(config), *NODES).returncode == ExitCode.USER_ERROR
+    assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == ExitCode.USER_ERROR
 
 
 @pytest.mark.parametrize("name", ["a 'b\"; $(touch pwned) & `tick` ünï"])
@@ -335,7 +335,7 @@ def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, refere
     config = write_config_on_data(tmp_path, reference, "chained")
     run = create_slow_run(tmp_path, config)
     options = ["-N4", "--ntasks-per-node=1", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch"]
-    job = submit_template(cluster, tmp_path, *options, str(config), *NODES)
+    job = submit_template(cluster, tmp_path, *options, str(config), *TRAIN_ON_4_NODES)
     wait_for("step 8", lambda: count_steps(run) >= 8)
     cluster.output(["scontrol", "requeue", job])
     wait_for("the end of train", lambda: "done" in list_event_names(run, "train"), 120)
