@@ -18,9 +18,10 @@ _SHARED_BUDGETS = {
     ExitCode.CRASHED: "crash",
     ExitCode.PEER_LOST: "crash",
 }
-"""Keys of `recovery.budgets` for causes without a budget of the same name."""
+"""Cause → key of `recovery.budgets`, for causes without a budget of the same name."""
 _EXTERNAL_CAUSES = (ExitCode.PREEMPTED, ExitCode.REQUEUED, ExitCode.STOPPED, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE)
-"""Causes outside of the run. After them, a few attempts in a row may make no progress."""
+"""Causes from outside the run. After these causes, a stage is also retried without progress, but only
+`recovery.max_restarts_without_progress` times in a row."""
 
 
 def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
@@ -31,7 +32,8 @@ def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
 def get_budget_key(cause: ExitCode) -> str:
     """Return the key of `recovery.budgets` that limits retries after a cause.
 
-    The key is `user_error` if only a user can repair the cause.
+    The key is `user_error` for causes without their own budget, such as damaged input or a cancelled job. After these
+    causes, only a user can continue the stage.
     """
     key = _SHARED_BUDGETS.get(cause, cause.name.lower())
     return key if key in RetryBudgets.model_fields else "user_error"
@@ -40,9 +42,11 @@ def get_budget_key(cause: ExitCode) -> str:
 def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
     """Return the class of the event to write at the end of an attempt.
 
+    The class is `Failed` if `final` is true, or if no other end event belongs to the cause.
+
     Args:
         cause: Why the attempt ended.
-        final: Whether the stage is not retried only because its budget is used up or the attempt made no progress.
+        final: Whether the cause allows a retry, but the budget is used up or the attempt made no progress.
     """
     if final and cause != ExitCode.CANCELLED:
         return Failed
@@ -55,33 +59,34 @@ def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, li
     """Return why a stopped stage is not retried.
 
     A stage is not retried if the budget of the cause is used up, or if too many attempts in a row made no progress.
+    After most causes, a single attempt without progress is too many.
 
     Args:
-        before: The state of the stage before this attempt ended.
+        before: The state of the stage before the end event of this attempt.
         cause: Why the attempt ended.
         has_progress: Whether the attempt made progress, such as a new checkpoint.
         limits: The section `recovery` of the config.
 
     Returns:
-        The reason; None if the stage is retried; "" if this cause is never retried.
+        The reason; None if the stage is retried; "" if the budget of the cause is 0, so the cause is never retried.
     """
     key = get_budget_key(cause)
-    used = before.used_budgets.get(key, 0)
-    limit = getattr(limits.budgets, key)
-    if limit == 0:
+    retry_count = before.used_budgets.get(key, 0)
+    max_retries = getattr(limits.budgets, key)
+    if max_retries == 0:
         return ""
-    if used >= limit:
-        times = f"{used} time{'s' if used != 1 else ''}"
+    if retry_count >= max_retries:
+        times = f"{retry_count} time{'s' if retry_count != 1 else ''}"
         return (
-            f"its budget is used up (recovery.budgets.{key}: {limit}; the stage was already retried {times} after this "
-            "cause)"
+            f"its budget is used up (recovery.budgets.{key}: {max_retries}; the stage was already retried {times} "
+            "after this cause)"
         )
-    count = before.restarts_without_progress + 1
-    max_count = limits.max_restarts_without_progress if cause in _EXTERNAL_CAUSES else 0
-    if has_progress or count <= max_count:
+    attempts_without_progress = before.restarts_without_progress + 1
+    max_attempts = limits.max_restarts_without_progress if cause in _EXTERNAL_CAUSES else 0
+    if has_progress or attempts_without_progress <= max_attempts:
         return None
     stage = str(before.start_event and before.start_event.stage)
-    attempts = "this attempt" if count == 1 else f"{count} attempts in a row"
+    attempts = "this attempt" if attempts_without_progress == 1 else f"{attempts_without_progress} attempts in a row"
     is_training = stage not in STAGES or STAGES[stage].is_training
     result = "saved no new checkpoint" if is_training else "completed nothing new"
     reason = f"{attempts} {result}, so another attempt would probably do the same"

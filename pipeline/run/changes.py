@@ -1,11 +1,11 @@
 """Check which keys of a run's config may still change, and describe changes.
 
-A key may change as long as no existing output depends on its old value. Before the first checkpoint, any key may
-change, except keys that determine finished shards. Afterwards, keys that do not affect results may change, and `resume`
-accepts a larger `train.steps` or `train.epochs`.
+A key may change as long as no existing output depends on its old value. Keys that do not affect results may always
+change. Keys that determine the shards may change until the shards are finished. Most other keys may change until the
+first checkpoint. Afterwards, `resume` still accepts a larger `train.steps` or `train.epochs`.
 
 A line of changes.jsonl has the changed values in `set`. If the user submitted a corrected config file, the line also
-has the values of this file in `submitted`.
+has all values of this file in `submitted`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.run.lines import has_fields, is_mapping
 
 
 def is_config_change(line: Any) -> bool:
-    """Return True for a line of changes.jsonl."""
+    """Return True if a JSON value has the fields of a line of changes.jsonl."""
     return has_fields(line, {"set": is_mapping}, {"submitted": is_mapping})
 
 
@@ -36,31 +36,35 @@ def changeable_keys() -> list[str]:
     return format_key_patterns(Policy.CHANGEABLE)
 
 
-def find_training_output(run: Path) -> str | None:
-    """Return the output of the train stage that only the current config can continue; None if there is none.
+def find_training_output(run_dir: Path) -> str | None:
+    """Return the newest output of the train stage, which only the current config can continue; None if there is none.
 
-    This is the path of the newest checkpoint, also a damaged one, or of decisions.jsonl, relative to the run directory.
-    Outputs of sweep points count.
+    Args:
+        run_dir: the run directory. In a sweep, the outputs of the points count.
+
+    Returns:
+        The path relative to the run directory: the newest checkpoint, even if it is damaged. If there are no
+        checkpoints, the path of decisions.jsonl.
     """
-    return _find_newest(run, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
+    return _find_newest(run_dir, "checkpoints/step-*", "checkpoints/damaged-*", "decisions.jsonl")
 
 
-def _find_newest(run: Path, *patterns: str) -> str | None:
-    """Return the path of the highest step that matches one of `patterns`, relative to the run directory; None if none.
+def _find_newest(run_dir: Path, *patterns: str) -> str | None:
+    """Return the path with the highest step that matches one of `patterns`; None if no path matches.
 
-    The patterns are also applied in the directories of the sweep points.
+    The path is relative to `run_dir`. The patterns are also applied in the directories of the sweep points.
     """
-    files = [file for pattern in patterns for prefix in ("", "points/*/") for file in run.glob(prefix + pattern)]
-    return str(max(files, key=_parse_step).relative_to(run)) if files else None
+    files = [file for pattern in patterns for prefix in ("", "points/*/") for file in run_dir.glob(prefix + pattern)]
+    return str(max(files, key=_parse_step).relative_to(run_dir)) if files else None
 
 
 def _parse_step(path: Path) -> int:
-    """Return the step in a file's name; 0 if there is none."""
+    """Return the step in the name of a file; 0 if the name has no step."""
     match = re.search(r"step-(\d+)", path.name)
     return int(match[1]) if match else 0
 
 
-def find_dependent_output(run: Path, key: str) -> str | None:
+def find_dependent_output(run_dir: Path, key: str) -> str | None:
     """Return the existing output in the run directory that depends on the value of a key; None if there is none.
 
     The result is a path, or a path with a short explanation.
@@ -69,57 +73,60 @@ def find_dependent_output(run: Path, key: str) -> str | None:
     if has_policy(key, Policy.CHANGEABLE):
         return None
     if key == "run.sharing":
-        return "config.yaml with the file mode of that value"
-    if section == "data" and not has_policy(key, Policy.KEEPS_SHARDS) and (run / "data/manifest.json").exists():
+        return "config.yaml, for which run.sharing set the file mode"
+    if section == "data" and not has_policy(key, Policy.KEEPS_SHARDS) and (run_dir / "data/manifest.json").exists():
         return "data/manifest.json of the finished shards"
     if section == "evaluate":
-        return _find_newest(run, "evaluation/step-*")
-    return find_training_output(run)
+        return _find_newest(run_dir, "evaluation/step-*")
+    return find_training_output(run_dir)
 
 
-def _find_longer_key(old: Config, new: Config) -> str | None:
-    """Return the increasable key that is larger in `new`, such as `train.steps`; None if there is none."""
+def _find_increased_key(old: Config, new: Config) -> str | None:
+    """Return the key that may increase (`train.steps` or `train.epochs`) and is larger in `new`.
+
+    Returns None if no such key is larger, or if the key is not set in both configs.
+    """
     before = flatten_keys(old.model_dump(mode="json"))
     after = flatten_keys(new.model_dump(mode="json"))
     keys = list_keys_with(Policy.INCREASABLE)
     return next((key for key in keys if before[key] and after[key] and before[key] < after[key]), None)
 
 
-def find_output_of_old_value(run: Path, key: str, old: Config, new: Config) -> str | None:
+def find_output_of_old_value(run_dir: Path, key: str, old: Config, new: Config) -> str | None:
     """Return the existing output in the run directory that depends on the old value of `key`; None if there is none.
 
     Unlike `find_dependent_output`, this function allows the weights of a mixture to change for later steps, if the
     weights up to the newest checkpoint stay the same.
     """
     if key == "data.mixture.weights" and old.data.mixture and new.data.mixture:
-        output = find_training_output(run)
+        output = find_training_output(run_dir)
         if output:
             step = _parse_step(Path(output))
-            is_same = old.data.mixture.weights_until(step) == new.data.mixture.weights_until(step)
-            return None if is_same else f"{output}, and only weights of later steps may change"
-    return find_dependent_output(run, key)
+            is_same_until_step = old.data.mixture.weights_until(step) == new.data.mixture.weights_until(step)
+            return None if is_same_until_step else f"{output}, and only weights of later steps may change"
+    return find_dependent_output(run_dir, key)
 
 
-def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[str, str]:
+def check_corrections(run_dir: Path, name: str, old: Config, new: Config) -> dict[str, str]:
     """Return the changes of a corrected config: dotted key → description such as `200 → 300`.
 
     Args:
-        run: the run directory.
+        run_dir: the run directory.
         name: the run's name in messages.
         old: the config of the run.
         new: the corrected config.
 
     Raises:
-        UserError: if existing output depends on the old value of a changed key. The message contains commands for what
-            the user can do instead.
+        UserError: if existing output depends on the old value of a changed key. The message contains the commands that
+            the user can give instead.
     """
     descriptions = describe_changes(old, new)
-    output_by_key = {key: find_output_of_old_value(run, key, old, new) for key in descriptions}
+    output_by_key = {key: find_output_of_old_value(run_dir, key, old, new) for key in descriptions}
     existing = list(dict.fromkeys(filter(None, output_by_key.values())))
     if existing:
-        longer_key = _find_longer_key(old, new)
-        refused = [key for key, output in output_by_key.items() if output and key != longer_key]
-        free_number = next(n for n in count(2) if not run.with_name(f"{new.run.name}-{n}").exists())
+        increased_key = _find_increased_key(old, new)
+        refused = [key for key, output in output_by_key.items() if output and key != increased_key]
+        free_number = next(n for n in count(2) if not run_dir.with_name(f"{new.run.name}-{n}").exists())
         lines = limit_lines([f"{key}: {change}" for key, change in descriptions.items()])
         new_name = f"run.name={new.run.name}-{free_number}"
         raise UserError(
@@ -133,9 +140,10 @@ def check_corrections(run: Path, name: str, old: Config, new: Config) -> dict[st
 
 
 def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]) -> Iterator[str]:
-    """Yield the command that resumes a run with the changed keys that `resume` accepts, and notes on the other changes.
+    """Yield a line with the command that resumes a run, and lines about changes that the command does not contain.
 
-    If the config is invalid with only the accepted changes, the command has no keys.
+    The command contains the changes that `resume` accepts. If the config would be invalid with only these changes, the
+    command contains no changes.
 
     Args:
         name: the run's name in messages.
@@ -171,19 +179,19 @@ def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]
         yield f"resume does not accept: {', '.join(limit_lines(list(refused)))}"
 
 
-def check_resume_changes(run: Path, old: Config, new: Config) -> None:
-    """Raise UserError if existing output in the run directory `run` depends on a key that differs in `new`.
+def check_resume_changes(run_dir: Path, old: Config, new: Config) -> None:
+    """Raise UserError if existing output in `run_dir` depends on the old value of a key that differs in `new`.
 
     A larger `train.steps` or `train.epochs` is accepted.
     """
-    longer_key = "train.steps" if old.train.epochs is None else "train.epochs"
+    increased_key = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, change in describe_changes(old, new).items():
-        output = find_output_of_old_value(run, key, old, new)
-        if output and key != _find_longer_key(old, new):
+        output = find_output_of_old_value(run_dir, key, old, new)
+        if output and key != _find_increased_key(old, new):
             raise UserError(
                 "resume.unchangeable_key",
                 f"{key}: {change}: resume cannot change this key, because existing output depends on it: {output}. "
-                f"resume accepts a larger {longer_key}, and {', '.join(changeable_keys())}. For any other change, "
+                f"resume accepts a larger {increased_key}, and {', '.join(changeable_keys())}. For any other change, "
                 "start a new run: submit the config with another run.name",
             )
 
@@ -194,7 +202,7 @@ def check_resume_changes(run: Path, old: Config, new: Config) -> None:
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `new` that differ from `old`, as a nested mapping.
 
-    If `new` has all keys of `old`, merging the result into `old` gives `new`.
+    Keys that only `old` has are ignored. If there are none, merging the result into `old` gives `new`.
     """
     values: dict[str, Any] = {}
     for key, value in new.items():
@@ -217,7 +225,7 @@ def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_changes(old: Config, new: Config) -> dict[str, str]:
-    """Return the differences of two configs: dotted key → description such as `200 → 300`. Secrets are masked."""
+    """Return the differences between two configs: dotted key → description such as `200 → 300`. Secrets are masked."""
     before = flatten_keys(dump_values(old))
     after = flatten_keys(dump_values(new))
     masked_before = mask_secrets(before)

@@ -1,7 +1,8 @@
 """Copy Sluice's source code into a run, with its git commit and diff, and start processes that use this copy.
 
-The copy also contains the code of a custom model. It is made when the run is created, and again by
-`resume --update-code`. Later edits of the source files therefore do not affect jobs that are still pending.
+The copy also contains the code of a custom model. A run gets its copy when it is created. `resume --update-code`
+replaces the copy, and so does a corrected config of a run with a custom model. Other edits of the source files do not
+affect jobs that are still pending.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from pipeline.config.user_model import UNREAD_OPTIONS, UserModel
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The directory that contains submit.py and the packages: a checkout, or a run's `code/`."""
 IMPORT_TIMEOUT_S = 300
-"""How long a child process may take: importing torch from a cold file system is slow."""
+"""How long a child process may take. Importing torch is slow if the file system has not cached its files."""
 MAX_BUILT_MODELS = 100
-"""Maximum number of models of a sweep that `try_code` builds. A build takes milliseconds; of a large model, seconds."""
+"""Maximum number of models of a sweep that `try_code` builds. A build takes milliseconds, for a large model seconds."""
 _COPIED_NAMES = ("submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
 """Files and directories of `CODE_ROOT` that are copied."""
 _CALL_PROGRAM = r"""
@@ -43,39 +44,40 @@ except UserError as error:
 """
 """A program that calls a function. Its arguments are the module, the function's name, and the function's arguments.
 
-If the function raises UserError, the program prints the message and the error code as the last line."""
+If the function raises UserError, the program prints the message, and then the error code on the last line."""
 
 
-def try_code(code: Path, model: UserModel, options: Sequence[Mapping[str, Any]], excluded_dir: str) -> list[str]:
+def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, Any]], excluded_dir: str) -> list[str]:
     """Try a custom model: copy the code to a temporary directory, and import and build the model there.
 
     Args:
-        code: the path of the future copy, for messages.
+        code_dir: the path to which the code will be copied later, for messages.
         model: the custom model.
-        options: the arguments of the model's `build`, for each sweep point. If there are none, nothing is imported.
+        options: the arguments of the model's `build`, for each sweep point. If the sequence is empty, the files are
+            compiled, but the model is neither imported nor built.
         excluded_dir: see :func:`copy_code`.
 
     Returns:
-        The dotted keys of `options` that the module never reads: no build reads them, and no string in the source of
-        the module equals their last part. The key `layers` is never reported.
+        The dotted keys of `options` that the model never reads. A key is reported if no build reads the key, and no
+        string constant in the source of the model equals its last part. The key `layers` is never reported.
 
     Raises:
         UserError: as :func:`copy_code`, or if the module cannot be imported or its model cannot be built.
     """
     distinct_options = list(dict.fromkeys(map(json.dumps, options)))[:MAX_BUILT_MODELS]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
-        copy = Path(folder, "code")
-        sources = _copy_sources(copy, model, excluded_dir)
-        _compile_files(copy, code, sources)
-        unread_keys = _try_model(copy, model.target, distinct_options) if distinct_options else []
+        copy_dir = Path(folder, "code")
+        sources = _copy_sources(copy_dir, model, excluded_dir)
+        _compile_files(copy_dir, code_dir, sources)
+        unread_keys = _try_model(copy_dir, model.target, distinct_options) if distinct_options else []
         if unread_keys:
             model_names = {*sources, model.root.name} - set(_COPIED_NAMES)
-            strings = _collect_strings([copy / name for name in model_names])
+            strings = _collect_strings([copy_dir / name for name in model_names])
             unread_keys = [key for key in unread_keys if key.split(".")[-1] not in strings and key != "layers"]
         return unread_keys
 
 
-def copy_code(run: Path, model: UserModel | None, excluded_dir: str, umask: int) -> None:
+def copy_code(run_dir: Path, model: UserModel | None, excluded_dir: str, umask: int) -> None:
     """Copy Sluice's source code into `run/code`, replacing an older copy.
 
     The copy includes the top-level package of a custom model. If the model's module is a single file, the copy also
@@ -83,34 +85,35 @@ def copy_code(run: Path, model: UserModel | None, excluded_dir: str, umask: int)
     older copy stays.
 
     Args:
-        run: the run directory.
+        run_dir: the run directory.
         model: the custom model; None for Sluice's built-in decoder model.
-        excluded_dir: the name of directories in the model's package to skip, because they contain runs.
+        excluded_dir: directories with this name in the model's package are not copied, because they contain runs.
         umask: permission bits to remove from the copied files.
 
     Raises:
-        UserError: if the custom model's package has the same name as a package of Sluice, or a file does not compile.
+        UserError: if the custom model's package or module has the name of a file or package that Sluice copies, or if a
+            file does not compile.
         shutil.Error, OSError: if the copy cannot be written.
     """
-    code = run / "code"
-    new = run / ".code.new"
-    old = run / ".code.old"
-    for leftover in run.glob(".code.*"):  # left by a process that was killed
+    code_dir = run_dir / "code"
+    new_dir = run_dir / ".code.new"
+    old_dir = run_dir / ".code.old"
+    for leftover in run_dir.glob(".code.*"):  # left by a process that was killed
         _remove_copy(leftover)
     try:
-        _compile_files(new, code, _copy_sources(new, model, excluded_dir))
-        apply_umask(new, umask)  # other users may have access to the source files
-        if code.exists():
-            os.rename(code, old)
-        os.rename(new, code)
-        _remove_copy(old)
-        for point in run.glob("points/*"):
-            point_code = point / code.name
+        _compile_files(new_dir, code_dir, _copy_sources(new_dir, model, excluded_dir))
+        apply_umask(new_dir, umask)  # the copied files have the modes of the source files, which other users may read
+        if code_dir.exists():
+            os.rename(code_dir, old_dir)
+        os.rename(new_dir, code_dir)
+        _remove_copy(old_dir)
+        for point in run_dir.glob("points/*"):
+            point_code = point / code_dir.name
             if not point_code.is_symlink():  # the point has an older copy, not a link to the copy of the sweep
                 _remove_copy(point_code)
-                point_code.symlink_to(f"../../{code.name}")
+                point_code.symlink_to(f"../../{code_dir.name}")
     finally:
-        _remove_copy(new)
+        _remove_copy(new_dir)
 
 
 def _remove_copy(code: Path) -> None:
@@ -121,17 +124,17 @@ def _remove_copy(code: Path) -> None:
         shutil.rmtree(code, ignore_errors=True)
 
 
-def _copy_sources(new: Path, model: UserModel | None, excluded_dir: str) -> dict[str, Path]:
-    """Copy the source files into the directory `new`, which must not exist.
+def _copy_sources(new_dir: Path, model: UserModel | None, excluded_dir: str) -> dict[str, Path]:
+    """Copy the source files into the directory `new_dir`, which must not exist.
 
     Returns:
-        For the name of each file and directory directly in `new`, the path from which it was copied.
+        For the name of each file and directory directly in `new_dir`, the path from which it was copied.
     """
     if model is not None and model.root.name in _COPIED_NAMES and model.root.parent != CODE_ROOT:
         raise UserError(
             "model.reserved_name", f"model.target: {model.root} has the name of a package of Sluice; rename it"
         )
-    new.mkdir()
+    new_dir.mkdir()
     skipped = ("__pycache__", "*.pyc", "*.egg-info")
     skipped_by_source: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: skipped for name in _COPIED_NAMES}
     if model is not None and model.root.name not in _COPIED_NAMES:
@@ -139,12 +142,12 @@ def _copy_sources(new: Path, model: UserModel | None, excluded_dir: str) -> dict
         skipped_by_source |= dict.fromkeys([model.root, *_find_local_imports(model.root)], skipped_in_model)
     for source, patterns in skipped_by_source.items():
         if source.is_dir():
-            shutil.copytree(source, new / source.name, ignore=shutil.ignore_patterns(*patterns))
+            shutil.copytree(source, new_dir / source.name, ignore=shutil.ignore_patterns(*patterns))
         elif source.is_file():
-            shutil.copy2(source, new)
+            shutil.copy2(source, new_dir)
     if (commit := _run_git("rev-parse", "HEAD")) is not None:
-        (new / "COMMIT").write_bytes(commit)
-        (new / "DIFF").write_bytes(_run_git("diff", "HEAD") or b"")
+        (new_dir / "COMMIT").write_bytes(commit)
+        (new_dir / "DIFF").write_bytes(_run_git("diff", "HEAD") or b"")
     return {source.name: source for source in skipped_by_source}
 
 
@@ -171,16 +174,20 @@ def _find_local_imports(module: Path) -> set[Path]:
 
 
 def _is_namespace_package(folder: Path) -> bool:
-    """Return True if Python would import this directory, which has no __init__.py, as a namespace package.
+    """Return True if Python would import a directory without __init__.py as a namespace package.
 
     The result is False if a package of the same name is installed, because Python would import that package instead.
+    The result is also False if the directory contains no Python files.
     """
     spec = PathFinder.find_spec(folder.name)
     return (spec is None or spec.loader is None) and any(folder.rglob("*.py"))
 
 
 def _list_imported_names(file: Path) -> set[str]:
-    """Return the top-level names that a file imports; empty if it does not compile (`_compile_files` reports this)."""
+    """Return the top-level names in the absolute imports of a file.
+
+    The result is empty if the file does not compile, because `_compile_files` reports this error.
+    """
     names: list[str] = []
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -198,52 +205,54 @@ def _collect_strings(paths: Sequence[Path]) -> set[str]:
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def _compile_files(new: Path, code: Path, sources: Mapping[str, Path]) -> None:
-    """Compile all files. Errors are then reported before the submission, and ranks do not have to compile.
+def _compile_files(copy_dir: Path, code_dir: Path, sources: Mapping[str, Path]) -> None:
+    """Compile all Python files of a copy, so that errors are reported before the submission.
+
+    The ranks then do not have to compile the files either.
 
     Args:
-        new: the directory that contains the copy now.
-        code: the directory to which the copy will be renamed.
+        copy_dir: the directory that contains the copy now.
+        code_dir: the directory to which the copy will be renamed.
         sources: the result of :func:`_copy_sources`.
 
     Raises:
         UserError: if a file does not compile. The message names the source file.
     """
-    for file in sorted(new.rglob("*.py")):
-        inside = file.relative_to(new)
+    for file in sorted(copy_dir.rglob("*.py")):
+        relative_path = file.relative_to(copy_dir)
         try:
-            py_compile.compile(str(file), dfile=str(code / inside), doraise=True)
+            py_compile.compile(str(file), dfile=str(code_dir / relative_path), doraise=True)
         except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
-            source = sources[inside.parts[0]].joinpath(*inside.parts[1:])
-            lines = str(error).strip().replace(str(code / inside), str(source)).splitlines()
+            source = sources[relative_path.parts[0]].joinpath(*relative_path.parts[1:])
+            lines = str(error).strip().replace(str(code_dir / relative_path), str(source)).splitlines()
             raise UserError(
                 "run.invalid_code",
-                f"{inside}, which the jobs would run, is not valid Python: {lines[-1]} ({lines[0]})",
+                f"{relative_path}, which the jobs would run, is not valid Python: {lines[-1]} ({lines[0]})",
             ) from error
 
 
-def _try_model(code: Path, module: str, options: Sequence[str]) -> list[str]:
+def _try_model(code_dir: Path, module: str, options: Sequence[str]) -> list[str]:
     """Import a custom model and build it on the meta device, once with each of `options`, in a child process.
 
     Args:
-        code: the directory of the copied code.
+        code_dir: the directory of the copied code.
         module: the dotted name of the model's module.
-        options: the arguments of `build`, as JSON objects.
+        options: for each build, the arguments of the model's `build` as a JSON object.
 
     Returns:
-        The dotted keys of the options that no build reads.
+        The dotted keys of `options` that no build reads.
 
     Raises:
         UserError: if the module cannot be imported or the model cannot be built.
     """
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
-    slow_work = f"model.target: do less at the top level of {module}: importing it"
-    result = _run_child(code, *arguments, slow_work=slow_work)
+    slow_work = f"model.target: do less at the top level of {module}: importing the module"
+    result = _run_child(code_dir, *arguments, slow_work=slow_work)
     if result.returncode:
-        output = "\n".join(result.stderr.replace(f"{code}{os.sep}", "").rstrip().splitlines()[-5:])
+        output = "\n".join(result.stderr.replace(f"{code_dir}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(
             "model.import_failed",
-            f"model.target: {module} cannot be imported or built here, and no job could:\n{output}",
+            f"model.target: {module} cannot be imported or built here, so the jobs would fail too:\n{output}",
         )
     lines = [
         line.removeprefix(UNREAD_OPTIONS) for line in result.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)
@@ -267,19 +276,19 @@ def call_in_child_process(module: str, function: str, *arguments: str) -> None:
     _run_child(CODE_ROOT, module, function, *arguments, slow_work=f"checking {arguments[0]}")
 
 
-def _run_child(code: Path, *arguments: str, slow_work: str) -> subprocess.CompletedProcess[str]:
-    """Run `_CALL_PROGRAM` with the code in `code`, and return the ended process.
+def _run_child(code_dir: Path, *arguments: str, slow_work: str) -> subprocess.CompletedProcess[str]:
+    """Run `_CALL_PROGRAM` with the code in `code_dir`, and return the ended process.
 
     Args:
-        code: the directory of the code.
+        code_dir: the directory of the code.
         arguments: the module, the function's name, and the function's arguments.
-        slow_work: the subject of the message if the child process takes too long, such as `importing it`.
+        slow_work: the subject of the message if the child process takes too long, such as `importing the module`.
 
     Raises:
         UserError: if the function raises UserError or takes too long.
     """
     command = [sys.executable, "-c", _CALL_PROGRAM, *arguments]
-    env = make_code_env(os.environ, code)
+    env = make_code_env(os.environ, code_dir)
     try:
         result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -291,7 +300,7 @@ def _run_child(code: Path, *arguments: str, slow_work: str) -> subprocess.Comple
 
 
 def _run_git(*arguments: str) -> bytes | None:
-    """Return the output of a git command; None without git, a repository or a commit.
+    """Return the output of a git command in `CODE_ROOT`; None if the command fails or `CODE_ROOT` is no repository.
 
     The output is not decoded, because the files in a diff may have different encodings.
     """
@@ -304,24 +313,24 @@ def _run_git(*arguments: str) -> bytes | None:
     return result.stdout if result.returncode == 0 else None
 
 
-def make_code_env(env: Mapping[str, str], code: Path) -> dict[str, str]:
-    """Return `env` with the directory `code` first on PYTHONPATH.
+def make_code_env(env: Mapping[str, str], code_dir: Path) -> dict[str, str]:
+    """Return `env` with the directory `code_dir` first on PYTHONPATH.
 
     PYTHONSAFEPATH is set, because `python -m` would otherwise search the working directory first, which may contain
     another version of Sluice.
     """
-    other_paths = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(code)]
-    return {**env, "PYTHONPATH": os.pathsep.join([str(code), *other_paths]), "PYTHONSAFEPATH": "1"}
+    other_paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(code_dir)]
+    return {**env, "PYTHONPATH": os.pathsep.join([str(code_dir), *other_paths]), "PYTHONSAFEPATH": "1"}
 
 
 def start_process(
-    code: Path, command: Sequence[str], log: IO[bytes], variables: Mapping[str, str],
+    code_dir: Path, command: Sequence[str], log: IO[bytes], variables: Mapping[str, str],
     inherited_fds: Sequence[int] = (), prepare_child: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start a process with the code of a run. The process has no standard input.
 
     Args:
-        code: the copy of the code, which is also the working directory.
+        code_dir: the copy of the code, which is also the working directory.
         command: the command and its arguments.
         log: receives standard output and standard error.
         variables: additional environment variables.
@@ -329,6 +338,6 @@ def start_process(
         prepare_child: called in the child process before the command starts.
     """
     return subprocess.Popen(
-        command, env={**make_code_env(os.environ, code), **variables}, cwd=code, pass_fds=inherited_fds,
+        command, env={**make_code_env(os.environ, code_dir), **variables}, cwd=code_dir, pass_fds=inherited_fds,
         preexec_fn=prepare_child, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
     )  # fmt: skip

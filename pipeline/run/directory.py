@@ -1,7 +1,7 @@
 """The run directory, which contains the whole state of a run.
 
     runs/NAME/
-      config.yaml      the resolved config; it never changes
+      config.yaml      the config with all default values; this file never changes
       run.json         metadata computed when the run is made, such as hashes of the initial weights
       changes.jsonl    changes of the config by `resume RUN key=value` or by submitting a corrected config
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
@@ -13,7 +13,10 @@
       evaluation/      step-00000100.json …
       decisions.jsonl  skipped updates and excluded samples (pipeline/resilience/guard.py)
       bad_nodes.jsonl  nodes that failed and are avoided for some time
-      stop, save, cancelled   requests of users: save and exit; save; save, exit and do not restart
+      stop             exists if a user requested to save and exit
+      save             exists if a user requested to save
+      cancelled        exists if a user requested to save, exit and not restart
+      profile          a user's request to profile steps; renamed to profile.taken when the train stage accepts it
 
 Any process may die at any moment; the next process reads this directory and continues. Commands on the login node also
 use this module, so it imports no torch, numpy or h5py.
@@ -85,6 +88,7 @@ class LockHolder:
     """The process that holds a stage's lock: a supervisor, or a rank that a user started directly."""
 
     pid: int
+    """The process ID; 0 if the lock file does not contain one."""
     host: str
 
     def __str__(self) -> str:
@@ -101,8 +105,8 @@ class Run:
     """One run directory. Use :meth:`create` or :meth:`open`; the constructor reads nothing.
 
     Args:
-        path: the directory.
-        config: the config that the run will have, if it does not exist yet.
+        path: the run directory.
+        config: the config of a run that does not exist yet. If config.yaml exists, this argument is ignored.
     """
 
     def __init__(self, path: Path, config: Config | None = None) -> None:
@@ -128,7 +132,7 @@ class Run:
         self._config_stamp = (0, 0)
         """Size and modification time of changes.jsonl when the config was read."""
         self._changed_keys: tuple[tuple[int, int], dict[str, str]] = ((0, 0), {})
-        """Size and modification time of changes.jsonl, and the result of `changed_keys` for that version of it."""
+        """Size and modification time of changes.jsonl, and the result of `changed_keys` at that time."""
         self.corrections: dict[str, str] = {}
         """Changes by a corrected config that the user submitted: dotted key → description."""
         self.code_notes: list[str] = []
@@ -141,7 +145,8 @@ class Run:
         """Return the run that `create` would return for `config`. Nothing is written.
 
         Raises:
-            UserError: as `create`, and if the run was cancelled. Errors that `check_model_code` finds are not raised.
+            UserError: as `create`, and if the run was cancelled. The code of a custom model is not compiled: see
+                `check_model_code`.
         """
         run = cls(config.run.root / config.run.name, config)
         if run.config_file.exists():
@@ -153,13 +158,14 @@ class Run:
                 run._config = config
                 resolve_user_model(config, run._model_folders)
             return run
-        existing = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
+        # the run directory itself may exist without a config
+        existing_parent = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
         try:
-            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=existing) as probe:
-                Path(probe, run.path.relative_to(existing)).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=existing_parent) as probe:
+                Path(probe, run.path.relative_to(existing_parent)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise run._make_creation_error(error) from error
-        if existing == run.path:
+        if existing_parent == run.path:
             run.check_owner()
         resolve_user_model(config, _source_folders())
         return run
@@ -169,9 +175,10 @@ class Run:
         """Create the run of `config` and return it. If the run exists, change its config to `config`.
 
         Raises:
-            UserError: if the run exists with another config, and its output depends on that config. The message names
-                the differences and the possible commands. Also raised if the custom model is not found or its code does
-                not compile, or the run belongs to another user.
+            UserError: if the run exists with another config, and existing output depends on that config. The message
+                names the differences and the possible commands. Also raised if a stage is running with another config,
+                the custom model is not found, its code does not compile, the run belongs to another user, or the
+                directory cannot be made.
         """
         umask = _UMASK[config.run.sharing]
         os.umask(umask)
@@ -185,7 +192,7 @@ class Run:
                 raise run._make_creation_error(error) from error
             run.path.chmod(run.path.stat().st_mode & ~umask)  # a default ACL of the parent overrides the umask
         run.check_owner()
-        with run.lock_exclusively():  # if two processes create the run at once, the second one finds it
+        with run.lock_exclusively():  # if two processes create the run at once, the second process finds the run
             if run.config_file.exists():
                 run._apply_corrections(run._apply_older_defaults(config))
                 return run
@@ -199,7 +206,7 @@ class Run:
         return run
 
     def _make_creation_error(self, error: OSError) -> UserError:
-        """Return the error to raise if the run directory cannot be made."""
+        """Return the UserError to raise if making the run directory failed with `error`."""
         message = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
         return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(
             "run.not_writable", message
@@ -207,11 +214,11 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """Return the run in directory `path`. Raises UserError if there is no run."""
+        """Return the run in directory `path`. Raises UserError if `path` is not a run directory."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            near = suggest_path(Path(path), "*/config.yaml") or suggest_path(Path("runs", path), "*/config.yaml")
-            hint = "it has no config.yaml" if run.path.is_dir() else f"there is no such directory{near}"
+            suggestion = suggest_path(Path(path), "*/config.yaml") or suggest_path(Path("runs", path), "*/config.yaml")
+            hint = "it has no config.yaml" if run.path.is_dir() else f"there is no such directory{suggestion}"
             if run.path.is_file():
                 hint = "it is a file"
                 with suppress(UserError):
@@ -231,7 +238,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The first line of `status` and `report`."""
+        """The name of the run and the git commit of its code: the first line of `status` and `report`."""
         return f"run {self.name}" + (f"  code {self.commit[:12]}" if self.commit else "")
 
     @property
@@ -242,11 +249,11 @@ class Run:
 
     @property
     def resume_command(self) -> str:
-        """The command that continues this run."""
+        """The command that continues this run. For a sweep point, the command continues the sweep."""
         return format_command("resume", self.sweep_or_self.name)
 
     def check_owner(self) -> None:
-        """Raise UserError if another user may have written code of this run. Call this before executing the code."""
+        """Raise UserError if another user owns or may write to code of this run. Call this before running the code."""
         check_run_ownership(self.path)
 
     # -- config --------------------------------------------------------------------------------------------------------
@@ -271,7 +278,8 @@ class Run:
     def reload_config(self) -> dict[str, str]:
         """Read the config again if another process changed it.
 
-        Processes that follow a run call this method. A stage keeps the config with which it started.
+        Commands that wait for a run or display it continuously call this method. A running stage does not call it, and
+        keeps the config with which the stage started.
 
         Returns:
             The changes: dotted key → description such as `200 → 300`; empty if nothing changed.
@@ -308,7 +316,10 @@ class Run:
         return f"in effect, unlike in config.yaml ({self.changes_file.name}): {'; '.join(limit_lines(values))}"
 
     def _apply_older_defaults(self, config: Config) -> Config:
-        """Return `config` with the defaults of the version that made this run, for keys that neither config sets."""
+        """Return `config` with the defaults of the version that made this run.
+
+        The older defaults apply to keys that neither `config` nor config.yaml sets.
+        """
         for section_name, older_defaults in find_older_defaults(self.config_file).items():
             section = getattr(config, section_name)
             used = {key: value for key, value in older_defaults.items() if key not in section.model_fields_set}
@@ -319,11 +330,11 @@ class Run:
     def apply_overrides(self, overrides: Sequence[str], new_code: bool = False) -> None:
         """Apply and record the changes of `resume RUN key=value …`.
 
-        Keys on which no existing output depends may change, and `train.steps` may increase.
+        Keys on which no existing output depends may change. `train.steps` or `train.epochs` may increase.
 
         Args:
             overrides: changes such as `train.steps=200`.
-            new_code: whether the caller then calls `copy_code`. A custom model is then searched in the source
+            new_code: whether the caller then calls `copy_code`. If so, a custom model is searched in the source
                 directories, otherwise in the run's copy of the code.
 
         Raises:
@@ -350,16 +361,17 @@ class Run:
         run._config_stamp = run._changes_stamp()
         return run
 
-    def _record_config(self, config: Config, **more: Any) -> None:
+    def _record_config(self, config: Config, **extra_fields: Any) -> None:
         """Make `config` the config of the run: append its differences to changes.jsonl and write a `changed` event.
 
         Args:
             config: the new config.
-            **more: further fields of the line in changes.jsonl.
+            **extra_fields: further fields of the line in changes.jsonl.
         """
         change = changes.changed_values(dump_values(self.config), dump_values(config))
         change = make_run_namer(self.config_file)(change)
-        append_line(self.changes_file, json.dumps(add_checksum({"time": utc_timestamp(), "set": change, **more})))
+        line = add_checksum({"time": utc_timestamp(), "set": change, **extra_fields})
+        append_line(self.changes_file, json.dumps(line))
         self.append_event(Changed(set=mask_secrets(changes.flatten_keys(change))))
         self._config = config
         self._config_stamp = self._changes_stamp()
@@ -367,11 +379,12 @@ class Run:
     def _find_corrections(self, config: Config) -> dict[str, str]:
         """Return how the submitted `config` differs from the run's config: dotted key → description.
 
-        The result is empty if `config` equals the config that was submitted last. Changes by `resume` then stay.
+        The result is empty if `config` equals the config that was submitted last. Later changes by `resume` then stay
+        in effect.
 
         Raises:
-            UserError: if existing output depends on the old config. The message contains commands for what the user can
-                do instead.
+            UserError: if existing output depends on the old config. The message contains the commands that the user can
+                give instead.
         """
         submitted = [
             line["submitted"]
@@ -388,10 +401,10 @@ class Run:
         return changes.check_corrections(self.path, self.name, self.config, config)
 
     def _apply_corrections(self, config: Config) -> None:
-        """Replace the config of the run with `config`. Raise UserError if a stage is running.
+        """Replace the config of the run with `config`, if `config` differs from the config that was submitted last.
 
         Raises:
-            UserError: also as `_find_corrections`.
+            UserError: as `_find_corrections`, or if a stage is running.
         """
         self.corrections = self._find_corrections(config)
         if not self.corrections:
@@ -406,20 +419,20 @@ class Run:
             )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
-                file.unlink()  # create_points writes them again, from the new config
+                file.unlink()  # create_points writes the file again, from the new config
         self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, running_stages: Sequence[str]) -> None:
-        """Raise UserError if stages are running, because a change would replace what they use.
+        """Raise UserError if `running_stages` is not empty, because a change would replace files that the stages use.
 
         Args:
-            running_stages: descriptions of the running stages.
+            running_stages: names or descriptions of the stages and jobs that are running.
         """
         if running_stages:
             raise UserError(
                 "run.stage_running",
-                f"{', '.join(running_stages)} is running and uses what would be replaced: wait until it ends, or "
-                f"cancel it: {format_command('cancel', self.name)}",
+                f"{', '.join(running_stages)} is running and uses files that this command would replace: wait until it "
+                f"ends, or cancel it: {format_command('cancel', self.name)}",
             )
 
     @cached_property
@@ -429,10 +442,10 @@ class Run:
 
     @property
     def will_copy_code(self) -> bool:
-        """Whether a submission will copy the code into the run.
+        """Whether a submission will copy the code into the run: for a new run, and for some corrected configs.
 
-        This is also True if the user submits a corrected config and there is no training output yet. The user may have
-        corrected the module of a custom model at the same time.
+        A corrected config replaces the copy if there is no training output yet, because the user may also have
+        corrected the module of a custom model. Without a custom model, `_apply_corrections` keeps the copy.
         """
         return not self.config_file.exists() or (
             bool(self.corrections) and changes.find_training_output(self.path) is None
@@ -474,7 +487,7 @@ class Run:
     # -- requests of users ---------------------------------------------------------------------------------------------
 
     def write_request(self, file: Path) -> None:
-        """Write a stop or cancel request."""
+        """Write `file`, which requests to stop or to cancel the run (`stop_file` or `cancelled_file`)."""
         write_atomic(file, f"{utc_timestamp()} by pid {os.getpid()}\n")
 
     def check_not_cancelled(self) -> None:
@@ -483,7 +496,7 @@ class Run:
             raise UserError("run.cancelled", f"{self.name} was cancelled; to continue it: {self.resume_command}")
 
     def clear_requests(self) -> None:
-        """Remove the requests to stop and to cancel, because a user resumes the run."""
+        """Remove the requests to stop and to cancel. Call this if a user resumes the run."""
         for file in (self.stop_file, self.cancelled_file):
             file.unlink(missing_ok=True)
 
@@ -503,7 +516,7 @@ class Run:
         Args:
             stage: the stage.
             task: the index of the array task; None for a job without an array.
-            timeout_s: how long to wait for the lock.
+            timeout_s: how long to wait for the lock, in seconds.
 
         Returns:
             The file descriptor; None if another process holds the lock. Ranks that this process starts inherit the
@@ -551,8 +564,8 @@ class Run:
         after taking the lock, because another process may have changed the config.
 
         Args:
-            timeout_s: how long to wait for the lock. After this time the `with` block runs without the lock, because a
-                suspended process may hold it.
+            timeout_s: how long to wait for the lock, in seconds. After this time, the `with` block runs without the
+                lock, because a suspended process may hold the lock.
         """
         deadline = time.monotonic() + timeout_s
         wait_flag = 0 if math.isinf(timeout_s) else fcntl.LOCK_NB  # without a limit, flock itself waits
@@ -570,9 +583,10 @@ class Run:
         return False
 
     def check_model_code(self) -> list[str]:
-        """Try the custom model that `copy_code` would copy; in a sweep, with the options of each point.
+        """Try to import and build the custom model that `copy_code` would copy. Do nothing without a custom model.
 
-        If the jobs use another Python or a container, the model is only compiled.
+        In a sweep, the model is built with the options of each point. If the jobs use another Python or a container,
+        the model is only compiled.
 
         Returns:
             A list with a note if the model never reads some of `model.options`; otherwise an empty list.
@@ -587,9 +601,9 @@ class Run:
             has_other_python = config.site.python is not None or config.site.container is not None
             options: list[Mapping[str, Any]] = []
             if not has_other_python:
-                options = [each.model.all_options for each in make_point_configs(config) or [config]]
-            if unread := try_code(self.code_dir, model, options, config.run.root.name):
-                names = ", ".join(f"model.options.{key}" for key in unread)
+                options = [point_config.model.all_options for point_config in make_point_configs(config) or [config]]
+            if unread_keys := try_code(self.code_dir, model, options, config.run.root.name):
+                names = ", ".join(f"model.options.{key}" for key in unread_keys)
                 return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
         return []
 
@@ -610,7 +624,7 @@ class Run:
 
     @property
     def commit(self) -> str | None:
-        """The git commit of the run's code, with `+` if it had uncommitted changes; None outside git."""
+        """The git commit of the run's code, with `+` if there were uncommitted changes; None if git has no commit."""
         with suppress(FileNotFoundError):
             with open_regular_file(self.code_dir / "COMMIT") as file:
                 commit = file.read().decode(errors="replace").strip()
@@ -619,7 +633,7 @@ class Run:
 
 
 def _source_folders() -> list[Path]:
-    """Return the directories that are searched for a custom model, before Python's own path."""
+    """Return the directories that are searched for a custom model before Python's module search path."""
     return [Path.cwd(), CODE_ROOT]
 
 
@@ -629,7 +643,7 @@ def _source_folders() -> list[Path]:
 def list_points(run: Run) -> list[Run]:
     """Return the runs of a sweep's points, in the order of the sweep; empty if `run` is not a sweep.
 
-    No directory is made. The run of a point that does not exist yet has the config that the point will get.
+    No directory is made. For a point that does not exist yet, the result has the config that the point will get.
     """
     return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
 
@@ -637,7 +651,7 @@ def list_points(run: Run) -> list[Run]:
 def create_points(run: Run) -> list[Run]:
     """Make the directories of a sweep's points that do not exist yet, and return the runs of all points.
 
-    A point has the `data` and `code` of its sweep, as links.
+    In the directory of a point, `data` and `code` are links to those of the sweep.
     """
     points = list_points(run)
     missing = [point for point in points if not point.config_file.exists()]
@@ -651,7 +665,7 @@ def create_points(run: Run) -> list[Run]:
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")
         values = get_values(point.config)
-        if run.metadata_file.exists():  # otherwise older code made the run, and reads all values from config.yaml
+        if run.metadata_file.exists():  # runs of older versions lack this file: their config.yaml has all values
             write_json(point.metadata_file, dump_metadata(point.config))
             values = remove_metadata(values)
         write_atomic(point.config_file, dump_yaml(values))

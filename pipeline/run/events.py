@@ -1,12 +1,12 @@
 """The events of a run: one class for each line of events.jsonl, and what a sequence of events means.
 
-`Run.append_event` writes an event, and `Run.read_events` reads them (pipeline/run/directory.py). A line is a JSON
-object: `time`, `event` (the name), `stage`, then the fields of the event's class. :func:`parse_event` accepts lines of
-older and newer versions. It keeps fields that a class lacks in `extra`, and returns events without a class as
-:class:`UnknownEvent`.
+`Run.append_event` writes an event, and `Run.read_events` reads all events (pipeline/run/directory.py). A line is a JSON
+object: `time`, `event` (the name), `stage`, then the fields of the event's class. :func:`parse_event` also accepts
+lines of older and newer versions. Fields that the class does not define are kept in `extra`, and an event without a
+class becomes an :class:`UnknownEvent`.
 
-:func:`read_stage_state` is the only place that interprets a sequence of events. It returns whether a stage runs, has
-ended or is retried, which budgets it used, and how it last stopped.
+Only :func:`read_stage_state` interprets a sequence of events: whether a stage runs, has ended or is retried, which
+budgets the stage used, and how it last stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHECKS: dict[object, LineCheck] = {
     list[str]: is_list_of(is_text),
     list[int]: is_list_of(is_count),
 }
-"""Type of a field → whether a JSON value has this type. Structures that are only reported are not checked."""
+"""Type of a field → function that checks if a JSON value has this type. Fields of other types are not checked."""
 
 
 def utc_timestamp() -> str:
@@ -82,19 +82,21 @@ class Event:
     def to_line(self) -> dict[str, Any]:
         """Return the JSON object of this event in events.jsonl."""
         line: dict[str, Any] = {"time": self.time, "event": self.name, "stage": self.stage}
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            if each.name not in _HEAD and (value is not None or "written_if_none" in each.metadata):
-                line[each.name] = value
+        for event_field in dataclasses.fields(self):
+            value = getattr(self, event_field.name)
+            is_written = value is not None or "written_if_none" in event_field.metadata
+            if event_field.name not in _COMMON_FIELDS and is_written:
+                line[event_field.name] = value
         return {**line, **self.extra}
 
 
-_HEAD = frozenset({"time", "event", "stage", "extra", "unknown_name"})
+_COMMON_FIELDS = frozenset({"time", "event", "stage", "extra", "unknown_name"})
+"""Fields that every class has, or that `to_line` writes under another name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownEvent(Event):
-    """An event of another version."""
+    """An event of another version of Sluice, which this version does not know."""
 
     unknown_name: str
 
@@ -110,7 +112,9 @@ class Created(Event):
 
     NAME = "created"
     config: str | None = None
+    """The path of config.yaml."""
     sweep: str | None = None
+    """The name of the sweep, if the run is a sweep point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,7 @@ class CodeUpdated(Event):
 
     NAME = "code_updated"
     commit: str | None = field(default=None, metadata=_WRITTEN_IF_NONE)
+    """The git commit of the new copy; None if git has no commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +157,7 @@ class SubmissionEvent(Event):
     """An event about a submission, with the fields that identify the submission and its job."""
 
     after: list[str] | None = None
-    """Jobs that this job depends on."""
+    """The IDs of the jobs on which this job depends."""
     executor: str | None = None
     """slurm or local."""
     kind: str | None = None
@@ -160,11 +165,13 @@ class SubmissionEvent(Event):
     tasks: int | None = None
     """Number of tasks, if the job is an array."""
     array_task: int | None = None
-    """The index of the array task that this submission concerns; only used before the job's id is known."""
+    """The index of the array task that this event concerns, in an event that is written before the job ID is known."""
     key: str | None = None
     """Random text that identifies the submission."""
     cluster: str | None = None
+    """The name of the Slurm cluster."""
     uid: int | None = None
+    """The numeric ID of the user who owns the job."""
     job_name: str | None = None
     step: int | None = None
     """The step of the checkpoint that the job evaluates, if the supervisor of the train stage submitted the job."""
@@ -197,7 +204,7 @@ class Submitted(SubmissionEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class NotSubmitted(SubmissionEvent):
-    """A submission failed, or no job of it was found."""
+    """A submission failed, or Slurm has no job of the submission."""
 
     NAME = "not_submitted"
     stage: str
@@ -220,7 +227,9 @@ class TookOver(Event):
     NAME = "took_over"
     job_id: str
     predecessor: str | None = None
+    """The job ID of the predecessor."""
     children: list[str]
+    """The IDs of the jobs that depended on the predecessor."""
 
 
 # -- attempts
@@ -231,7 +240,7 @@ class AttemptEvent(Event):
     """An event of one attempt of a stage, or of one task of its array."""
 
     job_id: str | None = field(default=None, metadata=_WRITTEN_IF_NONE)
-    """The job as it was submitted: an id, or `ID_TASK`."""
+    """The ID of the job as it was submitted: `ID`, or `ID_TASK` for an array task."""
     task: int | None = field(default=None, metadata=_WRITTEN_IF_NONE)
     """The index of the array task; None for a whole job."""
     attempt: int | None = None
@@ -248,9 +257,9 @@ class Started(AttemptEvent):
     host: str | None = None
     pid: int | None = None
     slurm_job: str | None = field(default=None, metadata=_WRITTEN_IF_NONE)
-    """The job's own id in Slurm, also for a task of an array; None without Slurm."""
+    """The SLURM_JOB_ID of the job. Each array task has its own SLURM_JOB_ID. None without Slurm."""
     restarts: int | None = None
-    """How often Slurm had restarted the job."""
+    """How often Slurm had restarted the job before."""
     standing: str | None = None
     """The progress marker at the start (slurm/supervise/attempt_end.py)."""
     cluster: str | None = None
@@ -262,17 +271,18 @@ class Started(AttemptEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping(AttemptEvent):
-    """The supervisor noticed a stop; the ranks may still save."""
+    """The supervisor noticed that the attempt stops; the ranks may still save."""
 
     NAME = "stopping"
     by: str | None = None
-    """A signal, or the user's request."""
+    """What stops the attempt: the name of a signal, or the request of a user (`USER_REQUESTS`)."""
     cause: str | None = None
+    """The name of an exit code in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndEvent(AttemptEvent):
-    """An attempt ended."""
+    """An attempt ended. Each subclass is one kind of end."""
 
     exit_code: Annotated[int | None, is_exit_code] = None
     cause: str | None = None
@@ -285,9 +295,9 @@ class EndEvent(AttemptEvent):
     slurm_job: str | None = None
     restarts: int | None = None
     in_grace: bool | None = None
-    """Whether Slurm reported a preemption. Slurm may then start the job again after this end."""
+    """Whether Slurm reported a preemption. Slurm may then start the job again after this event."""
     final: bool | None = None
-    """Whether the stage is not retried only because its budget is used up or the attempt made no progress."""
+    """Whether the cause allows a retry, but the budget is used up or the attempt made no progress."""
     noticed_later: bool | None = None
     """Whether a later job wrote the event, because the supervisor of this attempt could not."""
 
@@ -337,10 +347,11 @@ class RetryEvent(AttemptEvent):
     """Sluice retries the stage without a request of the user."""
 
     cause: str | None = None
+    """Why the previous attempt ended: the name of an exit code in lower case."""
     budget: str | None = None
     """The key of `recovery.budgets` whose budget the retry used."""
     progress: bool | None = None
-    """Whether the previous attempt made progress."""
+    """Whether the previous attempt made progress, such as a new checkpoint."""
     by: str | None = None
     """`slurm` if Slurm requeues the job by itself."""
     noticed_later: bool | None = None
@@ -385,8 +396,9 @@ class Ready(Event):
     step: int
     """The last step that is complete."""
     startup_s: Mapping[str, Any] | None = None
-    """Seconds by part of the start-up."""
+    """Name of a phase of the start-up → seconds."""
     communication: str | None = None
+    """With MPI groups through mpi4py: the MPI library, and how it accesses GPU memory."""
     sent_bytes: Mapping[str, Any] | None = None
     """Bytes that a rank sends in a step, by process group."""
 
@@ -401,7 +413,9 @@ class Restored(Event):
     lost_steps: int | None = None
     """Number of steps that have to be repeated."""
     replicas: str | None = None
+    """A message about state of replicas in the checkpoint that was dropped or changed; None if all was restored."""
     versions: str | None = None
+    """The package versions that differ from those of the checkpoint, such as `torch 2.8 → 2.9`; None if none differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,7 +436,7 @@ class RestartedFromScratch(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Damaged(Event):
-    """A checkpoint was set aside because it is damaged, or a shard is damaged."""
+    """A checkpoint is damaged and was renamed, or a shard is damaged."""
 
     NAME = "damaged"
     step: int | None = None
@@ -473,8 +487,11 @@ class MixtureReport(Event):
 
     NAME = "mixture"
     weights: list[dict[str, Any]] | None = None
+    """The value of `data.mixture.weights`."""
     epochs: Mapping[str, Any] | None = None
+    """Source → number of epochs so far."""
     epochs_at_the_end: Mapping[str, Any] | None = None
+    """Source → number of epochs at the last step of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,19 +514,19 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler(Event):
-    """A rank takes longer than its peers."""
+    """A rank takes clearly longer for its computation than its peers, the ranks of the same pipeline-parallel stage."""
 
     NAME = "straggler"
     step: int | None = None
     rank: int
     host: str
     ratio: float
-    """Its compute time, as a multiple of the median of its peers."""
+    """The compute time of the rank, as a multiple of the median of its peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """A straggler is as fast as its peers again."""
+    """A straggler is about as fast as its peers again."""
 
     NAME = "recovered"
     step: int | None = None
@@ -523,9 +540,10 @@ class BadStepEvent(Event):
 
     step: int | None = None
     position: int | None = None
-    """The position of the first sample concerned."""
+    """The position of the first sample of the step, or of the excluded samples, in the order of samples."""
     reason: str | None = None
     samples: int | None = None
+    """Number of excluded samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,11 +562,12 @@ class SamplesExcluded(BadStepEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCopy(Event):
-    """A node copied shards to its local disk, or tried to."""
+    """A node copied shards to its local disk, or could not copy them."""
 
     NAME = "local_copy"
     host: str | None = None
     disk: str | None = None
+    """The value of `site.local_disk`."""
     files: int | None = None
     bytes: Annotated[int | None, is_number] = None
     seconds: Seconds | None = None
@@ -573,7 +592,7 @@ EVENT_CLASSES: Mapping[str, type[Event]] = {each.NAME: each for each in _list_cl
 
 
 def _make_check(hint: object) -> LineCheck:
-    """Return the check of a field, from its type hint."""
+    """Return the function that checks a field with the type `hint`."""
     if typing.get_origin(hint) is Annotated:
         return typing.cast(LineCheck, typing.get_args(hint)[1])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -584,10 +603,13 @@ def _make_check(hint: object) -> LineCheck:
 
 @cache
 def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]]:
-    """Return the checks of the required fields of the event `name`, and those of its optional fields."""
+    """Return the checks of the required fields of the event `name`, and the checks of its optional fields.
+
+    A check maps the name of a field to a function that checks its value.
+    """
     event_class = EVENT_CLASSES.get(name, Event)
     hints = typing.get_type_hints(event_class, include_extras=True)
-    fields = [each for each in dataclasses.fields(event_class) if each.name not in _HEAD - {"stage"}]
+    fields = [each for each in dataclasses.fields(event_class) if each.name not in _COMMON_FIELDS - {"stage"}]
     required: dict[str, LineCheck] = {"time": is_timestamp, "event": is_text}
     optional: dict[str, LineCheck] = {}
     for each in fields:
@@ -634,9 +656,9 @@ class StopInfo:
     step: int | None
     """The step at which the ranks stopped on request, otherwise the newest checkpoint; None if there is neither."""
     is_graceful: bool
-    """Whether the ranks stopped at a step boundary, on request."""
+    """Whether the ranks stopped on request, after a complete step."""
     retry: type[RetryEvent] | None = None
-    """How Sluice retries the stage; None if it does not."""
+    """How Sluice retries the stage; None if Sluice does not retry it."""
 
 
 @dataclass(frozen=True)
@@ -674,7 +696,7 @@ class StageState:
     saved_step: int | None = None
     """The step of the newest checkpoint according to the events; None if no event names one."""
     stop_request: StopRequested | None = None
-    """The event of the newest attempt that its ranks agreed to stop."""
+    """The newest attempt's `stop_requested` event: the ranks agreed to stop after a step."""
     is_completing_early: bool = False
     """Whether a callback ended the train stage early in the newest attempt."""
     last_stop: StopInfo | None = None
@@ -719,11 +741,12 @@ class StageState:
         return reason if reason in USER_REQUESTS else None
 
     def describe_open_stop(self) -> StopInfo:
-        """Return how the newest attempt stopped. Call this if the attempt has stopped but has no end event."""
+        """Return how the newest attempt stopped. Call this only if the attempt has stopped but has no end event."""
         cause = None if self.stopping_event is None else self.stopping_event.cause or self.stopping_event.by
         return self._make_stop(cause)
 
     def _make_stop(self, cause: str | None) -> StopInfo:
+        """Return how the newest attempt stopped, with the given cause."""
         stop_step = None if self.stop_request is None else self.stop_request.step
         return StopInfo(cause, self.saved_step if stop_step is None else stop_step, stop_step is not None)
 
@@ -758,7 +781,7 @@ class StageState:
             last_stop = None if isinstance(event, Done) else self._make_stop(cause)
             return replace(self, end_event=event, retry_event=None, resumed_by_user=False, last_stop=last_stop)
         if isinstance(event, RetryEvent):
-            has_progress = event.progress is not False
+            has_progress = event.progress is not False  # an event without this field also counts as progress
             return replace(
                 self,
                 retry_event=event,
@@ -775,7 +798,7 @@ class StageState:
 
 
 def read_stage_state(events: Iterable[Event]) -> StageState:
-    """Return the state that follows from `events`, oldest first. They must concern one stage, array task or job."""
+    """Return the state that follows from `events`, which are in order and concern one stage, array task or job."""
     state = StageState()
     for event in events:
         state = state.advance(event)
@@ -792,7 +815,7 @@ def select_task_events(events: Iterable[Event], stage: str, task: int | None) ->
 
 
 def get_job_id(event: Event) -> str | None:
-    """Return the job that an event belongs to, or announces; None for other events."""
+    """Return the ID of the job that an event concerns; None for an event that does not concern a single job."""
     return event.job_id if isinstance(event, AttemptEvent | Submitted | TookOver) else None
 
 
@@ -808,7 +831,7 @@ def split_into_attempts(events: Iterable[Event]) -> tuple[list[Event], list[list
 
 
 def find_current_stragglers(events: Iterable[Event]) -> list[Straggler]:
-    """Return the stragglers of the last attempt that have not recovered, slowest first."""
+    """Return the newest event of each rank that is a straggler in the last attempt, slowest first."""
     slow: dict[int, Straggler] = {}
     for event in events:
         if isinstance(event, Started):

@@ -25,7 +25,7 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import get_array_task
 
 PEER_EXIT_S = 5
-"""How long ranks that run without a supervisor may take to exit after one of them failed."""
+"""How many seconds the other ranks may take to exit after a rank without a supervisor failed."""
 
 _NO_MEMORY = re.compile(r"^\w*OutOfMemory|can't allocate memory")
 GPU_FAILURE_PATTERN = re.compile(
@@ -33,12 +33,12 @@ GPU_FAILURE_PATTERN = re.compile(
     r"|device\(s\) is/are busy or unavailable|system not yet initialized"
     r"|Xid \([^)]*\): (48|6[1-4]|74|79|92|94|95|119|120|140)\b"
 )
-"""Messages of CUDA (cudaGetErrorString of 13.0), of its driver and of the kernel's log about a defective GPU. After one
-of them, the node counts as bad. An Xid is an error number of the driver; the numbers are from NVIDIA's "XID Errors".
-The Xids 13, 31, 43 and 45 are left out, because they mostly result from errors of the program."""
+"""Messages of CUDA (cudaGetErrorString of 13.0), of its driver and of the kernel's log about a defective GPU. After
+such a message, the node counts as bad. An Xid is an error number of the driver; the numbers are from NVIDIA's "XID
+Errors". The Xids 13, 31, 43 and 45 are left out, because they mostly result from errors of the program."""
 _PEER_LOST = re.compile(r"^Dist(Backend|Network)Error|\bgloo/|Connection closed by peer|MpiTimeout")
 """Messages of torch's communication backends if another rank was lost. C++ errors of the backends have no Python types,
-so the text is matched. Messages of Gloo contain the path of a source file, which has `gloo/` in it."""
+so the text is matched. Messages of Gloo contain the path of a source file in the folder `gloo/`."""
 
 
 def explain_error(error: BaseException) -> tuple[ExitCode, str]:
@@ -63,7 +63,7 @@ def explain_error(error: BaseException) -> tuple[ExitCode, str]:
 def write_error_report(
     run: Run, stage: str, rank_info: RankInfo, code: ExitCode, message: str, host: str | None = None
 ) -> None:
-    """Write `error-rank-N.json` for the supervisor. If the file cannot be written, only the log contains the error.
+    """Write `error-rank-N.json` for the supervisor. If the file cannot be written, the failure is ignored.
 
     Args:
         run: the run.
@@ -78,23 +78,25 @@ def write_error_report(
     task = get_array_task(stage, rank_info)
     host = host or os.uname().nodename
     rank = rank_info.rank if task is None else task  # each task of an array is rank 0 of its job
-    entry = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
+    report = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}
     with suppress(OSError):
-        write_json(run.stage_dir(stage) / f"error-rank-{rank}.json", {**entry, "host": host})
+        write_json(run.stage_dir(stage) / f"error-rank-{rank}.json", {**report, "host": host})
 
 
 def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
     """Print the error of a rank that runs without a supervisor, and make sure that the other ranks end.
 
-    A rank that only lost another rank waits a second, so that the cause is printed first, and prints one line. torchrun
-    and mpirun end the other ranks by themselves. By default, srun does not, and with NCCL the ranks may hang for half
-    an hour. The job step is therefore killed after `PEER_EXIT_S`.
+    A rank that only lost another rank waits a second, so that the cause is printed first. Then this rank prints one
+    line.
+
+    torchrun and mpirun end the other ranks by themselves. By default, srun does not end them, and with NCCL the ranks
+    may hang for half an hour. Under srun, a rank that failed itself therefore kills the job step after `PEER_EXIT_S`.
     """
     if code == ExitCode.PEER_LOST:
         time.sleep(1)
         message = f"lost another rank ({message.splitlines()[-1]})"
     elif (step := read_step_id(os.environ)) is not None and rank_info.launcher == "srun":
-        # "$0" is the step
+        # the shell receives the step ID as "$0"
         wait_and_kill = ["sh", "-c", f'sleep {PEER_EXIT_S}; exec scancel --signal=KILL "$0"', step]
         null = subprocess.DEVNULL
         subprocess.Popen(wait_and_kill, stdin=null, stdout=null, stderr=null, start_new_session=True)
@@ -113,12 +115,12 @@ def retry_command(run: Run, cause: str | None, message: str = "") -> str:
         message: the message in the `failed` event.
     """
     changes = _find_advised_changes(run, cause, message)
-    update = ["--update-code"] if _may_be_module_error(run, cause, message, changes) else []
-    return " ".join([run.resume_command, *update, *changes])
+    options = ["--update-code"] if _may_be_module_error(run, cause, message, changes) else []
+    return " ".join([run.resume_command, *options, *changes])
 
 
 def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
-    """Return a text with what to do after a failure, and the command that then continues the run.
+    """Return a text that says what to do after a failure, and which command then continues the run.
 
     The arguments are those of :func:`retry_command`.
     """
@@ -151,8 +153,8 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         return f"after you have corrected the error: {retry}\nif the config is wrong: {config_remedy}"
     if cause == "bad_input":
         return f"after you have restored or repaired the files: {retry}"
-    copied = run.config.model.target or ("Sluice's own code" if cause == "crashed" else None)
-    hint = f"\nif you corrected {copied}, add --update-code: the run has a copy of the code" if copied else ""
+    code = run.config.model.target or ("Sluice's own code" if cause == "crashed" else None)
+    hint = f"\nif you corrected {code}, add --update-code: the run has a copy of the code" if code else ""
     return f"to try again: {retry}{hint}"
 
 
@@ -164,9 +166,9 @@ _ARTICLES = "an? |the |another |other |more |fewer |larger |smaller |higher |lon
 _ADVISED = re.compile(rf"\b(?:{_VERBS}) (?:{_ARTICLES})*{_KEY}(?:(?:=|: )(?P<value>[\w./+-]*\w))?", re.IGNORECASE)
 """A key that a message advises to change, possibly with the new value."""
 _ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
-"""The only possible value, in a message about an invalid value."""
+"""The only valid value, in a message that lists the valid values."""
 _FILTER_ERROR = re.compile(r"(?:^|error(?:\[[\w.]+\])?: )data\.filter: ", re.MULTILINE)
-"""An error of the function of `data.filter`. Runs of older code write it without the error code."""
+"""The beginning of an error message about the function of `data.filter`. Older versions wrote no error code."""
 _NEVER_CHANGED = ("run.", "model.target", "data.filter")
 """Keys for which another value does not help: the user must correct a file, or start a new run."""
 
@@ -174,8 +176,9 @@ _NEVER_CHANGED = ("run.", "model.target", "data.filter")
 def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str]:
     """Return the changes `key=value` that a message advises. If the message names no value, the value is `…`.
 
-    If a message about a user error or a time limit contains no advice, all keys in the message are returned. Keys on
-    which existing output depends are left out, because `resume` cannot change them.
+    If a message about a user error or a time limit contains no advice, the keys in the message are returned, except
+    keys of the section `recovery`. Keys on which existing output depends are left out, because `resume` cannot change
+    them. Without a cause, the result is empty.
     """
     if cause is None:
         return []
@@ -183,28 +186,31 @@ def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str
     if not values and cause in ("user_error", "time_limit"):
         keys = (match["key"] for match in re.finditer(_KEY, message))
         values = {key: None for key in keys if _is_key(key) and not key.startswith("recovery.")}
-    if len(values) == 1 and (choice := _ONLY_CHOICE.findall(message)):
-        values = {key: value or (choice[0] if len(choice) == 1 else None) for key, value in values.items()}
+    if len(values) == 1 and (choices := _ONLY_CHOICE.findall(message)):
+        values = {key: value or (choices[0] if len(choices) == 1 else None) for key, value in values.items()}
     changeable = [key for key in values if find_dependent_output(run.sweep_or_self.path, key) is None]
     return [f"{key}={values[key] or PLACEHOLDER}" for key in changeable]
 
 
 def _is_key(key: str) -> bool:
-    """Return True if `key` is a config key, not a section, and another value of the key may prevent the error."""
+    """Return True if another value of `key` may prevent the error. `key` must be a config key, not a section."""
     if key.startswith("model.options."):
         return True
     return not key.startswith(_NEVER_CHANGED) and key in list_keys(()) and not list_section_keys(tuple(key.split(".")))
 
 
 def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Sequence[str]) -> bool:
-    """Return True if the error may be in the user's module: an exception, or an error that names no key to change."""
+    """Return True if the error may be in the user's module.
+
+    This is the case for a traceback, and for a user error if its message names no key that can be changed.
+    """
     if run.config.model.target is None:
         return False
     return (cause == "crashed" and 'File "' in message) or (cause == "user_error" and not changes)
 
 
 def _describe_module_remedy(run: Run, message: str) -> str:
-    """Return what to correct in the user's module: the file and line of the last frame in the message's traceback."""
+    """Return what to correct in the user's module: the file and line of its last frame in the message's traceback."""
     target = str(run.config.model.target)
     package = re.escape(f"{run.code_dir}/{target.partition('.')[0]}")
     frames = re.findall(rf'File "({package}\b[^"]*)", line (\d+)', message)
@@ -215,13 +221,13 @@ def _describe_module_remedy(run: Run, message: str) -> str:
 
 
 def _describe_storage_remedy(run: Run, message: str) -> str:
-    """Return what to do about the full file system that a message names."""
+    """Return what to do about a full file system, with the path that `message` names."""
     match = re.search("cannot (?:use|write) (.+?): (?:no space is left|the disk quota)", message)
     if match is None:
         return "once the file system accepts files again"
     path = run.path / match[1]  # an absolute path in the message stays as it is
     folder = path if path.is_dir() else path.parent
-    # inside the run, name a folder that exists; other paths may be on the disk of another machine
+    # inside the run directory, name a folder that exists. Other paths may be on another machine, so they are kept.
     while run.path in folder.parents and not folder.is_dir():
         folder = folder.parent
     return f"free space in {folder}"

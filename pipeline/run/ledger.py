@@ -1,8 +1,9 @@
-"""Compute the ledger of a run's hours: how each attempt spent its time. `report` prints it.
+"""Compute the ledger of a run: how each attempt spent its time. `report` prints the ledger.
 
-The input is events.jsonl, metrics.jsonl, and the start and end times of jobs from `sacct` if it is available. The
-account of an attempt begins when the account of the previous attempt ends. The first account begins when the stage was
-submitted and its parents were done. The seconds of all attempts therefore add up to the stage's wall time.
+The input is events.jsonl, metrics.jsonl, and the start and end times of jobs if `sacct` is available. The ledger has
+one account for each attempt. An account begins when the account of the previous attempt ends. The first account begins
+when the stage was submitted and the stages on which it depends were done. The seconds of all attempts of a stage
+therefore add up to its wall time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CATEGORIES = (
     end                  starts                                                                         attempt
 
 idle           the stage had ended, and no user had requested to continue it
-queue          requested, but waiting for nodes or for the delay after a requeue
+queue          a user or Sluice had requested the attempt, but its job had not started yet
 startup        start of the job → first step: health check, imports, rendezvous, reading the checkpoint
 compute        computation of steps that count; for stages without steps, all of their running time
 data           waiting for the next batch
@@ -54,8 +55,11 @@ lost           steps that were repeated, because no checkpoint contained them
 ending         from the last recorded step to the end: exiting, or hanging until the hang was detected
 """
 PRODUCTIVE_CATEGORIES = ("compute", "data", "communication", "evaluation")
+"""Categories of time that advances the training (see :func:`compute_ratios`)."""
 WAITING_CATEGORIES = ("idle", "queue")
+"""Categories of time before the job starts."""
 _STEP_CATEGORIES = (*PRODUCTIVE_CATEGORIES, "checkpoint", "profiling", "lost")
+"""Categories to which the time of steps is assigned."""
 _METRIC_OF_CATEGORY = {
     "data": "data_wait_s",
     "communication": "exposed_comm_s",
@@ -63,8 +67,9 @@ _METRIC_OF_CATEGORY = {
     "checkpoint": "checkpoint_s",
     "profiling": "profile_s",
 }
+"""Category → key of a line of metrics.jsonl with the seconds of this category in a step."""
 STEP_TIME_KEYS = ("step", "step_time_s", *_METRIC_OF_CATEGORY.values())
-"""Keys of a line of metrics.jsonl that the ledger reads."""
+"""Keys of a line of metrics.jsonl that are needed to compute the ledger."""
 _REQUESTS = (Submitted, Resumed)
 """Events that request the stage to run."""
 _NO_END = "no end recorded"
@@ -93,7 +98,7 @@ class AttemptTimes:
     end_time: float = 0.0
     """Seconds since 1970."""
     cause: str = ""
-    """`done`, or the cause for which the attempt ended."""
+    """`done`, the cause for which the attempt ended, `running`, or `no end recorded`."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
     """Seconds by `CATEGORIES`; they add up to `end_time - start_time`."""
 
@@ -106,7 +111,7 @@ def build_ledger(
     running: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
 ) -> list[AttemptTimes]:
-    """Return the accounts of all attempts, in the order of `stages`, task by task.
+    """Return the accounts of all attempts, in the order of `stages`. Within a stage, they are ordered by array task.
 
     Args:
         events: all events of the run.
@@ -156,7 +161,7 @@ def _account_attempts(
         ready_time: when all stages and tasks on which the first attempt depends were done, in seconds since 1970.
         jobs: the runs of Slurm jobs.
     """
-    before, attempts = split_into_attempts(events)
+    earlier_events, attempts = split_into_attempts(events)
     is_training = STAGES[stage].is_training
     accounts: list[AttemptTimes] = []
     for attempt_events, (kept_steps, lost_steps) in zip(attempts, _assign_steps(attempts, metrics), strict=True):
@@ -164,11 +169,12 @@ def _account_attempts(
         start_event = state.start_event
         assert start_event is not None
         attempt_start = start_event.timestamp
-        first_request = next((event.timestamp for event in before if isinstance(event, _REQUESTS)), attempt_start)
+        request_times = (event.timestamp for event in earlier_events if isinstance(event, _REQUESTS))
+        first_request = next(request_times, attempt_start)
         begin = accounts[-1].end_time if accounts else min(attempt_start, max(first_request, ready_time))
         job = _find_job_run(jobs, start_event, attempt_start)
         job_start = max(begin, min(attempt_start, job.start_time) if job else attempt_start)
-        queue_start = min(max(_find_request_time(before, begin), begin), job_start)
+        queue_start = min(max(_find_request_time(earlier_events, begin), begin), job_start)
         first_step_time = next(
             (event.timestamp for kind in (Ready, Restored) for event in attempt_events if isinstance(event, kind)), None
         )
@@ -197,7 +203,7 @@ def _account_attempts(
         else:
             account.seconds["startup" if is_training else "compute"] = account.end_time - job_start
         accounts.append(account)
-        before = attempt_events  # the events between two attempts are those after the start of the earlier attempt
+        earlier_events = attempt_events  # these end with the events between this attempt and the next attempt
     return accounts
 
 
@@ -250,20 +256,21 @@ def split_step_time(line: StepLine) -> dict[str, float]:
 def _assign_steps(
     attempts: Sequence[list[Event]], metrics: Sequence[StepLine]
 ) -> list[tuple[list[StepLine], list[StepLine]]]:
-    """Return for each attempt the lines of its steps: those of steps that count, and those of steps that were repeated.
+    """Return two lists for each attempt: the lines of steps that count, and the lines of steps that were repeated.
 
-    An attempt that restores step s writes lines from s + 1. It moves existing lines after s to its `lost_work` event.
-    A line therefore belongs to the newest attempt so far that restored an earlier step than the step of the line.
+    An attempt that restores step s writes lines from s + 1, and moves existing lines after s to its `lost_work` event.
+    To find the attempt that wrote a line, search backwards from the attempt with the event, or from the last attempt
+    for a line of metrics.jsonl. The first attempt that restored a step before the step of the line wrote it.
     """
     steps_by_attempt: list[tuple[list[StepLine], list[StepLine]]] = [([], []) for _ in attempts]
     restored_steps: list[float] = []
-    """The step that each attempt so far restored; infinity for an attempt that did not begin to train."""
+    """For each attempt so far, the step after which its training began; infinity if the training did not begin."""
 
     def add_to_attempt(line: StepLine, is_lost: bool) -> None:
-        """Add the line of a step to the attempt that wrote it."""
-        for number in reversed(range(len(restored_steps))):
-            if restored_steps[number] < line["step"]:
-                kept_steps, lost_steps = steps_by_attempt[number]
+        """Add the line of a step to the attempt that wrote the line."""
+        for index in reversed(range(len(restored_steps))):
+            if restored_steps[index] < line["step"]:
+                kept_steps, lost_steps = steps_by_attempt[index]
                 (lost_steps if is_lost else kept_steps).append(line)
                 return
 
@@ -272,21 +279,23 @@ def _assign_steps(
             if isinstance(event, LostWork):
                 for lost_line in event.lines:
                     add_to_attempt(lost_line, is_lost=True)
-        own_steps = [event.step for event in events if isinstance(event, Restored | Ready)]
-        restored_steps.append(own_steps[-1] if own_steps else math.inf)
+        steps_before_start = [event.step for event in events if isinstance(event, Restored | Ready)]
+        restored_steps.append(steps_before_start[-1] if steps_before_start else math.inf)
     for line in metrics:
         add_to_attempt(line, is_lost=False)
     return steps_by_attempt
 
 
-def _find_request_time(before: Sequence[Event], begin: float) -> float:
-    """Return when the next attempt was requested, in seconds since 1970: by a retry, or by a user.
+def _find_request_time(earlier_events: Sequence[Event], begin: float) -> float:
+    """Return when a user or Sluice requested the next attempt, in seconds since 1970.
+
+    A retry is requested when the previous account ends. A user requests an attempt by a submission or `resume`.
 
     Args:
-        before: the events before the start of the next attempt.
-        begin: the end of the previous account, which is also the result for a retry, or if no request is found.
+        earlier_events: the events between the start of the previous attempt and the start of the next attempt.
+        begin: the end of the previous account, which is also the result if no request is found.
     """
-    for event in before:
+    for event in earlier_events:
         if isinstance(event, RetryEvent):
             return begin
         if isinstance(event, Submitted) and event.is_successor:
@@ -302,8 +311,8 @@ def _find_job_run(jobs: Sequence[JobRun], started: Started, start_time: float) -
     Args:
         jobs: the runs of Slurm jobs.
         started: the start event of the attempt.
-        start_time: the time of this event, in seconds since 1970. The last run that started before it is returned, with
-            a tolerance of 2 s.
+        start_time: the time of this event, in seconds since 1970. If the job ran several times, the result is the last
+            run that started before this time, with a tolerance of 2 s.
     """
     job_id = started.slurm_job or started.job_id
     possible = [job for job in jobs if job.job_id == job_id and job.start_time <= start_time + 2]
@@ -320,7 +329,6 @@ def compute_ratios(seconds: Mapping[str, float]) -> tuple[float, float]:
 
     Both are from 0 to 1, and 0 if no time has passed.
 
-
     The measures follow Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA
     2025, arXiv 2410.21680), section II. Repeated steps and the costs of a restart are unproductive, and so is the first
     start-up. The paper's model of the ETTR also counts the time for writing checkpoints as unproductive.
@@ -333,6 +341,6 @@ def compute_ratios(seconds: Mapping[str, float]) -> tuple[float, float]:
         productive time divided by the time in jobs.
     """
     productive = sum(seconds[name] for name in PRODUCTIVE_CATEGORIES)
-    scheduled = sum(spent for name, spent in seconds.items() if name not in WAITING_CATEGORIES)
+    scheduled = sum(seconds[name] for name in seconds if name not in WAITING_CATEGORIES)
     available = scheduled + seconds["queue"]
     return (productive / available if available else 0.0), (productive / scheduled if scheduled else 0.0)

@@ -24,6 +24,7 @@ from pipeline.base.files import (
 
 LineCheck = Callable[[Any], bool]
 _EARLIEST = datetime(2020, 1, 1, tzinfo=UTC)
+"""The earliest plausible time of an event."""
 MAX_DURATION_S = 1e10
 """Upper limit of a plausible duration, about three hundred years."""
 
@@ -32,12 +33,12 @@ MAX_DURATION_S = 1e10
 
 
 def is_text(value: Any) -> bool:
-    """Return True for text."""
+    """Return True for a string."""
     return isinstance(value, str)
 
 
 def is_count(value: Any) -> bool:
-    """Return True for an integer from 0 to 2**48."""
+    """Return True for an integer from 0 to 2**48 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
@@ -47,7 +48,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_duration(value: Any) -> bool:
-    """Return True for a plausible number of seconds."""
+    """Return True for a plausible duration in seconds, from 0 to `MAX_DURATION_S`."""
     return is_number(value) and 0 <= value <= MAX_DURATION_S
 
 
@@ -76,7 +77,13 @@ def is_list_of(check: LineCheck) -> LineCheck:
 
 
 def has_fields(line: Any, required: Mapping[str, LineCheck], optional: Mapping[str, LineCheck]) -> bool:
-    """Return True if `line` is an object with valid fields. Optional fields may be absent or null."""
+    """Return True if `line` is a JSON object with valid fields.
+
+    Args:
+        line: a JSON value.
+        required: name of a field → function that checks its value.
+        optional: the same for fields that may be missing or null. Other fields are not checked.
+    """
     return (
         isinstance(line, dict)
         and all(key in line and check(line[key]) for key, check in required.items())
@@ -88,12 +95,12 @@ def has_fields(line: Any, required: Mapping[str, LineCheck], optional: Mapping[s
 
 
 def read_valid_lines(path: Path, is_valid: LineCheck) -> Iterator[dict[str, Any]]:
-    """Return the valid lines of a file, in order; none if there is no file."""
+    """Return the valid lines of a file, in order; nothing if the file does not exist."""
     return filter(is_valid, read_jsonl(path))
 
 
 def describe_malformed_lines(path: Path, is_valid: LineCheck) -> str:
-    """Return a message with the number of malformed lines of a file; "" if there are none.
+    """Return a message with the number of malformed lines of a file; "" if no line is malformed.
 
     An incomplete last line does not count, because another process may be writing it.
     """
@@ -107,14 +114,15 @@ def describe_malformed_lines(path: Path, is_valid: LineCheck) -> str:
 
 
 def format_malformed_count(path: Path, count: int) -> str:
-    """Return a message about `count` malformed lines of a file; "" if there are none."""
+    """Return a message about `count` malformed lines of a file; "" if `count` is 0."""
     return f"{path.name}: {count} malformed line{'s' * (count != 1)} left out" if count else ""
 
 
 def read_required_lines(path: Path, is_valid: LineCheck) -> list[dict[str, Any]]:
-    """Return all lines of a file in which every line is required; [] if the file does not exist.
+    """Return the lines of a file in which a malformed line is an error; [] if the file does not exist.
 
-    Only a line without its end is left out: a crash truncated the line before anything depended on it.
+    Only a truncated line, which does not end with `}`, is left out. A crash truncated this line before anything
+    depended on it.
 
     Raises:
         InputError: if a line is malformed or its checksum is wrong.
@@ -145,7 +153,7 @@ class LineHistory:
         path: the file.
         is_valid: returns True for a valid line.
         x_key: the key with the x values of :meth:`curve`.
-        row_keys: keys whose values, also other values than numbers, are kept line by line in `rows`.
+        row_keys: keys whose values are kept line by line in `rows`, even if they are not numbers.
     """
 
     def __init__(self, path: Path, is_valid: LineCheck, x_key: str = "step", row_keys: Sequence[str] = ()) -> None:
@@ -155,13 +163,15 @@ class LineHistory:
         self.row_keys = row_keys
         self._clear((0, 0))
 
-    def _clear(self, file: tuple[int, int]) -> None:
-        """Forget all lines. `file`: device and inode of the file to read."""
-        # key → its x values and its values
+    def _clear(self, file_id: tuple[int, int]) -> None:
+        """Forget all lines. `file_id`: the device and inode of the file to read."""
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
-        self._file = file
+        """Key → the x values and the values of the lines that have this key."""
+        self._file_id = file_id
         self._end = 0
+        """The offset of the first byte that was not read yet."""
         self.rows: list[dict[str, Any]] = []
+        """For each line, the values of `row_keys` that are not null."""
         self.malformed_count = 0
         """Number of malformed lines."""
 
@@ -170,9 +180,9 @@ class LineHistory:
         if not self.path.exists():
             return self
         status = self.path.stat()
-        file = (status.st_dev, status.st_ino)
-        if file != self._file or status.st_size < self._end:
-            self._clear(file)
+        file_id = (status.st_dev, status.st_ino)
+        if file_id != self._file_id or status.st_size < self._end:
+            self._clear(file_id)
         for text, end in read_complete_lines(self.path, self._end):
             self._end = end
             line = parse_json_or_none(text)
@@ -201,7 +211,7 @@ class LineHistory:
         return list(self._columns)
 
     def values(self, name: str) -> Sequence[float]:
-        """Return the values of a key, in the order of the lines."""
+        """Return the numbers of the key `name`, in the order of the lines; empty if no line has this key."""
         return self._columns[name][1] if name in self._columns else ()
 
     def curve(self, name: str) -> list[tuple[float, float]]:
@@ -210,12 +220,12 @@ class LineHistory:
 
     @property
     def malformed_description(self) -> str:
-        """A message with the number of malformed lines; "" if there are none."""
+        """A message with the number of malformed lines; "" if no line is malformed."""
         return format_malformed_count(self.path, self.malformed_count)
 
 
 def _iterate_numbers(value: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the dotted keys and the values of all numbers in an object or a list, also nested ones."""
+    """Yield the dotted key and the value of each number in a JSON object or list, also of nested numbers."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if is_number(item):
             yield f"{prefix}{key}", item

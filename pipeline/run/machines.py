@@ -1,7 +1,7 @@
 """Read the telemetry of a run's nodes: energy, and GPUs that are slow or report errors.
 
-tracking/telemetry.py writes `telemetry-HOST.jsonl` in the run directory, a line every few seconds. In a line, `time` is
-in seconds since 1970, and `gpus` has an entry for each GPU of the host.
+Every few seconds, tracking/telemetry.py appends a line (a sample) to `telemetry-HOST.jsonl` in the run directory. In a
+line, `time` is in seconds since 1970, and `gpus` has an object for each GPU of the host.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ SENSORS = {
 """Key of a line (with the prefix `gpus.` for the values of each GPU) → displayed name, unit, name of the Prometheus
 metric, and the factor that converts a value to the unit of Prometheus."""
 _SLOW_LIMITS = {"sm_clock_mhz": ("clock", "MHz", 0.85), "utilization_percent": ("utilisation", "%", 0.5)}
-"""Key of a GPU value → displayed name, unit, and share. The GPU is slow if its value is below this share of the median
-of the run's GPUs of the same model."""
+"""Key of a GPU value → displayed name, unit, and share. A GPU is slow if its value is below this share of the median of
+all GPUs of the same GPU model that the run uses."""
 _MIN_MEMORY_SHARE = 0.1
-"""The run does not use a GPU if the GPU uses less than this share of the memory of the fullest GPU of its model."""
+"""A GPU counts as unused if it uses less memory than this share of the largest used memory in its GPU model."""
 DEFAULT_SAMPLE_COUNT = 12
-"""Number of lines of each host that are read by default."""
+"""The approximate number of lines that `list_slow_gpus` reads for each host by default."""
 _MIN_SAMPLES = 6
-"""With fewer samples, the speed of a GPU is unknown."""
+"""The minimum number of samples from which the speed of a GPU is determined."""
 _BYTES_PER_LINE = 2730
 """The approximate size of a line of a host with 8 GPUs."""
 _PROGRAM_XIDS = (13, 31, 43, 45, 68, 109)
 """Xids (error numbers of the NVIDIA driver) that usually result from an error or the end of a program, not from
 hardware. Source: NVIDIA, "XID Errors"."""
 _MAX_GAP_S = 300.0
-"""If two samples are further apart than this, the energy between them is not counted."""
+"""If the time between two samples is at least this long, the energy between them is not counted."""
 
 
 def is_telemetry_line(line: Any) -> bool:
-    """Return True for a line of telemetry."""
+    """Return True if a JSON value is a valid line of telemetry."""
     return (
         isinstance(line, dict)
         and is_number(line.get("time"))
@@ -71,9 +71,9 @@ def get_sensor_values(line: Mapping[str, Any], sensor: str) -> list[tuple[str, f
     Returns:
         Pairs of GPU index and value, or one pair of "" and the value of the host; empty if the line has no value.
     """
-    entries = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
+    devices = line.get("gpus", ()) if sensor.startswith("gpus.") else [line]
     key = sensor.removeprefix("gpus.")
-    return [(str(entry.get("index", "")), entry[key]) for entry in entries if is_number(entry.get(key))]
+    return [(str(device.get("index", "")), device[key]) for device in devices if is_number(device.get(key))]
 
 
 def get_compute_times_file(jobs_dir: Path) -> Path:
@@ -94,11 +94,12 @@ def read_compute_times(jobs_dir: Path) -> dict[str, float]:
 def sum_gpu_energy_kwh(run_dir: Path, spans: Sequence[tuple[float, float]]) -> float | None:
     """Return the energy that the GPUs used, in kWh; None if no power was measured.
 
-    The power between two samples of a host is taken as the mean of both.
+    The power between two samples of a host is estimated as the mean of the two values.
 
     Args:
         run_dir: the run directory.
-        spans: pairs of start and end time in seconds since 1970. Only samples within one of them count.
+        spans: pairs of start and end time in seconds since 1970. The energy before a sample counts if the sample is
+            within one of these time spans.
     """
     joules = 0.0
     is_measured = False
@@ -122,24 +123,25 @@ def sum_gpu_energy_kwh(run_dir: Path, spans: Sequence[tuple[float, float]]) -> f
 def list_slow_gpus(
     run_dir: Path, begin: float, end: float = inf, max_samples: int | None = DEFAULT_SAMPLE_COUNT
 ) -> list[str]:
-    """Return descriptions of the GPUs that are slower than others of their model, or report errors, worst first.
+    """Return descriptions of the GPUs that are slow or report errors, worst first.
 
-    A GPU is slow if the median of a value is too low, compared with all GPUs of the same model that the run uses
+    A GPU is slow if the median of a value is too low, compared with all GPUs of the same GPU model that the run uses
     (`_SLOW_LIMITS`). Errors are Xids since the start of the job and uncorrected memory errors since the driver was
-    loaded. A GPU that no longer reports anything is listed even if the run does not use it.
+    loaded. A GPU that no longer reports anything is listed even if it counts as unused.
 
     Args:
         run_dir: the run directory.
         begin: start of the time span in seconds since 1970.
         end: end of the time span in seconds since 1970.
-        max_samples: number of lines to read for each host, from the end of its file; None for all lines.
+        max_samples: the approximate number of lines to read for each host, from the end of its file; None for all
+            lines.
     """
     samples = _read_gpu_samples(run_dir, begin, end, max_samples)
-    # model → (host, index of the GPU) → key → median
+    # GPU model → (host, index of the GPU) → key → median
     medians_by_model: dict[str, dict[tuple[str, int], dict[str, float]]] = defaultdict(dict)
     for gpu, gpu_samples in samples.items():
-        model = next((str(sample["name"]) for sample in gpu_samples if "name" in sample), "")
-        medians_by_model[model][gpu] = _compute_medians(gpu_samples)
+        gpu_model = next((str(sample["name"]) for sample in gpu_samples if "name" in sample), "")
+        medians_by_model[gpu_model][gpu] = _compute_medians(gpu_samples)
     descriptions: list[tuple[float, str]] = []
     for medians_by_gpu in medians_by_model.values():
         max_memory_gb = max(medians.get("memory_gb", 0.0) for medians in medians_by_gpu.values())
@@ -166,7 +168,10 @@ def list_slow_gpus(
 def _read_gpu_samples(
     run_dir: Path, begin: float, end: float, max_samples: int | None
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the samples of each GPU, newest first. The key of a GPU is its host and its index on this host."""
+    """Return the samples of each GPU, newest first. The key of a GPU is its host and its index on this host.
+
+    The arguments are those of :func:`list_slow_gpus`.
+    """
     samples: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for file in run_dir.glob("telemetry-*.jsonl"):
         if max_samples is None:
@@ -182,7 +187,7 @@ def _read_gpu_samples(
 
 
 def _compute_medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the medians of the memory and speed of a GPU. Values with too few samples are left out."""
+    """Return the medians of the used memory, clock and utilisation of a GPU, without medians of too few samples."""
     medians: dict[str, float] = {}
     for key in ("memory_gb", *_SLOW_LIMITS):
         values = [sample[key] for sample in samples if is_number(sample.get(key))]
@@ -199,7 +204,7 @@ def _find_gpu_problems(
     Args:
         newest: the newest sample of the GPU.
         medians: the medians of the GPU's values; empty if the run does not use the GPU.
-        model_medians: the medians over all GPUs of the same model that the run uses.
+        model_medians: the medians over all GPUs of the same GPU model that the run uses.
         is_lost: whether the GPU no longer reports anything.
 
     Returns:

@@ -1,7 +1,7 @@
 """Read and write metrics.jsonl: one line for each optimizer step. Each step appears once, even after crashes.
 
-The line of a step is written before a checkpoint of that step begins. A checkpoint therefore never contains more steps
-than the file. After a restore, the lines beyond the restored step are moved to events.jsonl (`lost_work`). A last line
+The line of a step is written before the checkpoint of this step. A checkpoint therefore never contains more steps than
+the file. When a checkpoint is restored, the lines of later steps are moved to events.jsonl (`lost_work`). A last line
 that a crash truncated is removed.
 """
 
@@ -43,7 +43,7 @@ _OPTIONAL_FIELDS = {
 
 
 def is_step_line(line: Any) -> bool:
-    """Return True for the line of a step. The loss of a skipped step may be null."""
+    """Return True if a JSON value is a valid line of a step. The loss of a skipped step may be null."""
     if not has_fields(line, _REQUIRED_FIELDS, _OPTIONAL_FIELDS):
         return False
     if not is_number(line.get("tokens_per_s", line.get("samples_per_s"))):
@@ -63,19 +63,22 @@ class MetricsFile:
         self._file = None if path is None else open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append the line of a step. Infinite and NaN values become null, because JSON has none."""
+        """Append the line of a step. Infinity and NaN become null, because JSON cannot represent them."""
         if self._file is not None:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            write_line(self._file.fileno(), json.dumps(finite), self._file.name)
+            json_line = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in line.items()
+            }
+            write_line(self._file.fileno(), json.dumps(json_line), self._file.name)
 
     def sync(self) -> None:
-        """Make the lines durable. Call it before a checkpoint, which must not contain more steps than the file."""
+        """Make the lines durable. Call this before a save, because the file must contain all steps of a checkpoint."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
 
 def format_loss(line: Mapping[str, Any]) -> str:
-    """Return the loss of a step as text, or `left out` if the step was skipped: its loss may not be a number."""
+    """Return the loss of a step as text; `left out` if the update was skipped, because its loss may not be a number."""
     return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
 
 
@@ -90,16 +93,16 @@ def list_lost_lines(path: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in read_valid_lines(path, is_step_line) if line["step"] > step]
 
 
-def rewind_metrics(path: Path, step: int, more: Mapping[str, Any] | None = None) -> None:
-    """Remove the lines after `step`, malformed lines, and a truncated last line.
+def rewind_metrics(path: Path, step: int, extra_values: Mapping[str, Any] | None = None) -> None:
+    """Remove the lines of steps after `step`, malformed lines, and a truncated last line. Sort the other lines by step.
 
     Args:
         path: metrics.jsonl.
         step: the last step to keep.
-        more: values to add to the line of `step`.
+        extra_values: values to add to the line of `step`, if this line exists.
     """
     kept = {line["step"]: line for line in read_valid_lines(path, is_step_line) if line["step"] <= step}
-    kept.get(step, {}).update(more or {})
-    text = "".join(json.dumps(kept[s]) + "\n" for s in sorted(kept))
+    kept.get(step, {}).update(extra_values or {})
+    text = "".join(json.dumps(kept[kept_step]) + "\n" for kept_step in sorted(kept))
     if path.exists() and path.read_text(errors="replace") != text:
         write_atomic(path, text)

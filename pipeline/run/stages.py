@@ -24,20 +24,20 @@ from pipeline.run.directory import Run
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is."""
+    """How much of its work a stage has done."""
 
     description: str
     """The progress as a short phrase, such as `120/200 steps`."""
     completed: int = 0
-    """Number of units or steps that are complete."""
+    """Number of complete work units or steps."""
     total: int = 0
-    """Number of units or steps in total; 0 if the stage does not count anything."""
+    """Number of work units or steps in total; 0 if the stage counts neither."""
     running_description: str = "running"
     """The phrase to show while the stage runs."""
     loss_description: str = ""
-    """The loss of the last step."""
+    """The loss of the last step as text; "" if there is none."""
     remaining_s: float | None = None
-    """Estimated seconds until the stage is done, at the pace of its last step."""
+    """Estimated seconds until the stage is done, at the speed of its last step; None if unknown."""
 
 
 class StageModule(Protocol):
@@ -47,8 +47,7 @@ class StageModule(Protocol):
 
     - `describe_missing_outputs_quickly(run) -> str | None`: a cheap version of `describe_missing_outputs` for commands
       that only show a run. It opens few files.
-    - `missing_inputs(run) -> str | None`: for a stage that has not started, which input file is missing, and the
-      remedy.
+    - `missing_inputs(run) -> str | None`: which input file is missing for a stage that has not started, and what to do.
     - `resume_note(run) -> str | None`: what a user should know before the stage continues from existing outputs.
     - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject. The run may not exist yet.
     """
@@ -56,14 +55,22 @@ class StageModule(Protocol):
     def describe_missing_outputs(self, run: Run) -> str | None:
         """Return why the stage is not done; None if its outputs validate.
 
-        This checks the sizes of files. The readers of the files verify the hashes.
+        This method checks the sizes of files. The code that reads the files verifies the hashes.
         """
 
     def progress(self, run: Run) -> Progress:
-        """Return how far the stage is."""
+        """Return how much of its work the stage has done."""
 
     def run_stage(self, run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-        """Do the work of one rank of the stage and return its exit code. Return soon after `flag` is set."""
+        """Do the work of one rank of the stage and return the exit code of the rank. Return soon after `flag` is set.
+
+        Args:
+            run: the run.
+            rank_info: the rank.
+            options: further options of `python -m pipeline run`, by name: `step`, the step of the checkpoint to
+                evaluate.
+            flag: set if the rank should stop.
+        """
 
 
 def load_stage_module(stage: str) -> StageModule:
@@ -74,7 +81,10 @@ def load_stage_module(stage: str) -> StageModule:
 
 
 def describe_missing_outputs_quickly(run: Run, stage: str) -> str | None:
-    """Return why the stage is not done, by its cheap check if it has one; None if it seems done."""
+    """Return why the stage is not done; None if it seems to be done.
+
+    The result comes from the cheap check of the stage, or from `describe_missing_outputs` if there is no cheap check.
+    """
     module = load_stage_module(stage)
     check = getattr(module, "describe_missing_outputs_quickly", module.describe_missing_outputs)
     reason: str | None = check(run)
@@ -82,7 +92,10 @@ def describe_missing_outputs_quickly(run: Run, stage: str) -> str | None:
 
 
 def missing_inputs(run: Run, stage: str) -> str | None:
-    """Return which input file of the stage is missing, with the remedy; None if all exist or the stage has no check."""
+    """Return which input file of the stage is missing, and what to do.
+
+    Returns None if all input files exist or the stage does not check them.
+    """
     check = getattr(load_stage_module(stage), "missing_inputs", None)
     reason: str | None = check(run) if check is not None else None
     return reason
@@ -98,7 +111,7 @@ def check_stage_inputs(run: Run) -> None:
 
 
 def list_resume_notes(run: Run) -> list[str]:
-    """Return what a user should know before continuing the run: at most one note for each stage."""
+    """Return what a user should know before continuing the run, at most one note for each stage."""
     checks = [getattr(load_stage_module(stage), "resume_note", None) for stage in list_run_stages(run)]
     notes = [check(run) for check in checks if check is not None]
     return [note for note in notes if note]
@@ -107,13 +120,15 @@ def list_resume_notes(run: Run) -> list[str]:
 def list_run_stages(run: Run) -> list[str]:
     """Return the stages of this run. For a sweep, these are only the stages that its points share."""
     return [
-        stage for stage, entry in run.config.active_stages.items() if run.config.sweep is None or not entry.is_per_point
+        stage
+        for stage, definition in run.config.active_stages.items()
+        if run.config.sweep is None or not definition.is_per_point
     ]
 
 
 def list_point_stages() -> list[str]:
     """Return the stages that each point of a sweep has."""
-    return [stage for stage, entry in STAGES.items() if entry.is_per_point]
+    return [stage for stage, definition in STAGES.items() if definition.is_per_point]
 
 
 def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
@@ -135,5 +150,5 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
 
 
 def get_array_task(stage: str, rank_info: RankInfo) -> int | None:
-    """Return the index of this job in the stage's job array; None if the job is not an array task of the stage."""
+    """Return the index of the array task in which a rank runs; None if the stage does not run as a job array."""
     return rank_info.array[0] if STAGES[stage].is_array and rank_info.array else None
