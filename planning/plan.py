@@ -351,7 +351,7 @@ def draw_memory(ranks: Sequence[Mapping[str, float]], gpu_memory: float | None) 
     """
     limit = gpu_memory or 0.0
     totals = (sum(parts.values()) for parts in ranks)
-    x = Scale.over([0.0, limit, *totals], "GB of one GPU, activations estimated").rounded()
+    x = Scale.from_values([0.0, limit, *totals], "GB of one GPU, activations estimated").extend_to_round_numbers()
     limit_bars = [Bar(limit - x.high / 400, limit, _LIMIT_COLOUR, f"a GPU has {limit:.1f} GB")] if limit else []
     lanes = []
     for rank, parts in enumerate(ranks):

@@ -322,7 +322,7 @@ def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
     begin = min((a.start_time for a in attempts), default=0.0)
     end = max((a.end_time for a in attempts), default=0.0)
     unit, size = pick_time_unit(end - begin)
-    x = Scale.over([0.0, max(end - begin, 1.0) / size], f"{unit} since the start of the run", whole=True)
+    x = Scale.from_values([0.0, max(end - begin, 1.0) / size], f"{unit} since the start of the run", whole=True)
     bars_by_task: dict[str, dict[int | None, list[Bar]]] = {}
     for a in attempts:
         bars = bars_by_task.setdefault(a.stage, {}).setdefault(a.task, [])
@@ -350,7 +350,8 @@ def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
 
 def _draw_hosts(ratios_by_host: Mapping[str, float]) -> str:
     """Draw the local compute time of each host's ranks per step, relative to the others, slowest first."""
-    x = Scale.over([0.0, *ratios_by_host.values()], "local compute time per step, multiple of the median").rounded()
+    axis_title = "local compute time per step, multiple of the median"
+    x = Scale.from_values([0.0, *ratios_by_host.values()], axis_title).extend_to_round_numbers()
     slowest_first = sorted(ratios_by_host.items(), key=lambda item: -item[1])
     lanes = [
         (host, [Bar(0, ratio, 4 if ratio > _SLOW_HOST_RATIO else 0, f"{host}: {ratio:.3f}", f"{ratio:.2f}")])
@@ -411,9 +412,9 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
             ]
             heights = [ticks[distinct.index(value)][0] for value in values]
         else:
-            scale = Scale.over(values, key, log=key != result_name)
-            ticks = [(scale.at(value), text) for value, text in scale.ticks()]
-            heights = [scale.at(value) for value in values]
+            scale = Scale.from_values(values, key, log=key != result_name)
+            ticks = [(scale.position(value), text) for value, text in scale.ticks()]
+            heights = [scale.position(value) for value in values]
         for path, height in zip(paths, heights, strict=True):
             path.append((position / last, height))
         x = f"{100 * position / last:.2f}%"

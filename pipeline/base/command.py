@@ -32,13 +32,13 @@ def suggest_path(path: Path, pattern: str) -> str:
 
     Args:
         path: the missing path.
-        pattern: a glob pattern for the candidates, relative to the folder of `path`. A run is found by its
-            `config.yaml`, whose name is removed.
+        pattern: a glob pattern for the candidates, relative to the folder of `path`. If a candidate is the
+            `config.yaml` of a run, its folder is suggested instead.
     """
     candidates = path.parent.glob(pattern)
     names = {str(candidate.relative_to(path.parent)).removesuffix("/config.yaml") for candidate in candidates}
-    similar = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return f"; did you mean {path.with_name(similar[0])}?" if similar else ""
+    similar_names = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(similar_names[0])}?" if similar_names else ""
 
 
 def venv_python(script: Path) -> Path:
@@ -59,6 +59,6 @@ def _format_entry_point(program: str) -> list[str]:
         return ["python", "submit.py"]
     for name in ("python", "python3"):
         # If a .venv exists, any Python works, because submit.py restarts itself with the Python of the .venv.
-        if (found := shutil.which(name)) and (found == sys.executable or venv_python(path).exists()):
+        if (python := shutil.which(name)) and (python == sys.executable or venv_python(path).exists()):
             return [name, shlex.quote(program)]
     return [shlex.quote(sys.executable), shlex.quote(program)]

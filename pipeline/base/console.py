@@ -18,11 +18,11 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of rich, with `?` for control characters in text. Control codes of rich itself remain."""
+        """Yield the segments of rich, with `?` in place of control characters in text. Control codes of rich remain."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=make_printable(segment.text))
 
 
 def supports_live_output(console: Console) -> bool:
-    """Return whether lines can be overwritten. This is False for a pipe and with TERM=dumb."""
+    """Return whether lines of the output can be overwritten. They cannot in a pipe or with TERM=dumb."""
     return console.is_terminal and not console.is_dumb_terminal

@@ -19,22 +19,22 @@ def device_thread(
 ) -> threading.Thread:
     """Return a thread, not yet started, that calls `work` on the caller's GPU.
 
-    If CUDA is not initialized, it is an ordinary thread.
+    If CUDA is not initialized, the thread does not select a GPU.
 
     Args:
         work: the function to call.
         name: the name of the thread.
         daemon: whether the process may exit while the thread runs.
-        own_stream: whether the thread uses a new CUDA stream. Its copies and kernels then do not wait for the work
-            that the train stage has queued.
+        own_stream: whether the thread uses a new CUDA stream. The copies and kernels of the thread then do not wait for
+            the work that the train stage has queued.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def run() -> None:
+    def run_on_device() -> None:
         if device is not None:
             torch.cuda.set_device(device)
             if own_stream:
                 torch.cuda.set_stream(torch.cuda.Stream())
         work()
 
-    return threading.Thread(target=run, name=name, daemon=daemon)
+    return threading.Thread(target=run_on_device, name=name, daemon=daemon)

@@ -27,15 +27,20 @@ from typing import Literal, NamedTuple
 from pipeline.base.errors import UserError
 
 TIME_LEFT_VARIABLE = "SLUICE_TIME_LEFT"
+"""The environment variable with the seconds that the job has left (:func:`read_time_limit_s`)."""
 MASTER_PORTS = range(20_000, 30_000)
 """Rendezvous ports to choose from if no variable sets one."""
 
 _FIRST_SPECIAL_STEP = 4_294_967_290
-"""Step ids from here on denote batch scripts, shells of salloc, and extern steps (slurm.h, SLURM_BATCH_SCRIPT …)."""
+"""Step IDs from this number on mean batch scripts, salloc shells and extern steps (slurm.h, SLURM_BATCH_SCRIPT …)."""
 _MAX_INTEGER = 2**32 - 1
+"""The largest valid number in a variable. Slurm's numbers have 32 bits."""
 _MAX_NODES = 65_536
+"""The largest valid number of hosts in a host list. A damaged host list could name billions."""
 _RANGE = r"([0-9]{1,9})(?:-([0-9]{1,9}))?"
+"""A number or a range in the brackets of a host list, such as `07` or `1-3`."""
 _COUNT = r"([0-9]{1,9})(?:\(x([1-9][0-9]{0,8})\))?"
+"""A number of tasks, possibly with the number of nodes that have it, such as `1` or `2(x3)`."""
 _COUNTS = re.compile(rf"{_COUNT}(?:,{_COUNT})*")
 _HOST = re.compile(rf"(?:[^\[\],\s]|\[{_RANGE}(?:,{_RANGE})*\])+")
 
@@ -63,13 +68,13 @@ class RankInfo:
     master_port: int
     """The port on which rank 0 listens."""
     job_id: str | None
-    """The Slurm job id in the form of `scontrol requeue`: `1234`, or `1234_5` for an array task. None outside Slurm."""
+    """The Slurm job ID in the form of `scontrol requeue`: `1234`, or `1234_5` for an array task; None outside Slurm."""
     restart_count: int
     """How often Slurm has requeued the job."""
     submitted_as: str | None = None
-    """The job id in the records of submit.py: that of the Slurm job or of the local job."""
+    """The ID by which submit.py recorded the job: the ID of the Slurm job or of the local job."""
     array: tuple[int, int] | None = None
-    """The index of this Slurm array task, from 0, and the number of array tasks. None outside a job array."""
+    """The index of this Slurm array task, from 0, and the number of array tasks; None outside a job array."""
     listen_fd: int | None = None
     """For rank 0 under the launcher `local`: an inherited socket that already listens on `master_port`."""
 
@@ -83,10 +88,10 @@ class _LauncherVariables(NamedTuple):
     marker: int = 0
     """The index in `ranks` of a variable that shows this launcher was used, because no other launcher sets it."""
     start: str = ""
-    """A variable that differs between two starts in one job or on one machine, so that they use different ports."""
+    """A variable that differs between two starts in one job or on one machine. The port is computed from its value."""
     hosts: str = "SLURM_JOB_NODELIST"
-    """A variable with the list of nodes, that of rank 0 first. With MPI launchers, SLURM_STEP_* describe the step of
-    mpirun's daemons, so the variable of the job is used."""
+    """A variable with the list of nodes, which begins with the node of rank 0. With MPI launchers, SLURM_STEP_*
+    describe the step of mpirun's daemons, so the variable of the job is used."""
 
     @property
     def rank(self) -> str:
@@ -105,7 +110,7 @@ class _LauncherVariables(NamedTuple):
 
     @property
     def local_world_size(self) -> str:
-        """The variable of the local world size. For srun, it lists the tasks of each node."""
+        """The variable of the local world size. For srun, this variable lists the tasks of each node."""
         return self.ranks[3]
 
 
@@ -131,63 +136,68 @@ _ALONE = _LauncherVariables("alone", ())
 def read_rank_info(env: Env) -> RankInfo:
     """Return the :class:`RankInfo` that the variables in `env` describe.
 
-    Raises UserError, naming the variable and its value, if they are incomplete, contradictory or not numbers.
+    Raises UserError, naming the variable and its value, if variables are missing, contradictory or not numbers.
     """
     set_variables = {name for name, value in env.items() if value}
     if _read_step_number(env) is None:
-        set_variables.discard("SLURM_PROCID")  # of a batch script or a shell, which are not ranks
-    names = next((names for names in _LAUNCHERS if names.ranks[names.marker] in set_variables), _ALONE)
-    if names is _ALONE:
+        set_variables.discard("SLURM_PROCID")  # batch scripts and shells also have it, but are not ranks
+    variables = next((each for each in _LAUNCHERS if each.ranks[each.marker] in set_variables), _ALONE)
+    if variables is _ALONE:
         ranks = (0, 1, 0, 1)
         host = "localhost"
     else:
-        ranks = _read_ranks(env, names)
+        ranks = _read_ranks(env, variables)
         _, world_size, _, local_world_size = ranks
-        host = _find_master_host(env, names, has_several_nodes=world_size > local_world_size)
+        host = _find_master_host(env, variables, has_several_nodes=world_size > local_world_size)
     job_id, array = _read_job(env)
     restart_count = _read_optional_int(env, "SLURM_RESTART_COUNT") or 0
     port = _read_optional_int(env, "SLUICE_MASTER_PORT", 1, 65_535) or _read_optional_int(env, "MASTER_PORT", 1, 65_535)
     if port is None:
-        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job_id} {env.get(names.start) or names.launcher}"
+        seed = f"{env.get('SLURM_CLUSTER_NAME', '')} {job_id} {env.get(variables.start) or variables.launcher}"
         digest = hashlib.sha256(seed.encode(errors="surrogatepass")).digest()
         port = MASTER_PORTS[(int.from_bytes(digest[:8]) + restart_count) % len(MASTER_PORTS)]
     submitted_as = env.get("SLUICE_JOB_ID") or job_id
     listen_fd = _read_optional_int(env, "SLUICE_LISTEN_FD")
-    return RankInfo(names.launcher, *ranks, host, port, job_id, restart_count, submitted_as, array, listen_fd)
+    return RankInfo(variables.launcher, *ranks, host, port, job_id, restart_count, submitted_as, array, listen_fd)
 
 
-def _read_ranks(env: Env, names: _LauncherVariables) -> tuple[int, int, int, int]:
+def _read_ranks(env: Env, variables: _LauncherVariables) -> tuple[int, int, int, int]:
     """Return the rank, world size, local rank and local world size.
 
     Raises UserError if the variables are incomplete or contradict each other.
     """
-    rank, world_size = _read_index_and_size(env, names.rank, names.world_size)
-    if names.launcher != "srun":
-        local_rank, local_world_size = _read_index_and_size(env, names.local_rank, names.local_world_size)
+    rank, world_size = _read_index_and_size(env, variables.rank, variables.world_size)
+    if variables.launcher != "srun":
+        local_rank, local_world_size = _read_index_and_size(env, variables.local_rank, variables.local_world_size)
         if local_world_size > world_size:
             raise UserError(
                 "rank.contradictory_environment",
-                f"{names.local_world_size}={local_world_size} must not be more than {names.world_size}={world_size}",
+                f"{variables.local_world_size}={local_world_size} must not be more than "
+                f"{variables.world_size}={world_size}",
             )
         return rank, world_size, local_rank, local_world_size
-    tasks_per_node = _read_tasks_per_node(env, names.local_world_size)
-    nodes = read_allocated_hosts(env, names.hosts)
+    tasks_per_node = _read_tasks_per_node(env, variables.local_world_size)
+    nodes = read_allocated_hosts(env, variables.hosts)
     node = _read_int(env, "SLURM_NODEID")
     local_rank = _read_int(env, "SLURM_LOCALID")
     is_consistent = len(tasks_per_node) == len(nodes) and sum(tasks_per_node) == world_size
     if not is_consistent or node >= len(nodes) or local_rank >= tasks_per_node[node]:
-        values = ", ".join(f"{name}={env.get(name, '')}" for name in (names.hosts, *names.ranks, "SLURM_NODEID"))
+        names = (variables.hosts, *variables.ranks, "SLURM_NODEID")
+        values = ", ".join(f"{name}={env.get(name, '')}" for name in names)
         raise UserError("rank.contradictory_environment", f"these variables contradict each other: {values}")
     return rank, world_size, local_rank, tasks_per_node[node]
 
 
-def _find_master_host(env: Env, names: _LauncherVariables, has_several_nodes: bool) -> str:
-    """Return the host of rank 0. Raises UserError if there are several nodes and no variable names it."""
+def _find_master_host(env: Env, variables: _LauncherVariables, has_several_nodes: bool) -> str:
+    """Return the host of rank 0; `localhost` if no variable names the host and there is one node.
+
+    Raises UserError if there are several nodes and no variable names the host.
+    """
     host = env.get("SLUICE_MASTER_HOST") or env.get("MASTER_ADDR")
     if not host:
-        host = next(iter(read_allocated_hosts(env, names.hosts)), "")
+        host = next(iter(read_allocated_hosts(env, variables.hosts)), "")
     if not host and has_several_nodes:
-        reason = f"{names.world_size} is more than {names.local_world_size}, so there are several nodes"
+        reason = f"{variables.world_size} is more than {variables.local_world_size}, so there are several nodes"
         _require_variable(env, "MASTER_ADDR", reason)
     return host or "localhost"
 
@@ -211,7 +221,8 @@ def make_local_rank_env(rank: int, size: int, port: int, listen_fd: int | None =
 def read_time_limit_s(env: Env) -> float | None:
     """Return the seconds that the job has left, counted from the start of this process; None if it has no time limit.
 
-    The supervisor queries Slurm and sets the variable for its ranks. Raises UserError if it is not a number.
+    The supervisor queries Slurm and sets `TIME_LEFT_VARIABLE` for its ranks. Raises UserError if the value of the
+    variable is not a number.
     """
     try:
         return float(env[TIME_LEFT_VARIABLE]) if env.get(TIME_LEFT_VARIABLE) else None
@@ -224,7 +235,7 @@ def read_time_limit_s(env: Env) -> float | None:
 def expand_hostlist(text: str, name: str = "host list") -> list[str]:
     """Return the names in a Slurm host list: `n[1-3,07-09],rack[1-2]n0` is n1 n2 n3 n07 n08 n09 rack1n0 rack2n0.
 
-    A range keeps the leading zeros of its first number. If a name has several brackets, the last one varies fastest
+    A range keeps the leading zeros of its first number. If a name has several brackets, the last bracket varies fastest
     (scontrol(1), "show hostnames"). Raises UserError, naming the variable `name`, if `text` is not a host list.
     """
     hosts: list[str] = []
@@ -243,7 +254,7 @@ def expand_hostlist(text: str, name: str = "host list") -> list[str]:
 
 
 def _expand_ranges(ranges: str) -> list[str]:
-    """Return `1-3,07` as 1 2 3 07; an empty list if a range counts down or is too long."""
+    """Return the numbers in a bracket: `1-3,07` is 1 2 3 07. Empty if a range counts down or is too long."""
     pairs = re.findall(_RANGE, ranges)
     spans = [(len(first), range(int(first), int(last or first) + 1)) for first, last in pairs]
     is_valid = all(0 < len(span) <= _MAX_NODES for _, span in spans)
@@ -251,7 +262,7 @@ def _expand_ranges(ranges: str) -> list[str]:
 
 
 def _require_variable(env: Env, name: str, reason: str) -> str:
-    """Return the value of a variable. Raises UserError with the reason why it is needed if it is not set."""
+    """Return the value of a variable. Raises UserError if the variable is not set; `reason` says why it is needed."""
     value = env.get(name)
     if not value:
         raise UserError(
@@ -262,9 +273,9 @@ def _require_variable(env: Env, name: str, reason: str) -> str:
 
 
 def _read_int(env: Env, name: str, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int:
-    """Return the whole number in a variable. Raises UserError if it is not set or not in the range.
+    """Return the whole number in a variable. Raises UserError if the variable is not set or the number is out of range.
 
-    This is stricter than int(), which accepts `1_0` and spaces.
+    Unlike int(), this function does not accept underscores (`1_0`) or spaces.
     """
     value = _require_variable(env, name, "other variables of the launcher are")
     if not re.fullmatch(r"[0-9]{1,10}", value) or not minimum <= int(value) <= maximum:
@@ -273,6 +284,7 @@ def _read_int(env: Env, name: str, minimum: int = 0, maximum: int = _MAX_INTEGER
 
 
 def _read_optional_int(env: Env, name: str, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int | None:
+    """Return the whole number in a variable, as `_read_int`; None if the variable is not set."""
     return _read_int(env, name, minimum, maximum) if env.get(name) else None
 
 
@@ -286,7 +298,10 @@ def _read_index_and_size(env: Env, index_name: str, size_name: str) -> tuple[int
 
 
 def _read_tasks_per_node(env: Env, name: str) -> list[int]:
-    """Return the number of tasks of each node: `2(x3),1` is 2 2 2 1. Raises UserError if the format is invalid."""
+    """Return the number of tasks of each node: `2(x3),1` is 2 2 2 1.
+
+    Raises UserError if the variable is not set or not in this format.
+    """
     text = _require_variable(env, name, "this is a Slurm step")
     pairs = [(int(count), int(times or 1)) for count, times in re.findall(_COUNT, text)]
     if not _COUNTS.fullmatch(text) or sum(times for _, times in pairs) > _MAX_NODES:
@@ -304,16 +319,17 @@ def _read_step_number(env: Env) -> int | None:
 
 
 def read_step_id(env: Env) -> str | None:
-    """Return the id of the Slurm step of this process in the form of scancel, such as `1234.0`; None outside a step."""
+    """Return the ID of the Slurm step of this process in the form of scancel, such as `1234.0`; None outside a step."""
     step = _read_step_number(env)
     return None if step is None else f"{_read_int(env, 'SLURM_JOB_ID', minimum=1)}.{step}"
 
 
 def _read_job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
-    """Return the id of the Slurm job and, in an array, the index of this array task and the number of array tasks.
+    """Return the ID of the Slurm job and, in an array, the index of this array task and the number of array tasks.
 
-    The id has the form of `scontrol requeue`: `1234`, or `1234_5`, because the SLURM_JOB_ID of an array task may be the
-    id of the whole array. The ids of array tasks have no gaps, because submit.py submits them without.
+    The ID has the form of `scontrol requeue`: `1234`, or `1234_5`, because the SLURM_JOB_ID of an array task may be the
+    ID of the whole array. submit.py submits arrays without gaps, so the index of an array task is its distance from the
+    first array task.
     """
     job_id = _read_optional_int(env, "SLURM_JOB_ID", minimum=1)
     task_id = _read_optional_int(env, "SLURM_ARRAY_TASK_ID")
@@ -335,29 +351,29 @@ def _read_job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
 
 
 def is_in_allocation(env: Env) -> bool:
-    """Return whether srun would start a step here: inside a Slurm job, in its batch script or shell, not in a step."""
+    """Return whether this process is in a Slurm job, but not in a step or a rank, so that srun can start a step."""
     return bool(env.get("SLURM_JOB_ID")) and _read_step_number(env) is None and not env.get("SLUICE_RANK")
 
 
 def is_in_batch_job(env: Env) -> bool:
     """Return whether this process belongs to a batch script rather than to a shell of salloc.
 
-    In a batch job, a signal comes from Slurm.
+    In a batch job, a signal comes from Slurm. In a shell, a signal may come from the user.
     """
     return is_in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
 
 
 @contextmanager
-def without_job_variables(*keep: str) -> Iterator[None]:
+def without_job_variables(*kept_names: str) -> Iterator[None]:
     """Remove the variables of the current job from the environment while the block runs.
 
-    sbatch passes the environment on to the new job, where some of them would be wrong: Slurm sets
+    sbatch passes the environment on to the new job, in which some of these variables would be wrong: Slurm sets
     `SLURM_RESTART_COUNT` and the array variables only if they apply. The SBATCH_* variables of the user are removed as
-    well, because they override the options in a script (sbatch(1)). SLURM_CONF and the variables `keep` remain.
+    well, because they override the options in a script (sbatch(1)). SLURM_CONF and the variables `kept_names` remain.
     """
     before = dict(os.environ)
     prefixes = ("SLURM_", "SLUICE_", "PMI", "SBATCH_")
-    removed = [name for name in before if name.startswith(prefixes) and name not in ("SLURM_CONF", *keep)]
+    removed = [name for name in before if name.startswith(prefixes) and name not in ("SLURM_CONF", *kept_names)]
     try:
         for name in removed:
             del os.environ[name]
@@ -367,12 +383,12 @@ def without_job_variables(*keep: str) -> Iterator[None]:
 
 
 def read_allocated_hosts(env: Env, name: str = "SLURM_JOB_NODELIST") -> list[str]:
-    """Return the nodes of this allocation in Slurm's order; an empty list outside an allocation."""
+    """Return the nodes in the host list of the variable `name`, in Slurm's order; empty if the variable is not set."""
     return expand_hostlist(env[name], name) if env.get(name) else []
 
 
 def read_cpus_per_task(env: Env) -> int | None:
-    """Return the number of CPUs requested for each task of this allocation; None if none was requested."""
+    """Return the number of CPUs requested for each task of this allocation; None if no number was requested."""
     return _read_optional_int(env, "SLURM_CPUS_PER_TASK", minimum=1)
 
 

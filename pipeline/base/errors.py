@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def make_printable(text: str) -> str:
@@ -28,7 +28,7 @@ def make_printable(text: str) -> str:
     Control characters could clear the screen, overwrite its content or reverse the direction of text. Tabs and line
     ends remain.
     """
-    return _CONTROL.sub("?", text)
+    return _CONTROL_CHARACTERS.sub("?", text)
 
 
 MAX_PROBLEMS_SHOWN = 20
@@ -38,7 +38,7 @@ MAX_PROBLEMS_SHOWN = 20
 def limit_lines(lines: Sequence[str], max_lines: int = MAX_PROBLEMS_SHOWN, other_count: int = 0) -> list[str]:
     """Return the first `max_lines` of `lines`, and the line `and N more` if lines were left out.
 
-    N also counts the `other_count` lines that `lines` does not contain.
+    `other_count` is the number of further lines that `lines` does not contain. N includes them.
     """
     omitted_count = max(0, len(lines) - max_lines) + other_count
     return [*lines[:max_lines], *([f"and {omitted_count:,} more"] if omitted_count else [])]
@@ -80,7 +80,7 @@ class ExitCode(IntEnum):
     PEER_LOST = 76
     """Another rank exited or lost its connection. This rank itself did not fail."""
     REQUEUED = 77
-    """Slurm requeued the job on request (`scontrol requeue`), because there is no sign of a preemption."""
+    """A user or an administrator requeued the job (`scontrol requeue`): Slurm reported no preemption."""
 
 
 class UserError(Exception):
@@ -98,17 +98,18 @@ class UserError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return the arguments with which pickle calls the constructor."""
         return type(self), (self.code, str(self))
 
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing that is wrong with a config."""
+    """A problem of a config."""
 
     code: str
     """See :class:`UserError`."""
     message: str
-    """The line that a user reads: where, key, value, what is wrong and what to do."""
+    """The text that a user reads: location, key, value, what is wrong and what to do."""
     key: str = ""
     """The dotted key; "" if the problem concerns no single key."""
     value: Any = None
@@ -118,13 +119,13 @@ class ConfigProblem:
 
     @property
     def line(self) -> int | None:
-        """The line of the key in its file; None if the key has no line."""
+        """The line number of the key in its file; None if `where` has no line number."""
         number = self.where.rpartition(":")[2]
         return int(number) if number.isdecimal() and ":" in self.where else None
 
 
 class ConfigError(UserError):
-    """A config that cannot be used. The message lists the problems, one per line.
+    """A config is invalid. The message lists the problems, one per line.
 
     Args:
         code: the code of the first problem.
@@ -137,6 +138,7 @@ class ConfigError(UserError):
         self.problems = tuple(problems) or (ConfigProblem(code, message),)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return the arguments with which pickle calls the constructor."""
         return type(self), (self.code, str(self), self.problems)
 
 
@@ -165,7 +167,7 @@ class LostMountError(StorageError):
 
 
 class NonFiniteError(UserError):
-    """A loss or gradient that is not a finite number."""
+    """A loss or a gradient is not a finite number."""
 
     exit_code = ExitCode.NON_FINITE
 
@@ -185,6 +187,7 @@ class NodeError(UserError):
         self.host = host
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return the arguments with which pickle calls the constructor."""
         return type(self), (self.code, str(self), self.host)
 
 
@@ -251,20 +254,21 @@ LOST_MOUNT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN)
 def raise_if_too_many_open_files(error: BaseException) -> None:
     """Raise StorageError if `error` means that this process or its machine cannot open or map more files.
 
-    Readers call this function before they report a file that cannot be opened as damaged.
+    Code that reads a file calls this function first if the file cannot be opened, so that it does not report the file
+    as damaged.
     """
-    number = getattr(error, "errno", None)
+    error_number = getattr(error, "errno", None)
     is_h5py_limit = "Too many open files" in str(error)  # errors of h5py may have no errno
-    if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or is_h5py_limit:
-        limit_error = OSError(number or errno.EMFILE, "", getattr(error, "filename", None))
+    if error_number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or is_h5py_limit:
+        limit_error = OSError(error_number or errno.EMFILE, "", getattr(error, "filename", None))
         raise find_storage_error(limit_error) or error from error
 
 
 def find_storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
     """Return a :class:`StorageError` for a failure of the file system; None if `error` is not such a failure.
 
-    The causes of `error` (`__cause__`) are also examined. `__context__` is followed only for torch's file writer, which
-    raises a new error without a cause when it is closed after a failed write.
+    The function also examines the causes of `error` (`__cause__`). It follows `__context__` only for torch's file
+    writer, which raises a new error without a cause when it is closed after a failed write.
 
     Args:
         error: the exception.
@@ -284,9 +288,9 @@ def find_storage_error(error: BaseException, path: str | Path | None = None) -> 
         if isinstance(cause, shutil.Error) and isinstance(cause.args[0], list):
             # shutil.copytree raises one error with the messages of all files as text
             for source, copy, reason in cause.args[0]:
-                number = re.match(r"\[Errno (\d+)\]", reason)
-                if number and int(number[1]) in _STORAGE_PROBLEMS:
-                    code, problem = _STORAGE_PROBLEMS[int(number[1])]
+                match = re.match(r"\[Errno (\d+)\]", reason)
+                if match and int(match[1]) in _STORAGE_PROBLEMS:
+                    code, problem = _STORAGE_PROBLEMS[int(match[1])]
                     return StorageError(code, f"cannot copy {source} to {copy}: {problem}")
         # messages of torch's file writer contain the name of its source file, inline_container.cc
         is_torch_writer = "inline_container" in str(cause)

@@ -31,6 +31,7 @@ from pipeline.base.errors import UserError, raise_if_too_many_open_files
 
 LOCK_TIMEOUT_S = 5.0
 """How many seconds :func:`append_line` waits for the lock."""
+_MAX_MKDIR_ATTEMPTS = 100
 
 
 def fsync(path: str | Path) -> None:
@@ -56,8 +57,8 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
 
     Args:
         folder: the folder to create.
-        owner: a part of the temporary name. It distinguishes the leftovers of one owner from folders that other
-            processes are still filling.
+        owner: a part of the temporary name, so that the caller can tell its own leftover folders from folders that
+            other processes are still filling.
 
     Raises:
         FolderExistsError: if `folder` exists at the end of the block.
@@ -78,7 +79,7 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
             ) from error
     except BaseException:  # also Ctrl-C and SystemExit, because an unfinished folder must not remain
         shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):  # another process may have created files in them
+        with suppress(OSError):  # another process may have created files in these folders
             for path in missing_parents:
                 path.rmdir()
         raise
@@ -86,13 +87,13 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
 
 
 def _make_folder_and_parents(folder: Path) -> None:
-    """Create a folder and its parents. Retry, because a process that fails may remove empty parents at any moment."""
-    for attempt in range(100):
+    """Create a folder and its parents. Retry, because another process that fails may remove the empty parents."""
+    for attempt in range(_MAX_MKDIR_ATTEMPTS):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
         except FileNotFoundError:
-            if attempt == 99:
+            if attempt == _MAX_MKDIR_ATTEMPTS - 1:
                 raise
         else:
             return
@@ -129,9 +130,9 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def try_flock(fd: int, operation: int) -> bool:
-    """Apply flock(2) to a descriptor. Return False if another process holds the lock.
+    """Apply flock(2) to a descriptor. Return False if another process holds the lock, otherwise True.
 
-    If the file system does not support locks, return True.
+    If the file system does not support locks, nothing is locked and the result is True.
     """
     try:
         fcntl.flock(fd, operation)
@@ -146,7 +147,7 @@ def try_flock(fd: int, operation: int) -> bool:
 def open_lock_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """Open a lock file without truncating it, and return the descriptor.
 
-    Raises UserError if it is a symbolic link, because a link may point to a valuable file.
+    Raises UserError if `path` is a symbolic link, because the link may point to a valuable file.
     """
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -162,9 +163,9 @@ def append_line(path: str | Path, line: str) -> None:
     """Append one line with a single `write`, under a lock, so that lines of several machines are not lost or mixed.
 
     The lock is needed because NFS has no atomic append: each client writes at the position that it believes to be the
-    end (open(2), O_APPEND). If another process, such as a suspended one, holds the lock for longer than
+    end (open(2), O_APPEND). If another process, which may be suspended, holds the lock for longer than
     `LOCK_TIMEOUT_S`, the line is written without the lock. If a crash has truncated the last line, a newline is written
-    first, so that the new line does not become a part of it.
+    first, so that the new line is not joined to the truncated line.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -186,7 +187,7 @@ def write_line(fd: int, line: str, name: str) -> None:
 
 
 def open_regular_file(path: str | Path) -> BufferedReader:
-    """Open a file for reading. Raises UserError for a pipe or a device, which might block or never end."""
+    """Open a file for reading. Raises UserError for a pipe or a device, because reading it might block or never end."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -204,7 +205,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json_or_none(text: bytes) -> Any:
-    """Return the JSON value of a text; None if it is not valid JSON or nested too deeply."""
+    """Return the JSON value of a text; None if the text is not valid JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # ValueError also means invalid UTF-8, or a number of thousands of digits
@@ -212,23 +213,23 @@ def parse_json_or_none(text: bytes) -> Any:
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, without lines that a crash truncated; nothing if the file is missing."""
+    """Yield the objects of a JSON-lines file, without malformed lines; nothing if the file does not exist."""
     if Path(path).exists():
         with open_regular_file(path) as file:
             yield from _parse_objects(file)
 
 
 def _parse_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are JSON objects."""
+    """Return an iterator over the JSON objects in `lines`, without other lines."""
     return (value for value in map(parse_json_or_none, lines) if isinstance(value, dict))
 
 
 def read_last_objects(
     path: str | Path, matches: Callable[[Any], bool], tail_bytes: int = 1 << 16
 ) -> Iterator[dict[str, Any]]:
-    """Yield the matching objects in the last `tail_bytes` bytes of a JSON-lines file, the newest first.
+    """Yield the objects in the last `tail_bytes` bytes of a JSON-lines file for which `matches` is true, newest first.
 
-    Yields nothing if the file is missing.
+    Yields nothing if the file does not exist.
     """
     try:
         with open_regular_file(path) as file:
@@ -240,14 +241,14 @@ def read_last_objects(
 
 
 def read_last_object(path: str | Path, matches: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """Return the newest object that :func:`read_last_objects` yields; None if there is none."""
+    """Return the newest object that :func:`read_last_objects` yields; None if it yields nothing."""
     return next(read_last_objects(path, matches), None)
 
 
 def read_complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
     """Yield the complete lines of a file from byte `offset` on, each with the offset of its end.
 
-    Yields nothing if the file is missing.
+    Yields nothing if the file does not exist.
     """
     if not path.exists():
         return
@@ -261,7 +262,7 @@ def read_complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
 
 
 def sha256_file(path: str | Path, part: tuple[int, int] | None = None) -> str:
-    """Return the SHA-256 of a file, or of the bytes `part` = [start, end) of it, as 64 hex digits.
+    """Return the SHA-256 of a file, or of its bytes `part` = [start, end), as 64 hex digits.
 
     Raises UserError for a pipe or a device.
     """
@@ -279,18 +280,18 @@ def sha256_file(path: str | Path, part: tuple[int, int] | None = None) -> str:
 
 
 def add_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a manifest with its own hash added as `sha256`."""
+    """Return `values`, such as the content of a manifest, with their hash in the key `sha256`."""
     body = {key: value for key, value in values.items() if key != "sha256"}
     return {**body, "sha256": sha256_json(body)}
 
 
 def has_valid_checksum(values: Any) -> bool:
-    """Return whether `values` is the unchanged content of a manifest with a checksum (:func:`add_checksum`)."""
+    """Return whether `values` is an unchanged result of :func:`add_checksum`."""
     return isinstance(values, dict) and add_checksum(values)["sha256"] == values.get("sha256")
 
 
 def has_wrong_checksum(values: Mapping[str, Any]) -> bool:
-    """Return whether `values` has a checksum that does not match. Manifests of old versions have no checksum."""
+    """Return whether `values` has a checksum that does not match. Files of older versions have no checksum."""
     return "sha256" in values and not has_valid_checksum(values)
 
 
@@ -310,23 +311,26 @@ def read_file_system_type(path: Path) -> str:
 
 
 @contextmanager
-def translate_read_errors(path: str, *more: type[Exception]) -> Iterator[None]:
-    """Raise UserError, naming the file, instead of the errors that reading an input may raise.
+def translate_read_errors(path: str, *other_exceptions: type[Exception]) -> Iterator[None]:
+    """Raise UserError, naming the file, if the block raises an error that a damaged or unreadable file may cause.
 
-    Translates OSError (`data.unreadable_file` if the system refused, otherwise `data.damaged_file`) and errors of
-    compressed data (`data.damaged_file`). Errors that say nothing about the file, such as a lack of memory or of a
-    package, pass unchanged.
+    An OSError with an errno becomes `data.unreadable_file`. An OSError without an errno and an error in compressed data
+    become `data.damaged_file`. MemoryError, ImportError and other errors pass unchanged.
 
     Args:
-        path: the file.
-        more: further exceptions that mean a damaged file. h5py, for example, raises many kinds.
+        path: the file that the block reads.
+        other_exceptions: further exceptions that mean a damaged file. For example, h5py raises many kinds.
+
+    Raises:
+        UserError: see above.
+        StorageError: too many files are open.
     """
     try:
         yield
     except (UserError, MemoryError, ImportError):
         raise
     except Exception as error:
-        if not isinstance(error, (OSError, EOFError, zlib.error, *more)):
+        if not isinstance(error, (OSError, EOFError, zlib.error, *other_exceptions)):
             raise
         raise_if_too_many_open_files(error)
         is_refused = isinstance(error, OSError) and error.errno is not None
@@ -335,11 +339,11 @@ def translate_read_errors(path: str, *more: type[Exception]) -> Iterator[None]:
 
 
 MAX_OPEN_FILES = 1 << 16
-"""The upper bound on open files of a process, because Linux maps no more files into memory (vm.max_map_count)."""
+"""The highest limit on open files to set. By default, Linux maps about as many files into memory (vm.max_map_count)."""
 
 
 def raise_open_file_limit() -> None:
-    """Raise this process's soft limit on open files.
+    """Raise this process's soft limit on open files, up to the hard limit and `MAX_OPEN_FILES`.
 
     A job inherits the limit of the login node, often 1,024 files, which is too few for a data set of many shards.
     """

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 
-# <malloc.h>
+# These values are from <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD = 256 << 20
-"""Size in bytes from which on a block is still unmapped when it is freed. Blocks of this size are rarely reused."""
+"""A freed block of at least this many bytes is still unmapped, because blocks of this size are rarely reused."""
 TRIM_THRESHOLD = 1 << 30
 """The number of free bytes at the end of the heap that the process keeps."""
 

@@ -2,9 +2,9 @@
 
 Jobs execute files of the run directory: its `code/`, the pickles of submitit in `jobs/`, the filter that `prepare`
 writes to `data/`, and the shell lines `site.setup` and `publish.run` of its config. A user who can write these files
-can run commands as the owner of the jobs. Every command that executes a run therefore checks first that the run belongs
-to this user (even if this user is root), and that no other user can write to it. Commands that only read
-(status, report, logs, verify) work on the runs of all users, and use the code of the command itself.
+can run commands as the owner of the jobs. Every command that executes files of a run therefore first checks two things:
+the run belongs to the user of the command, even if this user is root, and no other user can write to the run. Commands
+that only read (status, report, logs, verify) work on the runs of all users, because they do not use the run's code.
 
 Checking a path is not enough. Before the path is used, a user who may write to a parent folder can replace it. Files
 and folders are therefore opened first, never through a symbolic link, and the open descriptor is checked.
@@ -25,16 +25,17 @@ from pathlib import Path
 
 from pipeline.base.errors import ExitCode, UserError
 
-_PREPARED = ("prepare.json", "filter.py", "chat.json")
+_EXECUTED_DATA_FILES = ("prepare.json", "filter.py", "chat.json")
 """Files that `prepare` writes to the data folder and later stages execute: the filter, with its hash, and the chat
 template."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+"""The mode bits that allow other users to write."""
 
 
-def check_run_ownership(run: Path) -> None:
-    """Raise UserError if another user owns, or may write to, a file that the run in directory `run` executes."""
-    code_owner = (run / "code").resolve().parent  # for a point of a sweep, the directory of the sweep
-    for path, is_reachable in _list_executed_paths(run, code_owner):
+def check_run_ownership(run_dir: Path) -> None:
+    """Raise UserError if another user owns, or may write to, a file that the run in directory `run_dir` executes."""
+    code_parent = (run_dir / "code").resolve().parent  # for a point of a sweep, the directory of the sweep
+    for path, is_reachable in _list_executed_paths(run_dir, code_parent):
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -51,33 +52,34 @@ def check_run_ownership(run: Path) -> None:
                 "run.writable_by_others",
                 f"{path} (of {_format_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):o}) can be written by "
                 "other users, but its content is executed: check that nobody has changed it, then run: "
-                f"chmod -R go-w {shlex.quote(str(code_owner))}",
+                f"chmod -R go-w {shlex.quote(str(code_parent))}",
             )
 
 
-def _list_executed_paths(run: Path, code_owner: Path) -> Iterator[tuple[Path, bool]]:
+def _list_executed_paths(run_dir: Path, code_parent: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each path whose content a run executes, and whether other users can reach it.
 
     Other users cannot reach the content of a folder that they may not enter (mode x).
 
     Args:
-        run: the run directory.
-        code_owner: the run directory that contains `code/`. For a point of a sweep, this is that of the sweep.
+        run_dir: the run directory.
+        code_parent: the run directory that contains `code/`. For a point of a sweep, this is the directory of the
+            sweep.
     """
     is_reachable = False
-    for top in dict.fromkeys((run, code_owner)):
-        yield top, True
-        is_reachable = bool(top.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH))
-        jobs = top / "jobs"
-        files = (top / "config.yaml", top / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
+    for parent in dict.fromkeys((run_dir, code_parent)):
+        yield parent, True
+        is_reachable = bool(parent.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH))
+        jobs = parent / "jobs"
+        files = (parent / "config.yaml", parent / "changes.jsonl", *jobs.glob("*/*.pkl"), *jobs.glob("*/*.sh"))
         yield from ((path, is_reachable) for path in (jobs, *jobs.glob("*/"), *files))
-        data = top / "data"
+        data = parent / "data"
         yield data, is_reachable
-        for path in (path for name in _PREPARED for path in (data / name, *data.glob(f"*/{name}"))):
+        for path in (path for name in _EXECUTED_DATA_FILES for path in (data / name, *data.glob(f"*/{name}"))):
             yield path.parent, is_reachable  # each source of a mixture has its own folder in `data`
             yield path, is_reachable or data.is_symlink()
-    yield code_owner / "code", is_reachable
-    for folder, folder_names, file_names in os.walk(code_owner / "code") if is_reachable else ():
+    yield code_parent / "code", is_reachable
+    for folder, folder_names, file_names in os.walk(code_parent / "code") if is_reachable else ():
         yield from ((Path(folder, name), True) for name in (*folder_names, *file_names))
 
 
@@ -85,12 +87,12 @@ def _list_executed_paths(run: Path, code_owner: Path) -> Iterator[tuple[Path, bo
 def open_own_folder(path: Path) -> Iterator[Path]:
     """Open the folder `path` and yield a path through its descriptor (:func:`path_through_fd`).
 
-    Raises UserError if `path` is a symbolic link or not a folder, or if another user owns it or may write to it.
+    Raises UserError if `path` is a symbolic link or not a folder, or if another user owns or may write to the folder.
     """
     fd = _open_without_links(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with path_through_fd(fd, path) as fd_path:
-            _require_own(path, os.fstat(fd))
+            _check_owner_and_mode(path, os.fstat(fd))
             yield fd_path
     finally:
         os.close(fd)
@@ -103,8 +105,8 @@ def path_through_fd(fd: int, path: Path) -> Iterator[Path]:
     Errors raised in the block name `path` instead.
 
     Args:
-        fd: an open file or folder.
-        path: the path by which it was opened.
+        fd: the descriptor of an open file or folder.
+        path: the path with which the file or folder was opened.
     """
     fd_path = Path(f"/proc/self/fd/{fd}")
     try:
@@ -128,14 +130,15 @@ def check_own_folder(path: Path) -> None:
 def open_own_file(path: Path) -> BufferedReader:
     """Open the file `path` for reading.
 
-    Raises UserError if `path` is a symbolic link or not a regular file, or if another user owns it or may write to it.
+    Raises UserError if `path` is a symbolic link or not a regular file, or if another user owns or may write to the
+    file.
     """
     fd = _open_without_links(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise UserError("storage.not_a_file", f"{path} is not a regular file: remove it")
-        _require_own(path, status)
+        _check_owner_and_mode(path, status)
         return os.fdopen(fd, "rb")
     except BaseException:  # also Ctrl-C, because nothing else closes the descriptor
         os.close(fd)
@@ -147,10 +150,10 @@ def describe_replacement_risk(path: Path) -> str | None:
 
     `path` need not exist.
     """
-    unsafe = find_unsafe_ancestors(path)
-    if not unsafe:
+    unsafe_folders = find_unsafe_ancestors(path)
+    if not unsafe_folders:
         return None
-    reasons = "; ".join(f"{folder} {reason}" for folder, reason in unsafe)
+    reasons = "; ".join(f"{folder} {reason}" for folder, reason in unsafe_folders)
     return (
         f"warning: other users can replace {path}, and your jobs would execute their files: {reasons}. "
         "Choose another run.root, or ask the owner of a folder without a sticky bit to set it (chmod +t)"
@@ -158,28 +161,31 @@ def describe_replacement_risk(path: Path) -> str | None:
 
 
 def find_unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
-    """Return the parents of `path`, the nearest first, in which other users can rename the entries of this user.
+    """Return the parents of `path` in which other users can rename this user's files, the nearest first, with reasons.
 
-    These are folders of another user than root, and folders that others may write to and that have no sticky bit. Each
-    comes with the reason.
+    These are folders that belong to another user, except root. They are also folders without a sticky bit to which
+    other users may write.
     """
-    unsafe = []
+    unsafe_folders = []
     for folder in Path(os.path.realpath(path)).parents:
         try:
             status = folder.stat()
         except FileNotFoundError:
             continue
         if status.st_uid not in (0, os.geteuid()):
-            unsafe.append((folder, f"belongs to {_format_user(status.st_uid)}"))
+            unsafe_folders.append((folder, f"belongs to {_format_user(status.st_uid)}"))
         elif _is_writable_by_others(status) and not status.st_mode & stat.S_ISVTX:
             writers = "all users" if status.st_mode & stat.S_IWOTH else f"group {_format_group(status.st_gid)}"
             mode = f"{stat.S_IMODE(status.st_mode):o}"
-            unsafe.append((folder, f"can be written by {writers} and has no sticky bit (mode {mode})"))
-    return unsafe
+            unsafe_folders.append((folder, f"can be written by {writers} and has no sticky bit (mode {mode})"))
+    return unsafe_folders
 
 
 def _is_writable_by_others(status: os.stat_result) -> bool:
-    """Return whether another user may write. A user's private group (same name and gid, no other members) is safe."""
+    """Return whether another user may write to a folder with this status.
+
+    A group is ignored if it is the private group of this user: same name and gid, and no other members.
+    """
     if status.st_mode & stat.S_IWOTH:
         return True
     if not status.st_mode & stat.S_IWGRP:
@@ -197,8 +203,8 @@ def make_ownership_script(folders: Iterable[str]) -> str:
     """Return lines of bash that end a job unless its user owns `folders` and no other user can write to them.
 
     Args:
-        folders: the folders as words of the shell. The first one contains the others. If other users may not enter it,
-            they cannot reach the other folders, so the modes of these do not matter.
+        folders: the folders, quoted for the shell. The first folder contains the other folders. If other users may not
+            enter the first folder, the modes of the other folders are not checked.
     """
     return f"""\
 # Another user may have replaced the run while the job was pending. Check that you still own the code, and that nobody
@@ -206,12 +212,12 @@ def make_ownership_script(folders: Iterable[str]) -> str:
 (
   closed=
   for folder in {" ".join(folders)}; do
-    found=$(stat -c '%u %f' -- "$folder" 2>&1) || :
-    if [[ $found != "$EUID 4"* ]] || ((!closed && 0x${{found#* }} & 0x12)); then
+    owner_and_mode=$(stat -c '%u %f' -- "$folder" 2>&1) || :
+    if [[ $owner_and_mode != "$EUID 4"* ]] || ((!closed && 0x${{owner_and_mode#* }} & 0x12)); then
       echo "error: $folder must belong to you, and no other user may write to it: nothing in it was run" >&2
       exit {int(ExitCode.USER_ERROR)}
     fi
-    closed=${{closed:-$(((0x${{found#* }} & 0x9) == 0))}}
+    closed=${{closed:-$(((0x${{owner_and_mode#* }} & 0x9) == 0))}}
   done
 ) || exit"""
 
@@ -230,8 +236,13 @@ def _open_without_links(path: Path, flags: int) -> int:
         raise UserError("run.foreign_file", f"{path} is {problem}: remove it") from error
 
 
-def _require_own(path: Path, status: os.stat_result) -> None:
-    """Raise UserError if another user owns `path`, whose status is given, or may write to it."""
+def _check_owner_and_mode(path: Path, status: os.stat_result) -> None:
+    """Raise UserError if another user owns or may write to `path`.
+
+    Args:
+        path: a file or folder.
+        status: the result of fstat for the open file or folder.
+    """
     if status.st_uid != os.geteuid():
         raise UserError(
             "run.foreign_owner",
@@ -247,6 +258,7 @@ def _require_own(path: Path, status: os.stat_result) -> None:
 
 
 def _format_group(gid: int) -> str:
+    """Return the name and ID of a group; only the ID if the group has no name."""
     try:
         return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
     except KeyError:
@@ -254,6 +266,7 @@ def _format_group(gid: int) -> str:
 
 
 def _format_user(uid: int) -> str:
+    """Return the name and ID of a user; only the ID if the user has no name."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     except KeyError:
@@ -268,7 +281,10 @@ def read_umask() -> int:
 
 
 def apply_umask(tree: Path, umask: int) -> None:
-    """Set the modes of all files and folders in `tree` as `umask` requires. Executables stay executable."""
+    """Set the modes of all files and folders in `tree` as if they had been created with `umask`.
+
+    Executable files stay executable, and folders keep the setgid bit.
+    """
     for folder, _, files in os.walk(tree):
         os.chmod(folder, os.stat(folder).st_mode & stat.S_ISGID | 0o777 & ~umask)
         for path in (Path(folder, name) for name in files):

@@ -1,7 +1,7 @@
 """A flag that termination signals set. The signal handlers do nothing else; ranks stop at the next step boundary.
 
 Every rank and supervisor installs the flag in its first lines, before slow imports. A signal during start-up is
-therefore not lost, and does not kill the process in the middle of something.
+therefore not lost, and does not kill the process.
 
 Python runs signal handlers only in the main thread, between two bytecode instructions. While the main thread waits
 inside a collective, the handler cannot run. Python then still writes the signal number to a pipe
@@ -21,12 +21,13 @@ from pipeline.base.errors import ExitCode
 LOCAL_DEADLINE = "time limit"
 """The stop reason of ranks whose own deadline expires before Slurm sends a signal."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that request a process to stop."""
 
 
 class StopFlag:
     """A flag that is False until the first of `STOP_SIGNALS` arrives.
 
-    Then `reason` is the name of the signal, and `signal_time` its time by time.monotonic().
+    After the first signal, `reason` is the name of this signal, and `signal_time` its time by time.monotonic().
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class StopFlag:
         self.reason: str | None = None
         self.signal_time: float | None = None
         self.signal_count = 0
-        """The number of signals received."""
+        """The number of signals whose handlers have run."""
         self._pipe: int | None = None
 
     def install(self) -> StopFlag:
@@ -57,20 +58,26 @@ class StopFlag:
                         self._set(number)
 
     def exit_on_signal(self) -> None:
-        """Let signals end the process at once, because its work may be interrupted anywhere (it writes whole files)."""
+        """Let signals end the process at once, without cleanup.
+
+        Call this if an interruption at any point is harmless, for example because files are written atomically.
+        """
         if self:
             os._exit(ExitCode.STOPPED)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: os._exit(ExitCode.STOPPED))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Set the flag and count the signal. This is the signal handler."""
         self._set(number)
         self.signal_count += 1
 
     def _set(self, number: int) -> None:
+        """Set the flag for signal `number`, unless an earlier signal has set it."""
         if self.reason is None:
             self.reason = signal.Signals(number).name
             self.signal_time = time.monotonic()
 
     def __bool__(self) -> bool:
+        """Return whether a signal arrived."""
         return self.reason is not None

@@ -1,8 +1,9 @@
 """Read and write YAML by the core schema of YAML 1.2, and record the line of each key.
 
-PyYAML follows YAML 1.1, whose rules are surprising: `no` and `on` are booleans, `00:20:00` is a number in base 60, and
-`1e-3` is a string. Here, only true and false are booleans, `1e-3` is a number and `00:20:00` a string. `2_000_000` is
-still a number. Duplicate keys, unknown tags, excessive aliases, and numbers of more than 64 bits are errors.
+PyYAML follows YAML 1.1, which has surprising rules: `no` and `on` are booleans, `00:20:00` is a number in base 60, and
+`1e-3` is a string. In this module, only true and false are booleans, `1e-3` is a number and `00:20:00` is a string. As
+in YAML 1.1, `2_000_000` is a number. Duplicate keys, unknown tags, excessive aliases, and numbers of more than 64 bits
+are errors.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import yaml
 from pipeline.base.errors import ConfigError
 
 _MAX_VALUES = 100_000
+"""The maximum number of values in a document, after aliases are replaced by their values."""
 
 
 class LocatedKey(str):
-    """A key of a mapping: a string with its location `where`, which is FILE:LINE or the command line."""
+    """A key of a mapping. It is a string that also has a location."""
 
     where: str
+    """The location of the key: `FILE:LINE` or `command line`."""
 
     def __new__(cls, text: str, where: str) -> LocatedKey:
         """Create the key `text` at the location `where`."""
@@ -38,8 +41,9 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-_PREFIX = "tag:yaml.org,2002:"
+_TAG_PREFIX = "tag:yaml.org,2002:"
 _BASES = {"0o": 8, "0x": 16}
+"""Prefix of an integer → its base."""
 _SCALARS: dict[str, tuple[str, Sequence[str], Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda _: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
@@ -53,7 +57,7 @@ _SCALARS: dict[str, tuple[str, Sequence[str], Callable[[str], Any]]] = {
         "-+.0123456789",
         lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
-    "str": ("[^\ud800-\udfff]*", "", str),  # half of a surrogate pair is not a character
+    "str": ("[^\ud800-\udfff]*", "", str),  # a surrogate alone is not a character
 }
 """The scalar types of YAML 1.2's core schema (section 10.3.2), plus `_` between digits.
 
@@ -65,24 +69,26 @@ class _Loader(yaml.BaseLoader):
     """Load YAML as plain values with :class:`LocatedKey` as keys."""
 
     where = ""
-    """The location of all keys; if "", each key is located at its line in the file `name`."""
+    """The location of all keys. If it is "", the location of a key is its line in the file `name`."""
     value_count = 0
+    """The number of values constructed so far."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node."""
-        # Without its cache, PyYAML constructs the target of an alias again, so that the values of aliases are counted.
-        # Otherwise, aliases of aliases could produce an exponential number of values.
+        # Aliases of aliases can produce an exponential number of values, so the values of an alias must be counted. With
+        # an empty cache, PyYAML constructs these values again for each alias.
         self.constructed_objects.clear()
         self.value_count += 1
         if self.value_count > _MAX_VALUES:
             self.raise_problem(node, f"more than {_MAX_VALUES} values; are there aliases of aliases?")
-        if node.tag.removeprefix(_PREFIX) not in (_SCALARS if isinstance(node, yaml.ScalarNode) else ("seq", "map")):
+        valid_types = _SCALARS if isinstance(node, yaml.ScalarNode) else ("seq", "map")
+        if node.tag.removeprefix(_TAG_PREFIX) not in valid_types:
             self.raise_problem(node, f"the tag {node.tag} is not supported here")
         return super().construct_object(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        """Return the value of a scalar node, whose type may be set by a tag."""
-        type_name = node.tag.removeprefix(_PREFIX)
+        """Return the value of a scalar node. A tag or the text of the node determines the type."""
+        type_name = node.tag.removeprefix(_TAG_PREFIX)
         pattern, _, convert = _SCALARS[type_name]
         if not re.fullmatch(pattern, node.value):
             self.raise_problem(node, f"{format_value(node.value)} is not a value of type {type_name}")
@@ -94,40 +100,47 @@ class _Loader(yaml.BaseLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Return a mapping. Its keys are strings, even if they look like numbers."""
         result: dict[Hashable, Any] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self.raise_problem(key, "a key must be a string, not a list or a mapping")
-            if key.value in result:
-                self.raise_problem(key, f"duplicate key {format_value(key.value)}")
-            line = (value if isinstance(value, yaml.ScalarNode) else key).start_mark.line + 1
-            result[LocatedKey(key.value, self.where or f"{self.name}:{line}")] = self.construct_object(value)
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.raise_problem(key_node, "a key must be a string, not a list or a mapping")
+            if key_node.value in result:
+                self.raise_problem(key_node, f"duplicate key {format_value(key_node.value)}")
+            # a scalar may be on a later line than its key; messages about a key concern its value
+            line = (value_node if isinstance(value_node, yaml.ScalarNode) else key_node).start_mark.line + 1
+            result[LocatedKey(key_node.value, self.where or f"{self.name}:{line}")] = self.construct_object(value_node)
         return result
 
     def raise_problem(self, node: yaml.Node, problem: str) -> NoReturn:
-        """Raise the exception that PyYAML raises for problems of its own."""
+        """Raise the same exception as PyYAML for an invalid document, with the position of `node`."""
         raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write YAML in which each string is quoted that YAML 1.1 or 1.2 would read as another type."""
+    """Write YAML. Strings are quoted if YAML 1.1 or 1.2 would otherwise read them as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return True, so that a list that occurs twice is written twice, not as an anchor and an alias."""
+        """Return True, so that no anchors and aliases are written for a list that occurs twice."""
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Quote a string with invisible characters, which are then escaped. PyYAML itself folds U+0085 into a space."""
-        return self.represent_scalar(f"{_PREFIX}str", data, style=None if data.isprintable() else '"')
+        """Return the node of a string. Strings with invisible characters are quoted, so that the characters are
+        escaped.
+
+        Without quotes, a string with U+0085 would be read back with a space instead.
+        """
+        return self.represent_scalar(f"{_TAG_PREFIX}str", data, style=None if data.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
-for _tag, (_pattern, _first, _) in _SCALARS.items():
+for _type_name, (_pattern, _first_characters, _) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_PREFIX + _tag, re.compile(rf"(?:{_pattern})\Z"), list(_first))
+        _class.add_implicit_resolver(
+            _TAG_PREFIX + _type_name, re.compile(rf"(?:{_pattern})\Z"), list(_first_characters)
+        )
 
 
 def dump_yaml(values: Any) -> str:
-    """Return plain values as YAML. :func:`parse_yaml` returns the same values."""
+    """Return plain values (mappings, lists and scalars) as YAML. :func:`parse_yaml` reads the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
 
 
@@ -137,19 +150,20 @@ def parse_yaml(text: str, name: str, where: str = "") -> Any:
     Args:
         text: the document.
         name: the file name, for locations and messages.
-        where: the location of all keys, such as the command line; if "", each key is located at its line.
+        where: the location of all keys, such as `command line`. If it is "", the location of a key is its line.
     """
     position: int | None = None
     try:
         loader = _Loader(text)
-        loader.name, loader.where = name, where
+        loader.name = name
+        loader.where = where
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = mark.index if mark else None
         problem = f"{error.problem} ({error.context})" if error.context else str(error.problem)
         if "an alias" in problem:
-            problem += "; put it in quotes"
+            problem += "; put the value in quotes"
         elif r"'\t'" in problem:
             problem += "; indent with spaces"
     except yaml.reader.ReaderError as error:
@@ -158,7 +172,7 @@ def parse_yaml(text: str, name: str, where: str = "") -> Any:
     except RecursionError:
         problem = "nested too deeply"
     except (ValueError, OverflowError) as error:
-        # from PyYAML for escapes such as "\UFFFFFFFF", from Python for numbers of thousands of digits
+        # PyYAML raises these errors for escapes such as "\UFFFFFFFF", and Python for numbers of thousands of digits
         problem = str(error)
     location = name
     if not where and position is not None:

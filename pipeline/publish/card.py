@@ -174,7 +174,8 @@ def _write_loss_plot(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
     if len(curve) < 2:
         return ""
     numbers, losses = zip(*curve, strict=True)
-    x = Scale.over(numbers, "optimizer steps", whole=True)
-    y = Scale.over(losses, "training loss (nats)")
-    write_atomic(folder / PLOT_FILE, svg_document(draw_area(x, y.rounded(), [Curve("training", downsample(curve))])))
+    x = Scale.from_values(numbers, "optimizer steps", whole=True)
+    y = Scale.from_values(losses, "training loss (nats)").extend_to_round_numbers()
+    drawing = draw_area(x, y, [Curve("training", downsample(curve))])
+    write_atomic(folder / PLOT_FILE, svg_document(drawing))
     return f"![training loss over optimizer steps]({PLOT_FILE})"

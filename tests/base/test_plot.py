@@ -41,10 +41,10 @@ def test_average_buckets_returns_means_unless_a_bucket_has_fewer_than_four_point
     st.one_of(st.lists(finite_numbers, min_size=1), st.lists(rounded_numbers, min_size=1)), st.booleans(), st.booleans()
 )
 def test_any_finite_values_can_be_drawn(values: list[float], log: bool, rounded: bool) -> None:
-    scale = Scale.over(values, "x", log=log)
-    scale = scale.rounded() if rounded else scale
+    scale = Scale.from_values(values, "x", log=log)
+    scale = scale.extend_to_round_numbers() if rounded else scale
     ticks = scale.ticks()
-    assert all(-1e-6 <= scale.at(value) <= 1 + 1e-6 for value in values)
+    assert all(-1e-6 <= scale.position(value) <= 1 + 1e-6 for value in values)
     assert len(ticks) <= 14 and [value for value, _ in ticks] == sorted({value for value, _ in ticks})
     document = svg_document(draw_area(scale, scale, [Curve("c", [(value, value) for value in values])]))
     assert "nan" not in document and "inf" not in document
@@ -64,11 +64,11 @@ def test_any_finite_values_can_be_drawn(values: list[float], log: bool, rounded:
     ],
 )
 def test_ticks_have_round_numbers_as_labels(low: float, high: float, log: bool, labels: list[str]) -> None:
-    assert [label for _, label in Scale.over([low, high], "x", log=log).ticks()] == labels
+    assert [label for _, label in Scale.from_values([low, high], "x", log=log).ticks()] == labels
 
 
 def test_a_scale_of_integers_has_ticks_only_at_integers() -> None:
-    assert [label for _, label in Scale.over([1, 3], "step", whole=True).ticks()] == ["1", "2", "3"]
+    assert [label for _, label in Scale.from_values([1, 3], "step", whole=True).ticks()] == ["1", "2", "3"]
 
 
 @given(st.floats(1e-9, 1e12))
