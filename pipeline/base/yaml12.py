@@ -75,8 +75,8 @@ class _Loader(yaml.BaseLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of a node."""
-        # Aliases of aliases can produce an exponential number of values, so the values of an alias must be counted. With
-        # an empty cache, PyYAML constructs these values again for each alias.
+        # Aliases of aliases can produce an exponential number of values, so the values of an alias must be counted.
+        # With an empty cache, PyYAML constructs these values again for each alias.
         self.constructed_objects.clear()
         self.value_count += 1
         if self.value_count > _MAX_VALUES:
