@@ -154,7 +154,7 @@ def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Confi
         from planning.search import ANY_LAYOUT
 
         try:
-            return load_config(path, [*overrides, *ANY_LAYOUT], layout=False), str(error)
+            return load_config(path, [*overrides, *ANY_LAYOUT], checks_sizes=False), str(error)
         except ConfigError:
             raise error from None
 

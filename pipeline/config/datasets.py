@@ -36,6 +36,7 @@ class TokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_path(self) -> TokenizerConfig:
+        """Raise ValueError unless `path` is set exactly for `kind: file`."""
         if self.kind == "file" and self.path is None:
             raise ValueError("kind: file needs a path: set path to a tokenizer.json")
         if self.kind != "file" and self.path is not None:
@@ -71,6 +72,7 @@ class WeightsConfig(Section):
 
     @model_validator(mode="after")
     def _check_sum(self) -> WeightsConfig:
+        """Raise ValueError unless the sum of the weights is positive and finite."""
         if not 0 < sum(self.weights.values()) < inf:
             raise ValueError("at least one weight must be more than 0, and their sum below 1.8e308")
         return self
@@ -87,14 +89,15 @@ class MixtureConfig(Section):
 
     @model_validator(mode="after")
     def _check_weights(self) -> MixtureConfig:
+        """Raise ValueError unless `from_step` starts at 1 and increases, and each entry has weights for all sources."""
         steps = [entry.from_step for entry in self.weights]
         if steps[0] != 1 or any(after <= before for before, after in pairwise(steps)):
             raise ValueError(f"weights: from_step must be 1 in the first entry and increase in the list, not {steps}")
         for entry in self.weights:
             if entry.weights.keys() != self.sources.keys():
-                weighted = ", ".join(entry.weights)
+                names = ", ".join(entry.weights)
                 raise ValueError(
-                    f"weights: the entry from step {entry.from_step} has weights for {weighted}, but the sources are "
+                    f"weights: the entry from step {entry.from_step} has weights for {names}, but the sources are "
                     f"{', '.join(self.sources)}: give each source one weight"
                 )
         return self
@@ -108,7 +111,7 @@ class MixtureConfig(Section):
         return "; ".join(parts)
 
     def weights_until(self, step: int) -> list[WeightsConfig]:
-        """Return the entries that apply to the first `step` steps."""
+        """Return the entries of `weights` that apply to the first `step` steps."""
         return [entry for entry in self.weights if entry.from_step <= step]
 
 
@@ -196,9 +199,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check_keys_fit(self) -> DataConfig:
+        """Raise ValueError if keys of this section contradict each other."""
         if self.mixture is not None:
-            usable = {key for key in type(self).model_fields if key not in SourceConfig.model_fields} | {"held_out"}
-            check_unused_keys(self, usable, "set it for each source of data.mixture instead")
+            used_keys = {key for key in type(self).model_fields if key not in SourceConfig.model_fields} | {"held_out"}
+            check_unused_keys(self, used_keys, "set it for each source of data.mixture instead")
             if self.tokenizer.path is None:
                 raise ValueError(
                     "mixture: the sources need a common tokenizer: set tokenizer {kind: file, path: …}, such as "
@@ -255,7 +259,7 @@ class DataConfig(Section):
         return self.records in ("prompts", "messages")
 
     def for_source(self, name: str) -> DataConfig:
-        """Return this section with the keys of one source of the mixture."""
+        """Return the section `data` for one source of the mixture: this section with the keys of the source."""
         assert self.mixture is not None
         source_values = self.mixture.sources[name].model_dump(exclude_none=True)
         if source_values["records"] == "tokens":  # deduplicate and filter are for the sources with documents
@@ -264,7 +268,7 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> list[str]:
-        """The paths in `source` as a list; for a mixture, those of all sources."""
+        """The paths in `source` as a list; for a mixture, the paths of all its sources."""
         if self.mixture is not None:
             return [source for name in self.mixture.sources for source in self.for_source(name).sources]
         return [self.source] if isinstance(self.source, str) else list(self.source)

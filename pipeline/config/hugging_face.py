@@ -44,7 +44,7 @@ TOKENIZER_SIDE_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files that belong to a tokenizer. Training does not change them, so an export copies them."""
+"""Further files of a tokenizer. Training does not change these files, so an export copies them."""
 _QWEN = {
     "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28,
 }  # fmt: skip
@@ -54,18 +54,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", _QWEN),
     "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}),
 }
-"""By `model_type`: the class, and its defaults of keys that may be missing. Many models, such as SmolLM2, have the type
-llama."""
+"""`model_type` → the class of transformers, and the defaults of this class for keys that may be missing. Many models,
+such as SmolLM2, have the type llama."""
 _SAME_VALUES = {
     "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "intermediate_size": "intermediate_size",
     "vocab_size": "vocab_size", "max_position_embeddings": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings", "initializer_range": "initializer_range",
 }  # fmt: skip
-"""The key of config.json for each key of the section `model` that has the same value there."""
+"""Key of the section `model` → key of config.json that has the same value."""
 _MAX_VALUES = {"layers": 2**12, "vocab_size": 2**24, "max_position_embeddings": 2**40}
-"""Largest accepted values; 2^20 for other sizes. Larger ones would exhaust memory before anything is checked."""
+"""Largest accepted values; other sizes may be up to `_MAX_SIZE`. Larger values would exhaust the memory before training
+starts."""
+_MAX_SIZE = 2**20
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
+"""The defaults of keys that may be missing, for all families."""
 _REQUIRED_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _FIXED_VALUES = {
     "hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0, "partial_rotary_factor": 1, "use_qk_norm": False,
@@ -81,12 +84,12 @@ _IGNORED_KEYS = {
     "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "max_length",
     "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "tokenizer_class", "max_sequence_length",
 }  # fmt: skip
-"""Keys of config.json that this module reads, or that do not affect what the model computes. Others are errors."""
+"""Keys of config.json that this module reads, or that do not affect what the model computes. Other keys are errors."""
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""The keys of each type of `rope_scaling`."""
+"""Type of `rope_scaling` → its keys."""
 
 
 class ModelFolderError(UserError):
@@ -97,11 +100,11 @@ def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config `values` with the keys that the folders of `model.init_from` set, also those of a sweep.
 
     If `values` contain the hash of config.json, the folder was read before and is not read again. If only the sweep
-    names folders, the section `model` gets the values of the first one. Without `data.tokenizer`, the tokenizer of the
-    folder is used.
+    names folders, the section `model` gets the values of the first folder. Without `data.tokenizer`, the tokenizer of
+    the folder is used.
 
     Raises:
-        ModelFolderError: if a folder cannot be used, or if a key of `model` contradicts it.
+        ModelFolderError: if a folder cannot be used, or if a key of `model` contradicts the folder.
     """
     try:
         return _fill_from_folder(values)
@@ -110,33 +113,33 @@ def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Do the work of `fill_from_folder`. The messages of its errors do not begin with the config key."""
+    """Return the result of `fill_from_folder`, or raise its errors without `model.init_from` in the message."""
     model, data, sweep = (values.get(section) or {} for section in ("model", "data", "sweep"))
     if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
         return dict(values)  # the later check of types reports a section that is not a mapping
     grids = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
     lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
-    swept = [folder for folders in lists for folder in folders if isinstance(folder, str)]
-    folders = [folder for folder in [model.get("init_from"), *swept] if isinstance(folder, str)]
+    swept_folders = [folder for folders in lists for folder in folders if isinstance(folder, str)]
+    folders = [folder for folder in [model.get("init_from"), *swept_folders] if isinstance(folder, str)]
     if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
     sections = {folder: read_model_section(Path(folder)) for folder in folders}
     for folder, section in sections.items():
         _check_not_contradicted(folder, section, model, grids)
-    filled = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
-    if swept:
-        filled["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept}}
+    new_values = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
+    if swept_folders:
+        new_values["sweep"] = {**sweep, "sources": {folder: sections[folder] for folder in swept_folders}}
     if data.get("tokenizer") is None:
         tokenizers = [
             _read_tokenizer_section(Path(folder), section["vocab_size"]) for folder, section in sections.items()
         ]
-        filled["data"] = {**data, "tokenizer": tokenizers[0]}
+        new_values["data"] = {**data, "tokenizer": tokenizers[0]}
         if len({(sha256_file(tokenizer["path"]), tokenizer["eos_token"]) for tokenizer in tokenizers}) > 1:
             raise ModelFolderError(
                 "model.tokenizer_conflict",
                 "all points of a sweep use the same tokens, but these folders have different tokenizers",
             )
-    return filled
+    return new_values
 
 
 def _check_not_contradicted(
@@ -164,7 +167,7 @@ def _check_not_contradicted(
 
 
 def read_model_section(folder: Path) -> dict[str, Any]:
-    """Return the values that the folder sets in the section `model`, including metadata.
+    """Return the values that a folder sets in the section `model`, including metadata (`ModelMetadata`).
 
     Raises ModelFolderError if config.json cannot be read, or if the decoder does not support the model.
     """
@@ -181,7 +184,7 @@ def read_model_section(folder: Path) -> dict[str, Any]:
 
 
 def make_model_config(section: Mapping[str, Any]) -> ModelConfig:
-    """Return the config of a model from a section that `read_model_section` returned; the metadata is omitted."""
+    """Return the section `model` without metadata, from a result of `read_model_section`."""
     return ModelConfig(**{key: value for key, value in section.items() if key in ModelConfig.model_fields})
 
 
@@ -197,21 +200,21 @@ def hash_weight_stats(folder: Path) -> str:
 def _read_tokenizer_section(folder: Path, vocab_size: int) -> dict[str, Any]:
     """Return the section `data.tokenizer` for the tokenizer of the folder.
 
-    Raises ModelFolderError if the tokenizer is missing or damaged, or has more than `vocab_size` ids.
+    Raises ModelFolderError if the tokenizer is missing or damaged, or has more than `vocab_size` token IDs.
     """
     file = folder / TOKENIZER_FILE
     eos_token = _read_eos_token(folder)
-    if (ids := count_tokenizer_ids(file)) is not None and ids > vocab_size:
+    if (id_count := count_tokenizer_ids(file)) is not None and id_count > vocab_size:
         raise ModelFolderError(
             "model.tokenizer_conflict",
-            f"{folder / CONFIG_FILE}: vocab_size {vocab_size} is less than the {ids} ids of {file}",
+            f"{folder / CONFIG_FILE}: vocab_size {vocab_size} is less than the {id_count} ids of {file}",
         )
     return {"kind": "file", "path": str(file), "eos_token": eos_token}
 
 
 @contextmanager
 def open_inside(folder: Path, name: str) -> Iterator[Path]:
-    """Open a file in the folder; yield a path that leads to exactly this file (see `path_through_fd`).
+    """Open a file in the folder and yield a path that leads to exactly this file (see `path_through_fd`).
 
     The file may be a link to another file in the folder. In the cache of the Hugging Face Hub, a link may also lead
     from `models--ORG--NAME/snapshots/COMMIT` to `models--ORG--NAME/blobs`.
@@ -228,18 +231,20 @@ def open_inside(folder: Path, name: str) -> Iterator[Path]:
         stream = open_regular_file(path)
     except (UserError, IsADirectoryError):
         raise ModelFolderError("model.not_a_file", f"{path} is not a regular file: replace it with one") from None
-    with stream, path_through_fd(stream.fileno(), path) as opened:
-        real = Path(os.readlink(opened))
-        if not (real.is_relative_to(root) or (is_in_hub_cache and real.is_relative_to(hub_cache / "blobs"))):
-            outer = hub_cache if is_in_hub_cache else root
+    with stream, path_through_fd(stream.fileno(), path) as fd_path:
+        real_path = Path(os.readlink(fd_path))
+        is_in_blobs = is_in_hub_cache and real_path.is_relative_to(hub_cache / "blobs")
+        if not real_path.is_relative_to(root) and not is_in_blobs:
+            allowed_folder = hub_cache if is_in_hub_cache else root
             raise ModelFolderError(
-                "model.link_outside_folder", f"{path} is a link that leads out of {outer}: replace it with the file"
+                "model.link_outside_folder",
+                f"{path} is a link that leads out of {allowed_folder}: replace it with the file",
             )
-        yield opened
+        yield fd_path
 
 
 def read_inside(folder: Path, name: str) -> Any:
-    """Return the JSON value in a file in the folder; None if the file does not exist or is not JSON.
+    """Return the JSON value of a file in the folder; None if the file does not exist or is not valid JSON.
 
     Raises ModelFolderError if the file is a link out of the folder, or not a regular file.
     """
@@ -259,10 +264,10 @@ def _has_file(folder: Path, name: str) -> bool:
 
 
 def parse_model_config(content: Any) -> dict[str, Any]:
-    """Return the section `model`, including metadata, for the content of a config.json.
+    """Return the section `model`, including metadata, for the parsed content of a config.json.
 
-    A key that config.json does not set is None. Raises ValueError, which names the key of config.json, if something is
-    missing or not supported.
+    A key that config.json does not set is None. Raises ValueError, which names the key of config.json, if a key is
+    missing or the decoder does not support its value.
     """
     if not isinstance(content, dict):
         raise ValueError("the content is not a JSON object: download the folder again")
@@ -279,8 +284,8 @@ def parse_model_config(content: Any) -> dict[str, Any]:
             raise ValueError(f"{key} {json.dumps(value)[:80]} {problem}")
     if missing := [key for key in _REQUIRED_KEYS if content.get(key) is None]:
         raise ValueError(f"{missing[0]} is missing")
-    if unknown := set(content.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layer_types {min(unknown)} is not supported")
+    if unknown_types := set(content.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types {min(unknown_types)} is not supported")
     hf_config = {**_DEFAULTS, **defaults, **content}
     section = {key: hf_config.get(name) for key, name in _SAME_VALUES.items()}
     section["qk_norm"] = family == "qwen3"
@@ -289,7 +294,7 @@ def parse_model_config(content: Any) -> dict[str, Any]:
     window = hf_config.get("sliding_window") if has_window else None
     layer_types = hf_config.get("layer_types")
     full_layers = hf_config.get("max_window_layers")
-    if layer_types:  # max_window_layers can express only that the first layers have full attention
+    if layer_types:  # max_window_layers can only express that the first layers have full attention
         full_layers = layer_types.count("full_attention") if layer_types == sorted(layer_types) else None
     section |= {"sliding_window": window, "max_window_layers": None if window is None else full_layers}
     section |= _parse_rope(hf_config)
@@ -299,26 +304,26 @@ def parse_model_config(content: Any) -> dict[str, Any]:
 
 def _check_model_section(section: Mapping[str, Any]) -> None:
     """Raise ValueError, which names the key of config.json, if a value has the wrong type or is out of range."""
-    for kind in (ModelConfig, ModelMetadata):
-        values = {key: value for key, value in section.items() if key in kind.model_fields}
+    for section_class in (ModelConfig, ModelMetadata):
+        values = {key: value for key, value in section.items() if key in section_class.model_fields}
         try:
-            kind.model_validate_json(json.dumps(values), strict=True)
+            section_class.model_validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
-            wrong = error.errors()[0]
-            names = [f"{_SAME_VALUES.get(str(key), str(key))}: " for key in wrong["loc"][:1]]
-            raise ValueError("".join([*names, wrong["msg"].removeprefix("Value error, ")])) from None
+            details = error.errors()[0]
+            names = [f"{_SAME_VALUES.get(str(key), str(key))}: " for key in details["loc"][:1]]
+            raise ValueError("".join([*names, details["msg"].removeprefix("Value error, ")])) from None
     for key, name in _SAME_VALUES.items():
         value = section[key]
-        max_value = _MAX_VALUES.get(key, 2**20)
+        max_value = _MAX_VALUES.get(key, _MAX_SIZE)
         if isinstance(value, int) and value > max_value:
             raise ValueError(f"{name} {value} is more than {max_value}, which no model has")
 
 
 def _parse_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `model.rope_theta` and `model.rope_scaling` for the keys of a config.json.
+    """Return the keys `rope_theta` and `rope_scaling` of the section `model` for the content of a config.json.
 
-    Transformers 5 writes both into `rope_parameters`, transformers 4 into `rope_theta` and `rope_scaling`. Raises
-    ValueError if the decoder does not support the type of scaling.
+    Transformers 5 writes both values into `rope_parameters`. Transformers 4 writes them into `rope_theta` and
+    `rope_scaling`. Raises ValueError if the decoder does not support the type of scaling.
     """
     # If a file has both keys, transformers also uses `rope_scaling`.
     key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
@@ -398,17 +403,18 @@ def list_weight_files(folder: Path) -> list[str]:
     """
     if _has_file(folder, INDEX_FILE):
         index = read_inside(folder, INDEX_FILE)
-        table = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        has_names = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not weight_map or not has_names:
             raise ModelFolderError(
                 "model.damaged_index", f"{folder / INDEX_FILE} has no weight_map from tensors to files"
             )
-        names = sorted(set(table.values()))
-        if wrong := [name for name in names if not _is_safetensors_name(name)]:
-            shown = wrong[0] if len(wrong[0]) <= 80 else f"{wrong[0][:80]}…"
+        names = sorted(set(weight_map.values()))
+        if invalid_names := [name for name in names if not _is_safetensors_name(name)]:
+            shown_name = invalid_names[0] if len(invalid_names[0]) <= 80 else f"{invalid_names[0][:80]}…"
             raise ModelFolderError(
                 "model.damaged_index",
-                f"{folder / INDEX_FILE} names {shown!r}, which is not a safetensors file in that folder",
+                f"{folder / INDEX_FILE} names {shown_name!r}, which is not a safetensors file in that folder",
             )
     elif _has_file(folder, SINGLE_WEIGHTS_FILE):
         names = [SINGLE_WEIGHTS_FILE]
@@ -432,7 +438,7 @@ def _is_safetensors_name(name: str) -> bool:
 
 
 def read_tokenizer_files(folder: Path) -> dict[str, str]:
-    """Return the text of each file in TOKENIZER_SIDE_FILES that the folder contains, by name."""
+    """Return the files in TOKENIZER_SIDE_FILES that the folder contains: name → text."""
     texts = {}
     for name in TOKENIZER_SIDE_FILES:
         with suppress(FileNotFoundError), open_inside(folder, name) as file:
@@ -441,21 +447,21 @@ def read_tokenizer_files(folder: Path) -> dict[str, str]:
 
 
 def read_token_ids(folder: Path) -> dict[str, Any]:
-    """Return the ids of the tokens that begin, end and pad a text, by their keys in config.json."""
+    """Return the keys of config.json with the IDs of the tokens that begin, end and pad a text."""
     values = read_inside(folder, CONFIG_FILE) or {}
     return {key: values[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in values}
 
 
 def _read_eos_token(folder: Path) -> str:
-    """Return the token that ends a text: from tokenizer_config.json, otherwise by its id in config.json.
+    """Return the token that ends a text: from tokenizer_config.json, or by its ID in config.json.
 
-    Raises ModelFolderError if the folder has no tokenizer, or if neither file has the token.
+    Raises ModelFolderError if the folder has no tokenizer, or if neither file names the token.
     """
     tokenizer_file = folder / TOKENIZER_FILE
     if not _has_file(folder, TOKENIZER_FILE):
         raise ModelFolderError(
             "model.no_tokenizer",
-            f"{tokenizer_file} is missing: save one there with AutoTokenizer of transformers, or set data.tokenizer",
+            f"{tokenizer_file} is missing: save it with AutoTokenizer of transformers, or set data.tokenizer",
         )
     side_file = read_inside(folder, "tokenizer_config.json")
     token = side_file.get("eos_token") if isinstance(side_file, dict) else None
@@ -464,8 +470,8 @@ def _read_eos_token(folder: Path) -> str:
     if token is None:
         ids = (read_inside(folder, CONFIG_FILE) or {}).get("eos_token_id")
         eos_id = ids[0] if isinstance(ids, list) and ids else ids
-        added = check_added_tokens(tokenizer_file, read_inside(folder, TOKENIZER_FILE))
-        token = next((entry["content"] for entry in added if entry["id"] == eos_id), None)
+        added_tokens = check_added_tokens(tokenizer_file, read_inside(folder, TOKENIZER_FILE))
+        token = next((entry["content"] for entry in added_tokens if entry["id"] == eos_id), None)
     if not isinstance(token, str):
         reason = "neither tokenizer_config.json nor config.json has the token that ends a text"
         if eos_id is not None:
@@ -475,7 +481,7 @@ def _read_eos_token(folder: Path) -> str:
 
 
 def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
-    """Return the list `added_tokens` in the content of a `tokenizer.json`; an empty list if it has none.
+    """Return the list `added_tokens` in the content of a `tokenizer.json`; an empty list if there is none.
 
     Args:
         tokenizer: the path of the file, for the message.
@@ -484,8 +490,9 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
     Raises:
         ModelFolderError: if an entry has no whole number `id` or no text `content`. The message names the entry.
     """
-    added = content.get("added_tokens") if isinstance(content, dict) else None
-    for number, token in enumerate(added if isinstance(added, list) else [added] if added else []):
+    added_tokens = content.get("added_tokens") if isinstance(content, dict) else None
+    tokens = added_tokens if isinstance(added_tokens, list) else [added_tokens] if added_tokens else []
+    for number, token in enumerate(tokens):
         fields = token if isinstance(token, dict) else {}
         if type(fields.get("id")) is not int or not isinstance(fields.get("content"), str):
             raise ModelFolderError(
@@ -493,18 +500,19 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
                 f"{tokenizer}: entry {number} of added_tokens has no whole number `id` and text `content`: save the "
                 "file again with AutoTokenizer of transformers",
             )
-    return added or []
+    return added_tokens or []
 
 
 @cache
 def count_tokenizer_ids(tokenizer: Path) -> int | None:
     """Return the largest token id in a `tokenizer.json` plus one, without importing the package tokenizers.
 
-    Returns None if the file has no ids or cannot be read. The stage `prepare` later reports what is wrong with it.
+    Returns None if the file has no IDs or cannot be read. The stage `prepare` later reports the problem.
     """
     try:
         content = read_json(tokenizer)
-        vocabulary = content["model"]["vocab"]  # Unigram: a list by id; all others: ids by token
+        # for Unigram a list indexed by ID, for all other models a mapping from token to ID
+        vocabulary = content["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return 1 + int(max([*ids, *(token["id"] for token in content.get("added_tokens", ()))]))
     except (OSError, ValueError, KeyError, TypeError, UserError):

@@ -3,11 +3,11 @@
     defaults (pipeline/config/sections.py)  <  extended files  <  the file  <  section.key=value on the command line
 
 A file, or a section of it, may contain `extends: other.yaml` or a list of files. If several files set a key, the last
-one wins. Inside a section, the extended file contains the keys of that section:
+file wins. If a section contains `extends`, the extended file contains the keys of this section:
 `site: {extends: sites/mycluster.yaml, partition: low}`. Mappings are merged key by key; other values, including lists,
 are replaced. Types are strict: `threads: "2"` and `deterministic: no` are errors.
 
-If a file is not valid YAML, its first error is reported. Otherwise one ConfigError lists all wrong values.
+If a file is not valid YAML, its first error is reported. Otherwise, one ConfigError lists all wrong values.
 """
 
 from __future__ import annotations
@@ -46,52 +46,53 @@ from pipeline.parallel.mesh import check_layout
 
 COMMAND_LINE = "command line"
 PLACEHOLDER = "…"
-"""Shown in a printed command instead of a value that the user must fill in."""
+"""Printed in a command in place of a value that the user must fill in."""
 METADATA_FILE = "run.json"
 """File with the :class:`RunMetadata` of a run, next to its `config.yaml`. Older versions wrote these values into
 `config.yaml`."""
 _MAX_BYTES = 1 << 22
 """Largest size of a config file in bytes."""
 _MAX_PROBLEMS = 1000
-"""Largest number of wrong values that are described; others are only counted."""
+"""Largest number of errors that are described; further errors are only counted."""
 _MAX_DEPTH = 20
-"""Largest number of nested `extends`, and of names in a dotted key."""
+"""Largest number of nested `extends`, and largest number of names in a dotted key."""
 _NOT_A_PATH = "python-stdlib"
 """Value of `data.source` that is not a path."""
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
-"""Values, by section and key, for runs whose `config.yaml` lacks the key because it was written before the key existed.
-Only keys whose present default differs from this value are listed."""
+"""Section → key → the value that applies if the `config.yaml` of an existing run does not contain the key. The run is
+then older than the key. Only keys with another default today are listed."""
 
 
 REMOVED_SECTIONS = {
     "goodput": "`plan --goodput --assumptions FILE` reads its keys from a file (see configs/planning/assumptions.yaml)",
     "measure": "`python -m planning.calibrate CONFIG --out FILE` measures a machine",
 }
-"""Former sections of the config, and what replaces each. Configs and runs that contain them still load."""
+"""Former section of the config → what replaces it. Configs and runs that contain these sections can still be read."""
 _GOODPUT_DEFAULTS = {
     "preemptions": 0.0, "preempted_s": 3600.0, "repair_hours": 24.0, "together": 0.0, "nodes_together": 1
 }  # fmt: skip
 """The default values of the former section `goodput`, which older versions wrote into every `config.yaml`."""
-_reported: set[str] = set()
-"""Former sections and keys that this process has already printed a note about."""
+_reported_names: set[str] = set()
+"""Former sections and keys about which this process has already printed a note."""
 
 
 # -- configs -------------------------------------------------------------------------------------------------
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), checks_sizes: bool = True) -> Config:
     """Return the config in a file, merged with the files that it extends and with `key=value` overrides.
 
     Args:
         path: the config file.
-        overrides: overrides from the command line. If several set the same key, the last one wins.
-        layout: whether to check that the parallel sizes fit the number of ranks.
+        overrides: overrides from the command line. If several overrides set the same key, the last one wins.
+        checks_sizes: whether to check that the parallel sizes fit the number of ranks.
 
     Raises:
-        ConfigError: if anything is wrong, also in a point of a sweep. It lists all problems.
+        ConfigError: if a file cannot be read, or the config or a point of its sweep is invalid. The message lists all
+            problems.
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
-    config = parse_config(apply_overrides(_read_file(Path(path)), overrides), where, layout)
+    config = parse_config(apply_overrides(_read_file(Path(path)), overrides), where, checks_sizes)
     make_point_configs(config)
     return config
 
@@ -99,7 +100,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), layout: bool = True) 
 def load_run_config(path: Path) -> Config:
     """Return the config in the `config.yaml` of a run, with the metadata of the run.
 
-    Raises ConfigError, which lists all problems, if the config is not valid or `run.json` is damaged.
+    Raises ConfigError if the config is invalid or `run.json` is damaged. The message lists all problems.
     """
     config = _parse_run_config(path, _read_run_values(path))
     make_point_configs(config)
@@ -107,6 +108,7 @@ def load_run_config(path: Path) -> Config:
 
 
 def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
+    """Return the config with the values of a run, its `config.yaml` being at `path`. Older defaults apply."""
     return parse_config(_make_paths_absolute(merge_values(OLDER_DEFAULTS, values)), str(path))
 
 
@@ -116,11 +118,14 @@ def _read_run_values(path: Path) -> dict[str, Any]:
 
 
 def make_run_values_dumper(path: Path) -> Callable[[Config], dict[str, Any]]:
-    """Return a function that dumps a config so that the code of the run with the `config.yaml` at `path` can read it.
+    """Return a function that returns the values of a config in a form that an existing run's code can read.
 
-    The dumped values include the metadata. The run's copy of the code may be older than this code and not know newer
-    keys and names. Therefore the function writes each key by the name that `config.yaml` uses. It omits a key that
-    `config.yaml` lacks, unless the value of the key has changed.
+    The run's copy of the code may be older than this code, and may not know newer keys and names. Therefore each key
+    has the name that the run's `config.yaml` uses. A key that `config.yaml` does not contain is omitted, unless its
+    value has changed. The values include the metadata.
+
+    Args:
+        path: the `config.yaml` of the run.
     """
     existing = _read_run_values(path)
     defaults = dump_values(_parse_run_config(path, existing))
@@ -131,22 +136,22 @@ def make_run_values_dumper(path: Path) -> Callable[[Config], dict[str, Any]]:
 def _omit_new_keys(
     values: Mapping[str, Any], existing: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `values` without the keys that `existing` lacks and that have the same value in `defaults`."""
+    """Return `values` without the keys that `existing` does not contain and that have the same value in `defaults`."""
     result = {}
     for key, value in values.items():
         if key not in existing and key in defaults and value == defaults[key]:
             continue
-        inner = existing.get(key)
-        inner_defaults = defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(inner, Mapping) and isinstance(inner_defaults, Mapping):
-            result[key] = _omit_new_keys(value, inner, inner_defaults)
+        existing_value = existing.get(key)
+        default = defaults.get(key)
+        if isinstance(value, Mapping) and isinstance(existing_value, Mapping) and isinstance(default, Mapping):
+            result[key] = _omit_new_keys(value, existing_value, default)
         else:
             result[key] = value
     return result
 
 
 def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the part of OLDER_DEFAULTS, by section, whose keys the `config.yaml` of a run lacks."""
+    """Return the entries of OLDER_DEFAULTS for keys that the `config.yaml` of a run, at `path`, does not contain."""
     existing = _read_file(path, report=False)
     return {
         section: {key: value for key, value in keys.items() if key not in (existing.get(section) or {})}
@@ -157,13 +162,13 @@ def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
 def load_site(path: Path | None) -> SiteConfig:
     """Return the site profile in a file, or the defaults if `path` is None.
 
-    Raises ConfigError, which lists all problems.
+    Raises ConfigError if the file cannot be read or is invalid. The message lists all problems.
     """
     values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read_file(path, section="site") if path else {}}
     return parse_config(values, str(path)).site
 
 
-def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> Config:
+def parse_config(values: Mapping[str, Any], where: str, checks_sizes: bool = True) -> Config:
     """Return the config with the given values.
 
     Types are strict, as in JSON: `"2"` is not a number, and `1` is not a boolean.
@@ -171,15 +176,14 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
     Args:
         values: the sections and their keys, as plain YAML values. They may include metadata (see `dump_values`).
         where: the location that messages name for keys that are not a `LocatedKey`.
-        layout: whether to check that the parallel sizes fit the number of ranks.
+        checks_sizes: whether to check that the parallel sizes fit the number of ranks.
 
     Raises:
-        ConfigError: if a value is wrong. It lists all problems.
+        ConfigError: if a value is wrong. The message lists all problems.
     """
     values = _remove_former_sections(use_new_names(values), where)
     try:
-        filled = fill_from_folder(values)
-        config_values, metadata_values = _split_metadata(filled)
+        config_values, metadata_values = _split_metadata(fill_from_folder(values))
         errors: list[ErrorDetails] = []
         try:
             metadata = RunMetadata.model_validate_json(json.dumps(metadata_values, default=str), strict=True)
@@ -193,7 +197,7 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
             raise _make_config_error(errors, values, where)
         if config.model.target is not None:
             check_unused_keys(metadata.model, set(), "with model.target, use options")
-        check_layout(config, layout)
+        check_layout(config, checks_sizes)
         if config.train.steps is not None:
             check_warmup(config, config.train.steps)
     except ConfigError:
@@ -206,16 +210,16 @@ def parse_config(values: Mapping[str, Any], where: str, layout: bool = True) -> 
 
 
 def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` without former sections. If a removed section was in use, print once what replaces it."""
+    """Return `values` without former sections. If such a section has values other than defaults, print a note once."""
     remaining = {key: value for key, value in values.items() if key not in REMOVED_SECTIONS}
     if isinstance(stages := remaining.get("stages"), Mapping):
         remaining["stages"] = {key: value for key, value in stages.items() if key != "measure"}
     for name, replacement in REMOVED_SECTIONS.items():
-        used = values.get(name)
-        if isinstance(used, Mapping):
-            used = {key: value for key, value in used.items() if value not in (None, _GOODPUT_DEFAULTS.get(key))}
-        if used and name not in _reported:
-            _reported.add(name)
+        section = values.get(name)
+        if isinstance(section, Mapping):
+            section = {key: value for key, value in section.items() if value not in (None, _GOODPUT_DEFAULTS.get(key))}
+        if section and name not in _reported_names:
+            _reported_names.add(name)
             print(f"note: {where}: the section `{name}` is ignored: {replacement}", file=sys.stderr, flush=True)
     return remaining
 
@@ -223,7 +227,7 @@ def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, 
 def make_point_configs(config: Config) -> list[Config]:
     """Return the config of each point of a sweep; an empty list if the config has no sweep.
 
-    Raises ConfigError, which names the values of the point, if the config of a point is wrong.
+    Raises ConfigError if the config of a point is invalid. The message names the values of the point.
     """
     if config.sweep is None:
         return []
@@ -235,7 +239,7 @@ def make_point_configs(config: Config) -> list[Config]:
         point = merge_values(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
             point = merge_values(point, _nest(key.split("."), value, where))
-            if key == "model.init_from":  # null: a model of the same sizes with random weights
+            if key == "model.init_from":  # the value null means a model of the same sizes with random weights
                 without_folder = {"init_sha256": None, "init_files": None}
                 point["model"] |= config.metadata.sweep.sources.get(str(value), without_folder)
         configs.append(parse_config(point, where))
@@ -246,37 +250,37 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values of `key=value` overrides: `["train.steps=400"]` → `{"train": {"steps": 400}}`.
 
     Each value is parsed as YAML. An empty value (`site.account=`) means null. If several overrides set the same key,
-    the last one wins. Raises ConfigError if an override has another form.
+    the last override wins. Raises ConfigError if an override is not of the form `section.key=value`.
     """
     changes: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         names = key.split(".")
         if not equals or not all(names) or len(names) > _MAX_DEPTH:
-            shown = format_value(mask_secrets(override, "site.setup." if "setup" in key else ""))
-            raise ConfigError("config.invalid_override", f"{COMMAND_LINE}: {shown}: write section.key=value")
-        place = f"{COMMAND_LINE}: {format_key_path(tuple(names))}"
+            masked = format_value(mask_secrets(override, "site.setup." if "setup" in key else ""))
+            raise ConfigError("config.invalid_override", f"{COMMAND_LINE}: {masked}: write section.key=value")
+        location = f"{COMMAND_LINE}: {format_key_path(tuple(names))}"
         if text == PLACEHOLDER:
-            raise ConfigError("config.invalid_override", f"{place}: write a value in place of {PLACEHOLDER}")
-        value = _nest(names, parse_yaml(text, place, COMMAND_LINE), COMMAND_LINE)
+            raise ConfigError("config.invalid_override", f"{location}: write a value in place of {PLACEHOLDER}")
+        value = _nest(names, parse_yaml(text, location, COMMAND_LINE), COMMAND_LINE)
         changes = merge_values(changes, _rename_keys(value, RENAMED_KEYS, report_where=COMMAND_LINE))
     return changes
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return `values`, replaced by the overrides from the command line, with absolute paths."""
+    """Return `values`, changed by the overrides from the command line, with absolute paths."""
     return _make_paths_absolute(merge_values(values, parse_overrides(overrides)))
 
 
 def merge_values(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` changed by `extra`: mappings merge key by key, other values of `extra` replace those of `base`."""
+    """Return `base`, changed by `extra`: mappings are merged key by key, other values are replaced."""
     result = dict(base)
     for key, value in extra.items():
-        old = result.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            result[key] = merge_values(old, value)
+        old_value = result.get(key)
+        if isinstance(old_value, Mapping) and isinstance(value, Mapping):
+            result[key] = merge_values(old_value, value)
         else:
-            result.pop(key, None)  # otherwise the old key, which has the old location, would remain
+            result.pop(key, None)  # otherwise the old key object, which has the old location, would remain
             result[key] = value
     return result
 
@@ -298,9 +302,9 @@ def _nest(names: Sequence[str], value: Any, where: str | None) -> dict[str, Any]
 
 
 def _make_paths_absolute(values: dict[str, Any]) -> dict[str, Any]:
-    """Make the paths in `values` absolute in place, also those that a sweep varies.
+    """Make the paths in `values` absolute, also the paths that a sweep varies. Change `values` in place.
 
-    Values of other types are left as they are, because the later check of types reports them.
+    Values of wrong types are not changed, because the later check of types reports them.
     """
     if isinstance(run := values.get("run"), dict):
         run.setdefault("root", str(RunConfig.model_fields["root"].default))
@@ -313,7 +317,7 @@ def _make_paths_absolute(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_path_absolute(values: Any, path: Sequence[str]) -> None:
-    """Make the value at the key path `path` absolute in place. In `path`, `*` matches every name."""
+    """Make the value at the key path `path` of `values` absolute, in place. In `path`, `*` matches every name."""
     if not isinstance(values, dict):
         return
     name, *rest = path
@@ -324,17 +328,18 @@ def _make_path_absolute(values: Any, path: Sequence[str]) -> None:
     for key in list(values):
         is_template_name = name == "chat_template" and values[key] in CHAT_TEMPLATES
         if key == name and not is_template_name:
-            # A key from a file has the location FILE:LINE, so this is the file's folder; for "command line" it is "".
-            values[key] = _resolve_path(values[key], os.path.dirname(getattr(key, "where", "")))
+            # the location is FILE:LINE or "command line"; for the command line, the folder is "", the working directory
+            folder = os.path.dirname(getattr(key, "where", ""))
+            values[key] = _resolve_path(values[key], folder)
 
 
 def _resolve_path(path: Any, folder: str) -> Any:
-    """Return a path, or each path of a list, as an absolute path. A relative one is relative to `folder`."""
+    """Return a path, or each path of a list, as an absolute path. A relative path is relative to `folder`."""
     if isinstance(path, list):
         return [_resolve_path(item, folder) for item in path]
     if not isinstance(path, str) or path == _NOT_A_PATH:
         return path
-    with suppress(ValueError):  # raised if the user name in `~user` has a null byte or half a surrogate pair
+    with suppress(ValueError):  # raised if the user name in `~user` has a null byte or a surrogate
         path = os.path.expanduser(path)
     return os.path.abspath(os.path.join(folder, path))
 
@@ -345,13 +350,13 @@ def _resolve_path(path: Any, folder: str) -> Any:
 def use_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a config, with renamed keys under their present names.
 
-    Call this function before you merge values from several sources. Raises ConfigError if a key is set by both names.
+    Call this function before you merge values from several sources. Raises ConfigError if both names of a key are set.
     """
     return _rename_keys(values, RENAMED_KEYS)
 
 
 def make_run_namer(path: Path) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that changes the names of renamed keys to those in the `config.yaml` of a run.
+    """Return a function that gives renamed keys the names that the `config.yaml` of a run, at `path`, uses.
 
     The run's copy of the code may be so old that it knows only the former names.
     """
@@ -373,17 +378,16 @@ def _rename_keys(
 
     Args:
         values: the values of a config, or of one section of it.
-        names: the new dotted key of each dotted key to rename.
+        names: old dotted key → new dotted key.
         section: the dotted key of the section that `values` belong to; "" for a whole config.
-        report_where: the location of `values`, for a note that this process prints once per renamed key; None: print
-            nothing.
+        report_where: the location of `values`. If given, a note about renamed keys is printed, once for each key.
 
     Raises:
-        ConfigError: if a key is set by both names.
+        ConfigError: if both names of a key are set.
     """
     result = dict(values)
     prefix = f"{section}." if section else ""
-    reported = []
+    notes = []
     for old, new in names.items():
         if not old.startswith(prefix):
             continue
@@ -391,17 +395,17 @@ def _rename_keys(
         new_path = new.removeprefix(prefix).split(".")
         if not _has_key(result, path) or not _can_hold_key(result, new_path):
             continue
-        value, where = _locate(result, path)
+        value, where = _get_value_and_location(result, path)
         if _has_key(result, new_path):
-            place = f"{where}: " if where else ""
-            message = f"{place}{old} is the former name of {new}, which is also set: remove {old}"
+            location = f"{where}: " if where else ""
+            message = f"{location}{old} is the former name of {new}, which is also set: remove {old}"
             raise ConfigError("config.conflict", message, [ConfigProblem("config.conflict", message, old, None, where)])
         result = merge_values(_remove_key(result, path), _nest(new_path, value, where or None))
-        if report_where is not None and old not in _reported:
-            _reported.add(old)
-            reported.append(f"{old} is now {new}")
-    if reported:
-        print(f"note: {report_where}: {', '.join(reported)}", file=sys.stderr, flush=True)
+        if report_where is not None and old not in _reported_names:
+            _reported_names.add(old)
+            notes.append(f"{old} is now {new}")
+    if notes:
+        print(f"note: {report_where}: {', '.join(notes)}", file=sys.stderr, flush=True)
     return result
 
 
@@ -411,8 +415,8 @@ def _can_hold_key(values: Any, path: Sequence[str]) -> bool:
     return isinstance(values, Mapping) and (not rest or name not in values or _can_hold_key(values[name], rest))
 
 
-def _locate(values: Mapping[str, Any], path: Sequence[str]) -> tuple[Any, str]:
-    """Return the value at the key path `path`, and the location of its key ("" if it is not a `LocatedKey`)."""
+def _get_value_and_location(values: Mapping[str, Any], path: Sequence[str]) -> tuple[Any, str]:
+    """Return the value at the key path `path`, and the location of its key; "" if the key is not a `LocatedKey`."""
     for name in path[:-1]:
         values = values[name]
     key = next(key for key in values if key == path[-1])
@@ -422,8 +426,8 @@ def _locate(values: Mapping[str, Any], path: Sequence[str]) -> tuple[Any, str]:
 def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     """Return `values` without the key at the key path `path`, and without sections that become empty."""
     name, *rest = path
-    inner = _remove_key(values[name], rest) if rest else {}
-    return {key: inner if key == name else value for key, value in values.items() if key != name or inner}
+    remaining = _remove_key(values[name], rest) if rest else {}
+    return {key: remaining if key == name else value for key, value in values.items() if key != name or remaining}
 
 
 # -- metadata ------------------------------------------------------------------------------------------------
@@ -449,7 +453,7 @@ def remove_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_metadata(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split values in the form of `dump_values` into the values of the config and those of its metadata."""
+    """Return the values of the config and the values of its metadata, from values in the form of `dump_values`."""
     config_values = dict(values)
     metadata: dict[str, Any] = {}
     for name, field in RunMetadata.model_fields.items():
@@ -462,7 +466,7 @@ def _split_metadata(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _read_metadata(file: Path) -> dict[str, Any]:
-    """Return the values in a `run.json`; an empty dict if there is no file, as in runs of older versions.
+    """Return the values in a `run.json`; an empty dict if the file does not exist, as in runs of older versions.
 
     Raises ConfigError if the file cannot be read or is damaged.
     """
@@ -483,13 +487,13 @@ def _read_metadata(file: Path) -> dict[str, Any]:
 
 
 def _parse_file(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the mapping in a YAML file, and the file's real path.
+    """Return the mapping in a YAML file, and the real path of the file.
 
     Raises ConfigError if the file cannot be read, is not valid YAML or contains no mapping.
     """
     name = os.path.normpath(path)
     try:
-        real = os.path.realpath(path)
+        real_path = os.path.realpath(path)
         with open_regular_file(path) as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
@@ -497,19 +501,20 @@ def _parse_file(path: Path) -> tuple[dict[str, Any], str]:
         text = content.decode("utf-8-sig")
     except (OSError, ValueError, UserError) as error:
         hint = suggest_path(Path(name), "*.y*ml") if isinstance(error, FileNotFoundError) else ""
-        hint = "; name a YAML file in it" if isinstance(error, IsADirectoryError) else hint
+        if isinstance(error, IsADirectoryError):
+            hint = "; name a YAML file in this folder"
         raise ConfigError(
             "config.unreadable_file", f"{name}: cannot read it: {getattr(error, 'strerror', None) or error}{hint}"
         ) from error
     values = parse_yaml(text, name)
     if not isinstance(values, dict):
-        content_shown = "nothing" if values is None else format_value(values)
+        description = "nothing" if values is None else format_value(values)
         raise ConfigError(
             "config.wrong_type",
-            f"{name}: it should contain keys and values such as `run: {{name: first}}` (`init` writes some), not "
-            f"{content_shown}",
+            f"{name}: the file should contain keys and values such as `run: {{name: first}}`, not {description}; "
+            "`init` writes an example",
         )
-    return values, real
+    return values, real_path
 
 
 def _read_file(path: Path, extended_by: tuple[str, ...] = (), section: str = "", report: bool = True) -> dict[str, Any]:
@@ -517,32 +522,32 @@ def _read_file(path: Path, extended_by: tuple[str, ...] = (), section: str = "",
 
     Args:
         path: the file.
-        extended_by: the real paths of the files that extend this one, outermost first.
-        section: the dotted key of the section whose keys the file contains; "" if it is a whole config.
+        extended_by: the real paths of the files that extend this file, outermost first.
+        section: the dotted key of the section to which the keys in the file belong; "" if the file is a whole config.
         report: whether to print the new names of renamed keys.
 
     Raises:
         ConfigError: if a file cannot be read, or if files extend one another in a circle.
     """
-    values, real = _parse_file(path)
-    if real in extended_by or len(extended_by) > _MAX_DEPTH:
+    values, real_path = _parse_file(path)
+    if real_path in extended_by or len(extended_by) > _MAX_DEPTH:
         raise ConfigError(
             "config.circular_extends",
             f"{os.path.normpath(path)}: the chain of `extends` is circular, or longer than {_MAX_DEPTH} files",
         )
     renamed = _rename_keys(values, RENAMED_KEYS, section, os.path.normpath(path) if report else None)
-    return _merge_extended_files(renamed, path.parent, (*extended_by, real), section, report)
+    return _merge_extended_files(renamed, path.parent, (*extended_by, real_path), section, report)
 
 
 def _merge_extended_files(
     values: Mapping[str, Any], folder: Path, extended_by: tuple[str, ...], section: str, report: bool
 ) -> dict[str, Any]:
-    """Return `values`, merged with the files that `extends` names in them or in sections inside them.
+    """Return `values`, merged with the files that are named by `extends` in `values` and in sections inside `values`.
 
     Args:
         values: the mapping in a file, or a section of it.
-        folder: the folder of that file.
-        extended_by: the real paths of that file and of the files that extend it.
+        folder: the folder of the file.
+        extended_by: the real paths of the file and of the files that extend it.
         section: the dotted key of the section that `values` belong to; "" for a whole config.
         report: whether to print the new names of renamed keys.
     """
@@ -550,9 +555,9 @@ def _merge_extended_files(
     own_values: dict[str, Any] = {}
     for key, value in values.items():
         if key != "extends":
-            inner = f"{section}.{key}" if section else str(key)
+            inner_section = f"{section}.{key}" if section else str(key)
             if isinstance(value, dict):
-                value = _merge_extended_files(value, folder, extended_by, inner, report)
+                value = _merge_extended_files(value, folder, extended_by, inner_section, report)
             own_values[key] = value
             continue
         for file in value if isinstance(value, list) else [value]:
@@ -584,10 +589,11 @@ def format_key_path(path: KeyPath) -> str:
 
 
 def _make_config_error(errors: Sequence[ErrorDetails], values: Any, where: str) -> ConfigError:
-    """Return an error that lists all problems of a config. Its message shows the first 20.
+    """Return an error that lists all problems of a config. The message shows the first `MAX_PROBLEMS_SHOWN`.
 
     If no branch of a union (`parallel.data: auto | {replicate, shard}`) fits, pydantic reports errors for each branch.
-    The user meant the branch with errors deepest inside the value. Therefore errors at outer key paths are omitted.
+    The user probably meant the branch that has errors deepest inside the value. Therefore, if a key path has an error,
+    errors of the sections and lists around it are omitted.
     """
     problem_by_path: dict[KeyPath, ConfigProblem] = {}
     for details in errors[:_MAX_PROBLEMS]:
@@ -601,8 +607,8 @@ def _make_config_error(errors: Sequence[ErrorDetails], values: Any, where: str) 
             problem_by_path[path] = problem  # this branch of the union gives a more specific message
     prefixes = {path[:end] for path in problem_by_path for end in range(len(path))}
     problems = [problem for path, problem in problem_by_path.items() if path not in prefixes]
-    uncounted = max(0, len(errors) - _MAX_PROBLEMS)
-    lines = limit_lines([problem.message for problem in problems], other_count=uncounted)
+    omitted_count = max(0, len(errors) - _MAX_PROBLEMS)
+    lines = limit_lines([problem.message for problem in problems], other_count=omitted_count)
     return ConfigError(problems[0].code, "\n".join(lines), problems)
 
 
@@ -621,13 +627,13 @@ def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyP
         where: the location to name for keys that are not a `LocatedKey`.
     """
     path: KeyPath = ()
-    for part in error["loc"]:
-        if isinstance(value, Mapping) and part in value:
-            where = next((key.where for key in value if key == part and isinstance(key, LocatedKey)), where)
-        elif not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
-            continue  # not a key: pydantic's path also contains the names of union branches
-        path = (*path, part)
-        value = value[part]
+    for name in error["loc"]:
+        if isinstance(value, Mapping) and name in value:
+            where = next((key.where for key in value if key == name and isinstance(key, LocatedKey)), where)
+        elif not (isinstance(value, list) and isinstance(name, int) and name < len(value)):
+            continue  # pydantic's path also contains the names of union branches, which are not keys
+        path = (*path, name)
+        value = value[name]
     kind = error["type"]
     message = error["msg"].removeprefix("Value error, ")
     if kind == "missing":
@@ -641,22 +647,22 @@ def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyP
         masked = mask_unknown_key(value, [str(part) for part in path], suggest_keys(path))
     else:
         masked = mask_secrets(value, f"{key}.")
-    shown = format_value(masked)
-    start = ": ".join([where, *[key] * bool(path)])
+    value_text = format_value(masked)
+    location = f"{where}: {key}" if path else where
     if kind in ("value_error", "json_invalid"):
-        if isinstance(value, Mapping):  # keys of a section contradict each other; the message contains their values
-            return path, ConfigProblem("config.conflict", f"{start}: {message}", key, None, where)
-        return path, ConfigProblem("config.invalid_value", f"{start}: {shown}: {message}", key, masked, where)
+        if isinstance(value, Mapping):  # keys of a section contradict each other, and the message has their values
+            return path, ConfigProblem("config.conflict", f"{location}: {message}", key, None, where)
+        return path, ConfigProblem("config.invalid_value", f"{location}: {value_text}: {message}", key, masked, where)
     if kind == "extra_forbidden":
         section = format_key_path(path[:-1]) or "the config"
         lines = limit_lines(describe_replacements(path, value))
         hint = "".join(f"{line} " if line.endswith("?") else f"{line}; " for line in lines)
         keys = ", ".join(list_section_keys(path[:-1]))
-        line = f"{start}: {shown}: there is no such key; {hint}{section} has {keys}"
+        line = f"{location}: {value_text}: there is no such key; {hint}{section} has {keys}"
         return path, ConfigProblem("config.unknown_key", line, key, masked, where)
     allowed = describe_allowed(path).replace("a number", "a finite number" if kind == "finite_number" else "a number")
-    hint = "; put it in quotes" if "text" in allowed and isinstance(value, (bool, int, float)) else ""
+    hint = "; put the value in quotes" if "text" in allowed and isinstance(value, (bool, int, float)) else ""
     code = "config.out_of_range" if kind in _OUT_OF_RANGE else "config.wrong_type"
     if kind == "literal_error" and isinstance(value, str):
         code = "config.invalid_value"
-    return path, ConfigProblem(code, f"{start}: {shown} should be {allowed}{hint}", key, masked, where)
+    return path, ConfigProblem(code, f"{location}: {value_text} should be {allowed}{hint}", key, masked, where)

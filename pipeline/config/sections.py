@@ -1,8 +1,8 @@
-"""The config of a run: every key that `config.yaml` may contain, its type, its default and what it means.
+"""The config of a run: every key that `config.yaml` may contain, its type, its default and its meaning.
 
-Each section is a pydantic model. Unknown keys are errors. The docstring under a field is the documentation of its key:
-it is shown in the JSON Schema (`submit.py schema`, for editors) and in docs/config.md. pipeline/config/read.py reads
-files, `extends` and command-line overrides. `data`, `site` and `stages` are in separate modules.
+Each section is a pydantic model. Unknown keys are errors. The docstring under a field is the documentation of its key.
+The JSON Schema (`submit.py schema`, for editors) and docs/config.md contain these docstrings. pipeline/config/read.py
+reads files, `extends` and command-line overrides. `data`, `site` and `stages` are in separate modules.
 
 Nothing here imports torch, numpy or h5py, because the login node also reads configs.
 """
@@ -117,6 +117,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ModelConfig:
+        """Raise ValueError if keys of this section contradict each other, or a value is not possible."""
         try:
             json.dumps(self.options, allow_nan=False)
         except ValueError:
@@ -128,8 +129,8 @@ class ModelConfig(Section):
                 raise ValueError(f"target ({self.target}) is not a name of a Python module such as my_package.my_model")
             if "layers" in self.options:
                 raise ValueError("options.layers is model.layers: set that key instead")
-            used = {"target", "options", "layers", "initializer_range"}
-            check_unused_keys(self, used, "with model.target, use options")
+            used_keys = {"target", "options", "layers", "initializer_range"}
+            check_unused_keys(self, used_keys, "with model.target, use options")
             return self
         if self.options:
             raise ValueError("options are for a custom model: set target to its module")
@@ -145,17 +146,17 @@ class ModelConfig(Section):
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads, resolved."""
+        """Number of key and value heads: `kv_heads`, or its default."""
         return self.kv_heads or self.heads
 
     @property
     def head_size(self) -> int:
-        """Width of one head, resolved."""
+        """Width of one head: `head_dim`, or its default."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def ffn_size(self) -> int:
-        """Width of the SwiGLU layer, resolved."""
+        """Width of the SwiGLU layer: `intermediate_size`, or its default."""
         return self.intermediate_size or 64 * math.ceil(self.dim * 8 / 3 / 64)
 
 
@@ -291,6 +292,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TrainConfig:
+        """Raise ValueError unless either `steps` or `epochs` is set and micro-batches divide the global batch."""
         if (self.steps is None) == (self.epochs is None):
             problem = "are both given: set one of them to null" if self.steps else "are both missing: set one of them"
             raise ValueError(f"steps and epochs {problem}")
@@ -304,13 +306,13 @@ class TrainConfig(Section):
 # -- optimizer -----------------------------------------------------------------------------------------------
 
 
-USED_BY = {
+KEYS_OF_OPTIMIZER = {
     "adamw": {"betas", "eps", "state"},
     "sgd": {"momentum"},
     "muon": {"momentum", "betas", "eps"},
     "own": {"momentum", "betas", "eps"},
 }
-"""Keys that only some optimizers use, by optimizer."""
+"""Value of `optimizer.name` → the keys that this optimizer uses, of the keys that only some optimizers use."""
 
 
 class OptimizerConfig(Section):
@@ -354,8 +356,9 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_keys_are_used(self) -> OptimizerConfig:
-        unused = set().union(*USED_BY.values()) - USED_BY[self.name]
-        check_unused_keys(self, type(self).model_fields.keys() - unused, f"optimizer.name is {self.name}")
+        """Raise ValueError if a key is set that the optimizer or the schedule does not use."""
+        unused_keys = set().union(*KEYS_OF_OPTIMIZER.values()) - KEYS_OF_OPTIMIZER[self.name]
+        check_unused_keys(self, type(self).model_fields.keys() - unused_keys, f"optimizer.name is {self.name}")
         if self.schedule == "own" and self.schedule_counts_from != 1:
             raise ValueError(
                 f"schedule_counts_from ({self.schedule_counts_from}) has no effect: schedule is own, and your "
@@ -422,6 +425,7 @@ class Bounds(Section):
 
     @model_validator(mode="after")
     def _check_has_bound(self) -> Bounds:
+        """Raise ValueError if neither bound is set."""
         if self.max is None and self.min is None:
             raise ValueError("set max, min or both")
         return self
@@ -477,7 +481,7 @@ class PublishConfig(Section):
 
 
 WatchdogLimit = Annotated[float, Field(gt=0.0, le=6000.0)]
-"""A time in seconds that is less than the timeout of collectives (pipeline/comm/groups.py)."""
+"""A time in seconds. It must be less than the timeout of collectives (pipeline/comm/groups.py)."""
 
 
 class RetryBudgets(Section):
@@ -542,8 +546,8 @@ RENAMED_KEYS: Mapping[str, str] = {
     **{f"recovery.{cause}": f"recovery.budgets.{cause}" for cause in RetryBudgets.model_fields},
     "recovery.fruitless": "recovery.max_restarts_without_progress",
 }
-"""The present name of each renamed key, by its former name. Configs may still use the former names. Both names of a key
-are in the same section."""
+"""Former name of a renamed key → its present name. Configs may still use the former names. Both names of a key are in
+the same section."""
 
 
 # -- track ---------------------------------------------------------------------------------------------------
@@ -557,11 +561,12 @@ class TrackerEntry:
     """The class and the dependency of a tracker, as an annotation of its field in :class:`TrackConfig`."""
 
     module: str
-    """The module that contains the class."""
+    """The module that contains the class of the tracker."""
     class_name: str
+    """The name of the class."""
     package: str | None = None
-    """The package that the tracker imports, if any. The extra that installs it (setup.cfg) has the name of the
-    tracker."""
+    """The package that the tracker imports; None if it imports none. The extra in setup.cfg that installs the package
+    has the name of the tracker."""
 
 
 class WandbConfig(Section):
@@ -598,6 +603,7 @@ class PrometheusConfig(Section):
 
     @model_validator(mode="after")
     def _check_has_output(self) -> PrometheusConfig:
+        """Raise ValueError if neither output is set."""
         if self.textfile is None and self.port is None:
             raise ValueError("set textfile, port or both")
         return self
@@ -613,6 +619,7 @@ class WebhookConfig(Section):
 
     @model_validator(mode="after")
     def _check_has_one_source(self) -> WebhookConfig:
+        """Raise ValueError unless exactly one of `url` and `variable` is set."""
         if (self.url is None) == (self.variable is None):
             raise ValueError("set either url or variable")
         return self
@@ -652,12 +659,12 @@ class TrackConfig(Section):
 
 
 TRACKERS: Mapping[str, TrackerEntry] = {
-    name: entry
+    name: annotation
     for name, field in TrackConfig.model_fields.items()
-    for entry in field.metadata
-    if isinstance(entry, TrackerEntry)
+    for annotation in field.metadata
+    if isinstance(annotation, TrackerEntry)
 }
-"""The trackers by their keys in `track`."""
+"""Key in `track` → the tracker."""
 
 
 # -- sweep ---------------------------------------------------------------------------------------------------
@@ -679,16 +686,17 @@ class Range(Section):
 
     @model_validator(mode="after")
     def _check_order(self) -> Range:
+        """Raise ValueError unless `low` is less than `high`."""
         if self.low >= self.high:
             raise ValueError(f"low ({self.low}) is not less than high ({self.high})")
         return self
 
-    def sample(self, source: random.Random) -> float:
-        """Return one value, rounded to four significant digits because tables use it as a name."""
+    def sample(self, generator: random.Random) -> float:
+        """Return one random value, rounded to four significant digits, so that tables can show the exact value."""
         if self.scale == "linear":
-            value = source.uniform(self.low, self.high)
+            value = generator.uniform(self.low, self.high)
         else:
-            value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+            value = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
         return float(f"{value:.4g}")
 
 
@@ -711,10 +719,11 @@ class SweepConfig(Section):
 
     @model_validator(mode="after")
     def _check_keys(self) -> SweepConfig:
+        """Raise ValueError if a key cannot be swept or is swept twice, or if there are no or too many points."""
         if not self.grid and not self.random:
             raise ValueError("set `grid`, `random` or both: otherwise nothing varies")
-        if both := self.grid.keys() & self.random.keys():
-            raise ValueError(f"{min(both)} is in grid and in random: remove one of them")
+        if common_keys := self.grid.keys() & self.random.keys():
+            raise ValueError(f"{min(common_keys)} is in grid and in random: remove one of them")
         count = math.prod(map(len, self.grid.values())) * (self.samples if self.random else 1)
         if count > MAX_POINTS:
             raise ValueError(f"this sweep has {count:,} points, but the limit is {MAX_POINTS:,}: split it")
@@ -727,13 +736,13 @@ class SweepConfig(Section):
         return self
 
     def points(self) -> list[dict[str, Any]]:
-        """Return the values of each point, by dotted key; always the same points in the same order."""
-        source = random.Random(self.seed)
+        """Return the values of each point, by dotted key. The result depends only on this section."""
+        generator = random.Random(self.seed)
         samples: list[dict[str, Any]] = [{}]
         if self.random:
             samples = [
                 {
-                    key: values.sample(source) if isinstance(values, Range) else source.choice(values)
+                    key: values.sample(generator) if isinstance(values, Range) else generator.choice(values)
                     for key, values in self.random.items()
                 }
                 for _ in range(self.samples)
@@ -770,7 +779,7 @@ class SweepMetadata(Section):
 class RunMetadata(Section):
     """The content of `run.json`: values that Sluice computed about a run.
 
-    They have the keys under which configs of older versions contain them.
+    Configs of older versions contain these values under the same keys.
     """
 
     model: ModelMetadata = ModelMetadata()
@@ -820,26 +829,28 @@ class Config(Section):
         return self._metadata
 
     def with_metadata(self, metadata: RunMetadata) -> Config:
-        """Return a copy of this config with the metadata."""
+        """Return a copy of this config with `metadata` as its metadata."""
         config = self.model_copy()
         config._metadata = metadata
         return config
 
     @model_validator(mode="after")
     def _check_sections(self) -> Config:
+        """Raise ValueError if keys of different sections contradict each other."""
         if conflicts := list(_find_conflicts(self)):
             raise ValueError("; ".join(conflicts))
         return self
 
     @property
     def active_stages(self) -> dict[str, Stage]:
-        """The stages that this config has, by name, in order."""
-        return {name: entry for name, entry in STAGES.items() if entry.section is None or getattr(self, entry.section)}
+        """The stages of this config, in the order of the chain: name → stage."""
+        return {name: stage for name, stage in STAGES.items() if stage.section is None or getattr(self, stage.section)}
 
     def resolve_site(self, stage: str) -> SiteConfig:
         """Return the site for the jobs of a stage: `site`, overridden by `site.data_jobs` and the keys of the stage.
 
-        By default a stage requests one GPU for each of its ranks on a node, at most `site.gpus_per_node`.
+        By default, a distributed stage requests one GPU for each rank on a node, but at most `site.gpus_per_node`.
+        Other stages request no GPUs by default, and only they use `site.data_jobs`.
         """
         resources = self.stages.get_resources(stage)
         values: dict[str, Any] = {"sbatch": self.site.sbatch, "gpus_per_node": 0}
@@ -905,25 +916,25 @@ def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[t
 
 
 def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
-    """Yield each section that a value of this type may contain, and the suffix of its dotted key.
+    """Yield each section that a value with this type annotation may contain, and the suffix of its dotted key.
 
     The suffix is `.*` for a section in a mapping or a list, otherwise "".
     """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation, ""
         return
-    inner = get_args(annotation)
+    inner_types = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        inner = inner[:1]
+        inner_types = inner_types[:1]
     suffix = ".*" if get_origin(annotation) in (dict, list) else ""
-    for kind in inner:
-        for section, rest in list_inner_sections(kind):
-            yield section, suffix + rest
+    for inner_type in inner_types:
+        for section, inner_suffix in list_inner_sections(inner_type):
+            yield section, suffix + inner_suffix
 
 
 @cache
 def list_keys_with(policy: Policy) -> tuple[str, ...]:
-    """Return the dotted keys with the policy: first those of the config, in its order, then those of run.json."""
+    """Return the dotted keys with the policy: first the keys of the config, in its order, then the keys of run.json."""
     fields = itertools.chain(walk_fields(), walk_fields(RunMetadata))
     return tuple(key for key, field in fields if policy in field.metadata)
 
@@ -941,12 +952,13 @@ def remove_key(values: dict[str, Any], path: Sequence[str]) -> None:
 
 def has_policy(key: str, policy: Policy) -> bool:
     """Return True if the dotted key, or a section around it, has the policy."""
-    return any(key == marked or key.startswith(f"{marked}.") for marked in list_keys_with(policy))
+    return any(
+        key == key_with_policy or key.startswith(f"{key_with_policy}.") for key_with_policy in list_keys_with(policy)
+    )
 
 
 def format_key_patterns(policy: Policy) -> list[str]:
-    """Return the keys of the config with the policy for a message, such as `train.log_every`, or `site.*` for a
-    section."""
+    """Return the keys of the config with the policy, for a message. A section becomes a pattern such as `site.*`."""
     keys = dict(walk_fields())
     sections = {key.rpartition(".")[0] for key in keys}
     return [f"{key}.*" if key in sections else key for key in list_keys_with(policy) if key in keys]

@@ -2,10 +2,10 @@
 
 A run refers to this file with `site: {extends: sites/mycluster.yaml}`. Options of sbatch that every cluster has are
 separate keys, so that they are checked before anything is submitted. Options that only some clusters have go into
-`sbatch`, a mapping of the long options of sbatch(1). slurm/submit/sbatch.py turns all of them into a job.
+`sbatch`, a mapping of the long options of sbatch(1). slurm/submit/sbatch.py writes the job script from these keys.
 
-A stage can override many of the keys: `site.partition` applies to every stage, `stages.evaluate.partition` to one
-(:class:`JobRequest`).
+A stage can override many of the keys (:class:`JobRequest`): `site.partition` applies to every stage, and
+`stages.evaluate.partition` applies only to the stage `evaluate`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _check_options(program: str, reserved: Mapping[str, str]) -> BeforeValidator
 
     Args:
         program: the name of the program, for messages.
-        reserved: the options that Sluice sets itself, which are errors, and what to use instead of each.
+        reserved: option that Sluice sets itself → the key to use instead; "" if there is none. These options are
+            errors.
     """
 
     def check(value: Any) -> Any:
@@ -115,8 +116,7 @@ class JobRequest(Request):
         return {key: value for key, value in serialize(self).items() if value is not None and value != {}}
 
     def override(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of `base`, replaced by the values that are set in this section. Merge the `sbatch`
-        options."""
+        """Return `base` with the values that are set in this section. The `sbatch` options of both are merged."""
         values = {name: getattr(self, name) for name in JobRequest.model_fields}
         set_values = {name: value for name, value in values.items() if value is not None}
         return {**base, **set_values, "sbatch": {**base["sbatch"], **self.sbatch}}

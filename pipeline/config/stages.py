@@ -54,6 +54,7 @@ class NodeRange(Section):
 
     @model_validator(mode="after")
     def _check_order(self) -> NodeRange:
+        """Raise ValueError if the smallest number is more than the largest."""
         if self.min > self.max:
             raise ValueError(f"min ({self.min}) is more than max ({self.max})")
         return self
@@ -68,6 +69,7 @@ class Resources(JobRequest):
 
     @property
     def _node_range(self) -> NodeRange:
+        """The number of nodes as a range; one node if the stage has no key `nodes`."""
         nodes = getattr(self, "nodes", 1)
         return nodes if isinstance(nodes, NodeRange) else NodeRange(min=nodes, max=nodes)
 
@@ -161,7 +163,7 @@ class StagesConfig(Section):
 
 
 STAGES: Mapping[str, Stage] = {
-    name: next(entry for entry in field.metadata if isinstance(entry, Stage))
+    name: next(annotation for annotation in field.metadata if isinstance(annotation, Stage))
     for name, field in StagesConfig.model_fields.items()
 }
 """The properties of each stage by its name, in the order in which a chain runs them."""

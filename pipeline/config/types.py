@@ -1,5 +1,7 @@
-"""Types of config fields: bounded numbers, names, Slurm time limits, policies, the base class of sections, and small
-sections that others contain."""
+"""Types of config fields, policies, and the base class of sections.
+
+The module also defines small sections that other sections contain.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-# plugins of pydantic could change how a config is read, and slow down the start
+# plugins of pydantic could change how a config is read, and would slow down the start
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
@@ -42,21 +44,21 @@ def must_match(pattern: re.Pattern[str], instruction: str) -> Any:
 def parse_time_limit(value: str) -> int:
     """Return the seconds of a Slurm time limit: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
-    Source: sbatch(1), `--time`. Raises ValueError for anything else.
+    Source: sbatch(1), `--time`. Raises ValueError for other formats.
     """
     match = _TIME.fullmatch(value)
     if match is None:
         raise ValueError('write a Slurm time limit such as "00:20:00" or "1-12:00:00"')
-    days, *rest = match.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is None and len(parts) < 3:  # the first number is minutes
-        parts = [0, *parts]
-    hours, minutes, seconds = [*parts, 0, 0][:3]
+    days, *texts = match.groups()
+    numbers = [int(text) for text in texts if text is not None]
+    if days is None and len(numbers) < 3:  # the first number is minutes, so there are no hours
+        numbers = [0, *numbers]
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _check_time_limit(value: Any) -> Any:
-    """Return `value`. Raises ValueError if it is a number without a unit, or not a positive time limit."""
+    """Return `value`. Raises ValueError if `value` is a number without a unit, or not a positive time limit."""
     if type(value) is int:
         raise ValueError(f"for {value} minutes write {value // 60:02}:{value % 60:02}:00")
     if isinstance(value, str) and parse_time_limit(value) <= 0:
@@ -70,9 +72,10 @@ FilePath = Annotated[Path, must_match(re.compile(r"[^\0]{0,3000}"), "write a pat
 
 
 class Policy(Enum):
-    """What is special about a key, as an annotation of its field: `name: Annotated[str, Policy.PATH]`.
+    """A special property of a config key, as an annotation of its field: `name: Annotated[str, Policy.PATH]`.
 
-    A policy of a section applies to every key in it. `list_keys_with` (pipeline/config/sections.py) finds the keys.
+    A policy of a section applies to every key in the section. `list_keys_with` (pipeline/config/sections.py) returns
+    the keys and sections that have a policy.
     """
 
     CHANGEABLE = auto()
@@ -88,9 +91,9 @@ class Policy(Enum):
     SWEEPABLE = auto()
     """A sweep may vary the key."""
     NOT_SWEEPABLE = auto()
-    """A sweep may not vary the key, although it may vary the others of the section."""
+    """A sweep may not vary the key, although the section of the key has the policy SWEEPABLE."""
     SHELL = auto()
-    """The value is lines of shell, which may contain secrets."""
+    """The value is a list of shell lines, which may contain secrets."""
     OPTIONS = auto()
     """The value is a mapping of options of another program, which may contain secrets."""
     SECRET_VALUE = auto()
@@ -99,14 +102,14 @@ class Policy(Enum):
 
 @dataclass(frozen=True)
 class SecretReference:
-    """Annotation of a field whose value names the place of a secret: an environment variable or a file."""
+    """Annotation of a field. Its value names an environment variable or a file that contains a secret."""
 
     pattern: str
     """The regular expression of a valid value. Any other value may be the secret itself, so it is masked."""
 
 
 class Section(BaseModel):
-    """The base class of all sections. Unknown keys are errors, and values never change after reading."""
+    """The base class of all sections. Unknown keys are errors, and the values of a section cannot be changed."""
 
     # Parsing the source for docstrings takes as long as reading a config, and only the command `schema` needs them.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings="SLUICE_DOCSTRINGS" in os.environ)
@@ -142,6 +145,7 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _check_keys_fit(self) -> RopeScaling:
+        """Raise ValueError if a key is set that `rope_type` does not use, or if a required key is missing."""
         if self.rope_type == "linear":
             check_unused_keys(self, {"rope_type", "factor"}, "rope_type is linear")
         elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
@@ -150,7 +154,7 @@ class RopeScaling(Section):
 
 
 INT8_BLOCK = 64
-"""The number of entries of a row whose int8 moments share a scale."""
+"""Number of consecutive entries of a row that share one scale if their moments are int8."""
 
 
 class StateConfig(Section):

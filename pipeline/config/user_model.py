@@ -3,22 +3,24 @@
     model: {target: my_package.my_model, options: {width: 64}, layers: 6}
     data:  {source: "/data/images-*.h5", held_out: 0.1}
 
-The module sets these names at its top level, as plain tuples of strings. They are read without importing the module:
+The module sets these names at its top level. The values are plain tuples of strings, except CUTS, so that Sluice can
+read them without importing the module:
 
     ARRAYS = ("images", "labels")   the arrays of a sample: HDF5 datasets with the samples along the first dimension
     INPUTS = ("images",)            the arrays that the `forward` of the model takes, in this order
-    PADDED = ("words",)             optional: arrays whose second dimension is padded. Then ARRAYS must contain
+    PADDED = ("words",)             optional: arrays with padding in the second dimension. Then ARRAYS must contain
                                     `lengths`: sample i has `lengths[i]` entries. Sluice balances the lengths over the
-                                    ranks. Without a pipeline, it also cuts each micro-batch to its longest sample
+                                    ranks. Without a pipeline, each micro-batch is truncated to its longest sample
     CUTS = True                     optional: `build` can return any part of the model (parallel.pipeline > 1)
 
-It also defines, or imports by name, these functions. A batch is a dict of tensors by the names of ARRAYS. They have the
-types of the files and the samples along the first dimension:
+The module also defines, or imports by name, these functions. A batch is a dict of tensors by the names of ARRAYS. The
+tensors have the types of the files and the samples along the first dimension:
 
-    build(options, layers) -> Module   the model with the blocks `layers`, a range. It is range(options["layers"]), as
-                                       in `model.layers` of the config, or a part of it with CUTS. The part with block 0
-                                       takes INPUTS. Any other part takes the one tensor that the part before returns.
-                                       The parameters of a block have the same names in every part
+    build(options, layers) -> Module   the model with the blocks `layers`, a range. Without CUTS, `layers` is always
+                                       range(options["layers"]), the value of `model.layers` in the config. With CUTS,
+                                       it may be a part of this range. The part with block 0 takes INPUTS. Any other
+                                       part takes the one tensor that the previous part returns. The parameters of a
+                                       block have the same names in every part
     loss(outputs, batch) -> Tensor     the *sum* of the loss over the samples; with `lengths`, over their entries,
                                        without padding. Micro-batches and ranks add their sums. The result is divided
                                        by the number of samples, or entries, of the global batch. The loss of a sample
@@ -36,28 +38,31 @@ types of the files and the samples along the first dimension:
                                        deviation `model.initializer_range`, vectors called `weight` are 1, and other
                                        vectors are 0
     blocks(model) -> list of Module    optional: the modules that ZeRO gathers, activation checkpointing recomputes and
-                                       torch.compile compiles one by one. fp8 and Muon apply to their matrices. Without
-                                       it, ZeRO gathers the whole model at once
+                                       torch.compile compiles one by one. fp8 and Muon apply to the matrices of these
+                                       modules. Without `blocks`, ZeRO gathers the whole model at once
     optimizer(parameters, config)      optional (optimizer.name: own): a torch optimizer for `parameters`, a list of
                                        (name, parameter). `config` has the keys of the section `optimizer`, such as
-                                       `config.lr`. The state of the optimizer must be tensors. The schedule scales the
-                                       learning rates of all its groups by the same factor. Needs whole replicas (DDP)
+                                       `config.lr`. The state of the optimizer must consist of tensors. The schedule
+                                       scales the learning rates of all parameter groups by the same factor. Each rank
+                                       must hold a whole replica (DDP)
     learning_rate(config, step, steps) optional (optimizer.schedule: own): the learning rate of `step`, from 1 to
-                                       `steps`. It must depend on its arguments only. Otherwise, a restart changes the
-                                       result
+                                       `steps`. The result must depend on the arguments only. Otherwise, a restart
+                                       changes the result of the run
     callbacks(config) -> list          optional: objects derived from `pipeline.train.callback.Callback`, with hooks
                                        that the trainer calls. `config` is the whole config (docs/models.md)
     tensor_plan(options) -> dict       optional (parallel.tensor > 1): a `parallelize_module` plan. It must name every
                                        module with parameters. `pipeline.tensor_parallel.Replicated()` does not split a
                                        module
 
-The model is built without memory, and `init` fills its parameters, so `__init__` must not set values. A module with
-(non-persistent) buffers has a method `reset_buffers()` that fills them. Persistent buffers (also of BatchNorm)
-are errors: they depend on earlier batches or on other samples of the batch, so they would differ between layouts.
+The model is built without memory (on the meta device), and `init` fills its parameters. `__init__` must therefore not
+set values. A module with (non-persistent) buffers needs a method `reset_buffers()` that fills them. Persistent buffers,
+such as those of BatchNorm, are errors: they depend on earlier batches or on other samples of the batch, so they would
+differ between layouts.
 
 The module is searched in the working directory, PYTHONPATH and the installed packages. The `code/` of the run receives
 a copy of its top-level package, which the jobs import. If the module is a single file, the files that it imports from
-its folder are copied as well. Nothing here imports torch, so the login node can check what the module supports.
+its folder are copied as well. pipeline/config/user_model.py does not import torch, so the login node can check what the
+module supports.
 """
 
 from __future__ import annotations
@@ -75,42 +80,47 @@ from types import ModuleType
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
 
-SEE = "pipeline/config/user_model.py describes the contents of such a module"
+_HELP = "pipeline/config/user_model.py describes the contents of such a module"
 LENGTHS_ARRAY = "lengths"
 """The array with the length of each sample."""
 UNREAD_OPTIONS = "model.options that no build reads: "
-"""The start of an output line that lists unused options. A process that builds a model as a test prints it."""
+"""The start of the output line that lists unread options. The process that tries to build a model prints this line."""
 
 
 @dataclass(frozen=True)
 class UserModel:
-    """A custom model, described by what can be read from its module without importing it."""
+    """A custom model: the facts that can be read from its module without importing the module."""
 
     target: str
     """The dotted name of the module."""
     root: Path
-    """Its top-level package (a folder) or module (a file)."""
+    """The top-level package (a folder) or the module (a file)."""
     names: frozenset[str]
-    """The names that it defines or imports at its top level. CUTS is not among them if its value is False."""
+    """The names that the module defines or imports at its top level. CUTS is left out if its value is False."""
     arrays: tuple[str, ...]
+    """The value of ARRAYS."""
     inputs: tuple[str, ...]
+    """The value of INPUTS."""
     padded: tuple[str, ...]
+    """The value of PADDED; empty if it is not set."""
 
     @property
     def has_lengths(self) -> bool:
-        """Whether the module has an array of lengths, because samples differ in length."""
+        """Whether ARRAYS contains `lengths`, because samples differ in length."""
         return LENGTHS_ARRAY in self.arrays
 
-    def load(self, code: Path) -> ModuleType:
+    def load(self, code_dir: Path) -> ModuleType:
         """Import and return the module.
 
-        Raises UserError if the module, or a module that it imports, is not installed on this machine.
-
         Args:
-            code: the folder `code/` of the run, which is added to the Python path.
+            code_dir: the folder that contains the top-level package, such as the run's `code/`. It becomes the first
+                folder of the Python path.
+
+        Raises:
+            UserError: if importing fails, or if Python finds another module of the same name.
         """
-        if str(code) not in sys.path:
-            sys.path.insert(0, str(code))
+        if str(code_dir) not in sys.path:
+            sys.path.insert(0, str(code_dir))
         try:
             module = importlib.import_module(self.target)
             if self.root not in Path(str(module.__file__)).parents and self.root != Path(str(module.__file__)):
@@ -127,23 +137,23 @@ class UserModel:
 def find_user_model(target: str, folders: Sequence[Path]) -> UserModel:
     """Find the module `target` in `folders`, then on the Python path, without importing it.
 
-    Raises UserError if it does not exist, is not Python source, or lacks a required name.
+    Raises UserError if the module does not exist, is not Python source, or lacks a required name.
     """
-    top, *rest = target.split(".")
+    top_name, *inner_names = target.split(".")
     folder_names = [str(folder) for folder in folders]
-    spec = PathFinder.find_spec(top, folder_names) or importlib.util.find_spec(top)
-    if spec is None or top in sys.stdlib_module_names:
+    spec = PathFinder.find_spec(top_name, folder_names) or importlib.util.find_spec(top_name)
+    if spec is None or top_name in sys.stdlib_module_names:
         raise UserError(
             "model.no_module",
-            f"model.target: there is no module {top} in {', '.join(folder_names)}, PYTHONPATH and the installed "
-            f"packages: run the command in the folder that contains it, or add that folder to PYTHONPATH. {SEE}",
+            f"model.target: there is no module {top_name} in {', '.join(folder_names)}, PYTHONPATH and the installed "
+            f"packages: run the command in the folder that contains it, or add that folder to PYTHONPATH. {_HELP}",
         )
     package_folders = list(spec.submodule_search_locations or ())
     root = Path(package_folders[0]) if package_folders else Path(spec.origin or "")
-    file = root.joinpath(*rest)
+    file = root.joinpath(*inner_names)
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-    if not file.is_file() or (rest and not package_folders):
-        raise UserError("model.no_module", f"model.target: {target} has no Python source: there is no {file}. {SEE}")
+    if not file.is_file() or (inner_names and not package_folders):
+        raise UserError("model.no_module", f"model.target: {target} has no Python source: there is no {file}. {_HELP}")
     return _parse_module(target, root, file)
 
 
@@ -155,6 +165,7 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
         raise UserError(
             "model.invalid_module", f"model.target: {file} is not valid for Python {sys.version.split()[0]}: {error}"
         ) from error
+    # top-level name → the expression that is assigned to it; None for functions, classes and imports
     names: dict[str, ast.expr | None] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -162,15 +173,15 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name: None for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            for name in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(name, ast.Name):
-                    names[name.id] = node.value
+            for assigned in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(assigned, ast.Name):
+                    names[assigned.id] = node.value
 
     if isinstance(cuts := names.get("CUTS"), ast.Constant) and not cuts.value:
         del names["CUTS"]
 
     def read_tuple(name: str) -> tuple[str, ...]:
-        """Return the value of a top-level name, an empty tuple if it is not set."""
+        """Return the tuple that is assigned to a top-level name; an empty tuple if the name is not set."""
         try:
             value = ast.literal_eval(names.get(name) or ast.Tuple([], ast.Load()))
         except ValueError:
@@ -185,20 +196,23 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
     missing = [name for name in ("ARRAYS", "INPUTS", "build", "loss") if name not in names]
     if missing:
         raise UserError(
-            "model.incomplete_module", f"model.target: {file} lacks {', '.join(missing)} at its top level. {SEE}"
+            "model.incomplete_module", f"model.target: {file} lacks {', '.join(missing)} at its top level. {_HELP}"
         )
     model = UserModel(target, root, frozenset(names), read_tuple("ARRAYS"), read_tuple("INPUTS"), read_tuple("PADDED"))
     unknown = [name for name in (*model.inputs, *model.padded) if name not in model.arrays]
     if unknown or not model.inputs or (model.padded and not model.has_lengths):
         problem = unknown[0] if unknown else LENGTHS_ARRAY if model.padded else "INPUTS"
         raise UserError(
-            "model.invalid_module", f"model.target: {problem} of {file} is not among its ARRAYS {model.arrays}. {SEE}"
+            "model.invalid_module", f"model.target: {problem} of {file} is not among its ARRAYS {model.arrays}. {_HELP}"
         )
     return model
 
 
 def check_user_model(config: Config, model: UserModel) -> None:
-    """Raise UserError if an option of the config needs a function that the module does not have, naming both."""
+    """Raise UserError if the config has options that need functions which the module does not have.
+
+    The message names each option and the function that it needs.
+    """
     parallel = config.parallel
     train = config.train
     checkpointing = parallel.activation_checkpointing
@@ -220,16 +234,15 @@ def check_user_model(config: Config, model: UserModel) -> None:
     if problems:
         raise UserError(
             "model.incomplete_module",
-            f"{'; '.join(problems)}: {model.target} has none. Add it ({SEE}), or remove the option. Data parallelism "
+            f"{'; '.join(problems)}: {model.target} has none. Add it ({_HELP}), or remove the option. Data parallelism "
             "with parallel.zero 0 to 3 needs no such function",
         )
 
 
 def resolve_user_model(config: Config, folders: Sequence[Path]) -> UserModel | None:
-    """Return the checked custom model of a config; None if it trains the decoder.
+    """Return the custom model of a config after checking it; None if the config trains the built-in decoder.
 
-    Raises UserError if the module is missing, invalid or unsuitable (:func:`find_user_model`,
-    :func:`check_user_model`).
+    Raises UserError as :func:`find_user_model` and :func:`check_user_model` do.
     """
     if config.model.target is None:
         return None

@@ -260,7 +260,7 @@ def test_an_override_below_a_number_is_an_error(tmp_path: Path) -> None:
 @pytest.fixture
 def forget_reported_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget which former keys this process has reported."""
-    monkeypatch.setattr("pipeline.config.read._reported", set())
+    monkeypatch.setattr("pipeline.config.read._reported_names", set())
 
 
 @pytest.mark.usefixtures("forget_reported_keys")

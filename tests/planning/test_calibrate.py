@@ -281,7 +281,7 @@ def test_fp8_cannot_be_measured(tmp_path: Path) -> None:
 def test_a_config_with_a_removed_section_loads_with_one_note(
     tmp_path: Path, section: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(read, "_reported", set())
+    monkeypatch.setattr(read, "_reported_names", set())
     path = tmp_path / "old.yaml"
     path.write_text(Path("configs/quickstart.yaml").read_text() + f"\n{section}\n")
     assert [load_config(path).train.steps for _ in range(2)] == [QUICKSTART.train.steps] * 2

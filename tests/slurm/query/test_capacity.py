@@ -34,7 +34,7 @@ def unset_partition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_config(folder: Path, *overrides: str) -> Config:
     """Load the tiny config with overrides, without a check of the layout."""
-    return load_config(write_config(folder), overrides, layout=False)
+    return load_config(write_config(folder), overrides, checks_sizes=False)
 
 
 @pytest.mark.parametrize(
