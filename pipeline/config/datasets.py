@@ -32,7 +32,8 @@ class TokenizerConfig(Section):
     eos_token: str = "<|endoftext|>"
     """The token that ends each document. With `kind: file`, it must exist in the `tokenizer.json`."""
     train_bytes: PositiveInt = 20_000_000
-    """Number of bytes of documents, spread evenly over the source, on which the BPE is trained."""
+    """Number of bytes of text on which the BPE is trained. The text is taken from places that are spread evenly over
+    the source."""
 
     @model_validator(mode="after")
     def _check_path(self) -> TokenizerConfig:
@@ -67,8 +68,8 @@ class WeightsConfig(Section):
     from_step: PositiveInt = 1
     """The first optimizer step with these weights."""
     weights: dict[Name, Weight]
-    """Relative weight of each source. `{web: 7, code: 3}` takes seven samples of web for every three samples of code.
-    0: no samples of this source."""
+    """Relative weight of each source. With `{web: 7, code: 3}`, seven of ten samples are from the source `web`, and
+    three are from `code`. 0: no samples of this source."""
 
     @model_validator(mode="after")
     def _check_sum(self) -> WeightsConfig:
@@ -84,8 +85,8 @@ class MixtureConfig(Section):
     sources: Annotated[dict[Name, SourceConfig], Field(min_length=1)]
     """The sources by name."""
     weights: Annotated[Annotated[list[WeightsConfig], Field(min_length=1)], Policy.CHANGEABLE]
-    """The weights from step 1 on, followed by an entry for each step at which they change. `resume` may change the
-    weights of future steps."""
+    """List of weights. The first item has the weights from step 1 on. Each further item has new weights, and the step
+    from which they apply. `resume` may change the weights of future steps."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> MixtureConfig:
@@ -136,27 +137,27 @@ class DataConfig(Section):
     mixture: MixtureConfig | None = None
     """Several sources with weights, to use instead of `source`; null: use `source`."""
     source: Annotated[Sources, Policy.PATH, Policy.NOT_IN_IDENTITY] = "python-stdlib"
-    """Files to train on: one or more globs or folders, or `python-stdlib` (the source code of the Python standard
-    library). Supported are .txt, .jsonl, .json, .csv, .tsv, .parquet, .arrow and .tar. All except .parquet and .arrow
-    may be compressed (.gz, .zst, .bz2, .xz)."""
+    """Files to train on: one or more paths of files or directories, or patterns with `*`, or `python-stdlib` (the
+    source code of the Python standard library). Supported are .txt, .jsonl, .json, .csv, .tsv, .parquet, .arrow and
+    .tar. All except .parquet and .arrow may be compressed (.gz, .zst, .bz2, .xz)."""
     format: DocumentFormat | None = None
-    """Format of the files, regardless of their names. If `source` is a folder, the files in it with the usual suffixes
-    of this format are used. If there are none, all files are used. null: determine the format of each file from its
-    name, or from its content if the name does not show the format."""
+    """Format of the files, regardless of their names. If `source` is a directory, the files with the usual endings of
+    this format are used. If no file has such an ending, all files of the directory are used. null: determine the format
+    of each file from its name, or from its content if the name does not show the format."""
     text_field: str = "text"
     """Field (JSON) or column (CSV, Parquet, Arrow) that contains the text of a document. `message.content` is the field
     `content` of the object or struct `message`."""
     text_documents: Literal["file", "line"] = "file"
-    """How .txt files are split into documents. `file`: each file is one document. `line`: each non-empty line is
-    one."""
+    """How .txt files are split into documents. `file`: each file is one document. `line`: each non-empty line is one
+    document."""
     records: Literal["text", "prompts", "messages", "tokens"] = "text"
-    """What the files contain. `text`: documents; the loss is computed on all tokens. `prompts`: .jsonl files (.gz,
-    .zst) with a `prompt` and a `response` per line. `messages`: .jsonl files with a dialogue per line, which the chat
+    """What the files contain. `text`: documents; the loss is computed on all tokens. `prompts`: .jsonl or .json files
+    of objects with the fields `prompt` and `response`. `messages`: .jsonl or .json files of dialogues, which the chat
     template of the tokenizer formats. With `prompts` and `messages`, the loss is computed only on the responses, and
-    documents are packed into samples without splitting them. `tokens`: files of tokens that the tokenizer in
-    `tokenizer.path` has already produced. Training reads them without a copy: .bin with .idx (Megatron), .ds
-    (datatrove), .bin (llm.c, nanoGPT) and HDF5. The end of each file is held out. `data import` converts other
-    formats."""
+    documents are packed into samples; only documents that are longer than a sample are split. `tokens`: token files
+    that were written with the tokenizer in `tokenizer.path`. Training reads these formats without a copy: .bin with
+    .idx (Megatron), .ds (datatrove), .bin (llm.c, nanoGPT) and contiguous HDF5. The end of each token file is held out.
+    `data import` converts other formats."""
     chat_template: Annotated[FilePath | None, Policy.PATH] = None
     """Chat template for `records: messages`: a Jinja file, or the name of a template that Sluice includes. These names
     are chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3 and smollm2. null: use the
@@ -177,16 +178,17 @@ class DataConfig(Section):
     sequence_length: Annotated[PositiveInt, Policy.KEEPS_SHARDS] = 1024
     """Number of tokens in a training sample."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 500_000_000
-    """Largest number of tokens in an HDF5 shard. 500 million tokens of two bytes take 1 GB."""
+    """Largest number of tokens in an HDF5 shard. 500 million tokens of two bytes take up 1 GB."""
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.02
-    """Fraction of the documents that are held out for evaluation. A hash of the text selects them."""
+    """Fraction of the documents that are held out for evaluation. A hash of the text of a document decides whether the
+    document is held out. With `records: tokens`: the fraction at the end of each file."""
     deduplicate: bool = False
     """If several documents of a source have the same text, use only the first. The input files are then read at least
     twice."""
     filter: Annotated[FilterTarget | None, Policy.PATH] = None
-    """Python function, as `MODULE:FUNCTION`, that selects documents. It receives each document as a dict and returns
-    True if the document should be used. The dict is the JSON object of the line, or `{text_field: text}`. The module is
-    a single file next to the config file or on the Python path."""
+    """Python function, as `MODULE:FUNCTION`, that selects documents. The function receives each document as a dict, and
+    returns True if the document should be used. The dict is the JSON object or the CSV row; for other formats, it is
+    `{text_field: text}`. The module is a single file next to the config file or on the Python path."""
     max_rejected: Annotated[Fraction, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS] = 0.001
     """Largest accepted fraction of unreadable documents (invalid UTF-8, invalid JSON, no text field). Up to 5
     unreadable documents are accepted in any case if at least half of all documents can be read. 0: accept none."""

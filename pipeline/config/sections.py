@@ -46,11 +46,12 @@ class RunConfig(Section):
     """The name of the run and where its files are."""
 
     name: Annotated[Name, Policy.CHANGEABLE]
-    """Name of the run. The run directory is `root/name`, and the names of the Slurm jobs start with this name."""
+    """Name of the run. The run directory is `root/name`, and the Slurm jobs are named `STAGE-NAME`, such as
+    `train-demo`."""
     root: Annotated[FilePath, Policy.CHANGEABLE, Policy.PATH] = Path("runs")
-    """Directory that contains the runs. On a cluster, it must be on a file system that all nodes share. A relative path
-    in a config file is relative to that file. The default `runs`, and a path on the command line, are relative to the
-    working directory."""
+    """Directory that contains the run directories. On a cluster, all nodes must share the file system of this
+    directory. A relative path in a config file starts from the directory of that file. A relative path on the command
+    line, and the default `runs`, start from the working directory."""
     seed: Annotated[NonNegativeInt, Policy.SWEEPABLE] = 1
     """Seed of all randomness: initial weights, order of the samples, dropout."""
     sharing: Literal["private", "group", "all"] = "private"
@@ -65,7 +66,7 @@ class ModelConfig(Section):
     """A decoder like Llama, with keys named after Hugging Face's `LlamaConfig`, or a custom model."""
 
     init_from: Annotated[FilePath | None, Policy.PATH, Policy.NOT_IN_IDENTITY] = None
-    """Folder with an open model in Hugging Face's format (config.json, safetensors, tokenizer). Training starts from
+    """Directory with an open model in Hugging Face's format (config.json, safetensors, tokenizer). Training starts from
     its weights. Its config.json sets this section, and its tokenizer sets `data.tokenizer`. null: the initial weights
     are random."""
 
@@ -83,7 +84,7 @@ class ModelConfig(Section):
     kv_heads: PositiveInt | None = None
     """Number of key and value heads (`num_key_value_heads`); null: the number of query heads."""
     head_dim: PositiveInt | None = None
-    """Width of one head; null: `dim / heads`."""
+    """Width of one attention head; null: `dim / heads`."""
     intermediate_size: PositiveInt | None = None
     """Width of the SwiGLU layer; null: 8/3 of `dim`, rounded up to a multiple of 64."""
     vocab_size: PositiveInt | None = None
@@ -194,7 +195,7 @@ class LocalSgdConfig(Section):
 
 
 class DataParallel(Section):
-    """Explicit data parallel sizes."""
+    """Explicit data-parallel sizes."""
 
     replicate: PositiveInt = 1
     """Number of replicas of the model."""
@@ -206,25 +207,26 @@ class ParallelConfig(Section):
     """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
 
     tensor: PositiveInt = 1
-    """Tensor parallel size."""
+    """Tensor-parallel size: the number of ranks that split the matrices of each layer."""
     pipeline: PositiveInt = 1
-    """Pipeline parallel size: the number of ranks along the pipeline."""
+    """Pipeline-parallel size: the number of ranks along the pipeline."""
     data: Literal["auto"] | DataParallel = "auto"
-    """Data parallel sizes. `auto`: use all ranks that are left after `tensor` and `pipeline`."""
+    """Data-parallel sizes. `auto`: use all ranks that are left after `tensor` and `pipeline`."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What data parallel ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """What data-parallel ranks shard (ZeRO level): 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+    parameters."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"] = "1f1b"
-    """Pipeline schedule. It has no effect if `pipeline` is 1."""
+    """Pipeline schedule. This key has no effect if `pipeline` is 1."""
     virtual_stages: PositiveInt = 1
-    """Number of pipeline-parallel stages per rank. It has no effect if `pipeline` is 1."""
+    """Number of pipeline-parallel stages per rank. This key has no effect if `pipeline` is 1."""
     sequence: bool = True
-    """Sequence parallelism: tensor parallel ranks split the sequence outside the split layers (in norms and the
-    residual stream)."""
+    """Sequence parallelism: outside the layers that tensor parallelism splits (in norms and the residual stream),
+    tensor-parallel ranks split the sequence."""
     loss_parallel: bool = True
-    """Compute the loss on each tensor parallel rank for its part of the vocabulary, so that logits are never
-    gathered."""
+    """Compute the loss on each tensor-parallel rank for the part of the vocabulary of this rank, so that logits are
+    never gathered."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
-    """When data parallel ranks reduce gradients: once per `step`, or after each `micro_batch` (more traffic, but only a
+    """When data-parallel ranks reduce gradients: once per `step`, or after each `micro_batch` (more traffic, but only a
     shard of the gradients is in memory). `auto`: per micro-batch with `zero` 2 or 3 and no pipeline, otherwise per
     step."""
     offload: bool = False
@@ -276,19 +278,20 @@ class TrainConfig(Section):
     """Compile each decoder block with torch.compile."""
     loss_chunk: PositiveInt | None = None
     """Number of tokens for which logits, loss and gradient are computed at a time. This saves memory, because the
-    logits of a whole micro-batch are never stored. It changes the last digits of the result. Good values for large
+    logits of a whole micro-batch are never stored. The key changes the last digits of the result. Good values for large
     vocabularies are 1024 to 4096. null: all tokens at once."""
     log_every: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = 10
     """Number of steps between two lines in the log. metrics.jsonl always contains every step."""
     evaluate_every: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None
     """Number of steps between two evaluations on held-out data in the train stage. The results are `held_out_loss` in
-    metrics.jsonl and a second curve in report.html. null: no such evaluations. This key does not affect the stage
-    `evaluate`."""
+    metrics.jsonl and a second curve in report.html. null: no evaluations in the train stage. This key does not affect
+    the stage `evaluate`."""
     evaluate_sequences: Annotated[PositiveInt, Policy.NOT_IN_IDENTITY] = 64
-    """Number of held-out sequences that `evaluate_every` uses. Each evaluation uses the same sequences."""
+    """Number of held-out sequences in each evaluation of the train stage (`evaluate_every`). All evaluations use the
+    same sequences: the first ones of the held-out data."""
     profile_every: Annotated[PositiveInt | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
-    """Number of steps between two steps that all ranks record with torch.profiler (docs/profiling.md). null: record no
-    steps. `submit.py profile` can also request a recording at any time."""
+    """With the value N, all ranks record every Nth step with torch.profiler (docs/profiling.md). null: record no steps.
+    Regardless of this key, `submit.py profile` records the next steps."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TrainConfig:
@@ -404,8 +407,8 @@ class EvaluateConfig(Section):
     max_sequences: PositiveInt | None = None
     """Largest number of sequences to evaluate; null: all held-out text."""
     tasks: Annotated[Path | list[Path], Policy.PATH] = Field(default_factory=list)
-    """One or more JSONL files of evaluation tasks: questions with choices or answers (docs/evaluation.md). Each result
-    has the name of its file."""
+    """One or more JSONL files of evaluation tasks: questions with choices or answers (docs/evaluation.md). The name of
+    each result starts with the name of its file."""
     answer_tokens: PositiveInt = 32
     """Largest number of tokens that are generated for an answer."""
 
@@ -452,17 +455,17 @@ class PublishConfig(Section):
     all."""
 
     to: Annotated[Path, Policy.PATH]
-    """Folder for published models. It is created if it does not exist."""
+    """Directory for published models. The directory is created if it does not exist."""
     name: Name | None = None
-    """Name of the folder of this model in `to`; null: the name of the run."""
+    """Name of the directory of this model in `to`; null: the name of the run."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the published weights."""
     rules: dict[str, Bounds | None] = Field(default_factory=dict)
     """Allowed ranges of evaluation results by their names, such as `{bits_per_byte: {max: 1.9}}`. A model with a result
-    outside its range is not published. null removes a rule, such as that of an extended file."""
+    outside its range is not published. null removes a rule, such as a rule from a file that `extends` names."""
     no_worse_than: Annotated[Path | None, Policy.PATH] = None
-    """Directory of another run. The evaluation must be at least as good as the newest one of that run. It is compared
-    by bits per byte if the data is text, otherwise by loss."""
+    """Directory of another run. The evaluation must be at least as good as the newest evaluation of the other run. The
+    evaluations are compared by bits per byte if the data is text, otherwise by loss."""
     license: str | None = None
     """License of the model as an identifier of the Hugging Face Hub, such as `apache-2.0`. null: the model card says
     that no license is given."""
@@ -473,7 +476,7 @@ class PublishConfig(Section):
     mlflow: RegistryConfig | None = None
     """Model registry that receives an entry for each published version; null: none."""
     run: str | None = None
-    """Shell command to run in the published folder, such as an upload. If the command fails, the stage fails. If the
+    """Shell command to run in the published directory, such as an upload. If the command fails, the stage fails. If the
     stage is retried, the command runs again."""
 
 
@@ -488,13 +491,15 @@ class RetryBudgets(Section):
     """How often a stage is retried after each cause of a stop. 0: never. `resume` resets the counts."""
 
     preempted: NonNegativeInt = 1000
-    """Preemptions, and stops by a signal of unknown origin. The run did not cause them, so the limit is high."""
+    """Preemptions, requeues by Slurm or an administrator, and stops by a signal of unknown origin. The run does not
+    cause these stops, so the limit is high."""
     node_failure: NonNegativeInt = 100
     """Failures of a node while the job runs on it."""
     time_limit: NonNegativeInt = 1000
     """Stops at the time limit of the job. An attempt that saved no new checkpoint is not retried."""
     bad_node: NonNegativeInt = 10
-    """Nodes that failed the check before the stage started (`recovery.preflight`). The job continues without them."""
+    """Stops because of a bad node: the check before the stage (`recovery.preflight`), a GPU or a file system failed.
+    The job continues without the bad node."""
     out_of_memory: NonNegativeInt = 2
     """Stops because host or device memory was exhausted."""
     crash: NonNegativeInt = 2
@@ -513,33 +518,34 @@ class RecoveryConfig(Section):
     budgets: RetryBudgets = RetryBudgets()
     """How often a stage is retried after each cause of a stop, such as `{crash: 2}`."""
     max_restarts_without_progress: PositiveInt = 3
-    """How many retries in a row after preemptions or node failures may save no new checkpoint. After any other cause,
-    an attempt without a new checkpoint is not retried."""
+    """How many attempts in a row may make no progress (in the train stage: save no new checkpoint) and are still
+    retried. This applies after preemptions, requeues, signals of unknown origin, node failures and bad nodes. After any
+    other cause, an attempt without progress is not retried."""
     hang_s: WatchdogLimit | None = None
-    """Longest time without progress inside a step, in seconds. null: 20 times the longest of the last steps, but at
-    least 300 seconds."""
+    """Longest time in seconds that one phase of a step may take, such as the forward pass. null: 20 times the longest
+    of the recent steps, but at least 300 and at most 6000 seconds."""
     start_s: WatchdogLimit = 1800.0
     """Longest time from the start of the ranks to their first step, in seconds."""
     save_s: WatchdogLimit = 1800.0
     """Longest time to save a checkpoint, in seconds."""
     grace_s: PositiveFloat | None = None
     """Seconds between the signal of a preemption and the end of the job. This is Slurm's GraceTime, which
-    `submit.py doctor` shows. If a save cannot finish in that time, it is skipped, and the previous checkpoint is used.
-    null: unknown."""
+    `submit.py doctor` shows. If a save cannot finish in that time, the save is skipped, and the run resumes from the
+    previous checkpoint. null: the time is unknown."""
     preflight: bool = True
     """Check the devices, the file system and the communication of each node before training starts."""
     exclude_hours: PositiveFloat = 24.0
-    """How many hours a failed node is excluded."""
+    """How many hours new and requeued jobs exclude a bad node."""
     exclude_at_most: NonNegativeInt = 4
-    """Largest number of nodes that are excluded at the same time. If more nodes fail, the nodes that were excluded
-    first are used again."""
+    """Largest number of bad nodes that are excluded at the same time. If more nodes are bad, the nodes that were
+    recorded first are used again."""
     skip_bad_steps: NonNegativeInt = 3
-    """Number of bad steps in a row that are skipped. A step is bad if the loss or the gradient is not finite, or if the
-    loss is a spike. If there is one more bad step, training returns to the last checkpoint and excludes the samples of
-    these steps."""
+    """Largest number of bad steps in a row that are skipped. A step is bad if the loss or the gradient is not finite,
+    or if the loss is a spike. After one more bad step, training returns to the last checkpoint and excludes the samples
+    of the bad steps."""
     spike_deviations: PositiveFloat | None = Field(default=None, ge=3.0)
-    """A loss is a spike if it is more than this many standard deviations above the mean of the last 100 steps. null: no
-    loss is a spike."""
+    """With the value N, a loss is a spike if it is more than N standard deviations above the mean loss of the last 100
+    steps. null: no loss is a spike."""
 
 
 RENAMED_KEYS: Mapping[str, str] = {
@@ -594,12 +600,14 @@ class PrometheusConfig(Section):
     """The metrics of the newest step as gauges, in a text file, on a port, or both."""
 
     textfile: Annotated[Path | None, Policy.PATH] = None
-    """Folder of node_exporter's textfile collector. Sluice writes the file sluice-RUN.prom there."""
+    """Directory that the textfile collector of node_exporter reads. Sluice writes the file sluice-RUN.prom into this
+    directory."""
     textfile_sharing: Literal["private", "group", "all"] | None = None
-    """Who may read the file sluice-RUN.prom; null: the value of `run.sharing`. A collector that runs as another user
-    needs `group` or `all`."""
+    """Who may read the file sluice-RUN.prom: `private` (mode 0600: only you), `group` (0640) or `all` (0644). null: the
+    value of `run.sharing`. If node_exporter runs as another user than you, set `group` or `all`."""
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Port on 127.0.0.1 to scrape while a job runs. Each run on the same node needs its own port."""
+    """Port on 127.0.0.1 at which Prometheus can scrape the metrics while a job runs. Two runs on the same node need
+    different ports."""
 
     @model_validator(mode="after")
     def _check_has_output(self) -> PrometheusConfig:
@@ -631,7 +639,8 @@ class TrackConfig(Section):
     """Trackers that receive the metrics and events of the run."""
 
     tensorboard: Annotated[bool, TrackerEntry("tracking.tensorboard", "TensorBoard", "tensorboard")] = False
-    """TensorBoard. Event files are in the folder `tensorboard` of the run. `tensorboard --logdir runs` shows them."""
+    """TensorBoard. Event files are in the directory `tensorboard` of the run. `tensorboard --logdir runs` shows
+    them."""
     wandb: Annotated[WandbConfig | None, TrackerEntry("tracking.wandb", "Wandb", "wandb")] = None
     """Weights & Biases."""
     mlflow: Annotated[MlflowConfig | None, TrackerEntry("tracking.mlflow", "Mlflow", "mlflow")] = None
@@ -641,16 +650,17 @@ class TrackConfig(Section):
     ] = None
     """Prometheus."""
     jsonl: Annotated[Annotated[Path | None, TrackerEntry("tracking.jsonl_file", "JsonlFile")], Policy.PATH] = None
-    """A file for log collectors. It receives each line of metrics.jsonl and events.jsonl, together with the run, the
-    job and the attempt. Several runs may write to the same file."""
+    """A file for log collectors. Sluice appends each line of metrics.jsonl and events.jsonl to this file, together with
+    the run, the job and the attempt. Several runs may write to the same file."""
     webhook: Annotated[WebhookConfig | None, TrackerEntry("tracking.webhook", "Webhook")] = None
-    """A chat with a webhook, such as Slack."""
+    """A chat service with webhooks, such as Slack."""
     mail: Annotated[str | None, TrackerEntry("tracking.webhook", "Mail")] = None
     """Mail address. Slurm sends a mail if a job fails or can never start, and when the last stage ends. If the train
     stage stalls, the first node of the job sends a mail with `sendmail`."""
     telemetry_s: PositiveFloat | None = None
-    """Seconds between two measurements of the GPUs, CPUs, memory and disk of each node, in telemetry-HOST.jsonl. A
-    measurement takes a few milliseconds of one core. 10 is a good value. null: no measurements."""
+    """Number of seconds between two measurements of the GPUs, CPUs, memory and disks of each node. Sluice appends each
+    measurement to telemetry-HOST.jsonl in the run directory. One measurement takes a few milliseconds of one core. 10
+    is a good value. null: no measurements."""
 
     @property
     def enabled(self) -> list[str]:
@@ -765,15 +775,16 @@ class ModelMetadata(Section):
     max_position_embeddings: PositiveInt | None = None
     """Longest sequence in tokens, from config.json. An export copies this value."""
     max_window_layers: NonNegativeInt | None = None
-    """Number of blocks, counted from the first, without `model.sliding_window`. Models of the Qwen family have it. An
-    export copies this value."""
+    """Number of blocks, counted from the first, without `model.sliding_window`. Models of the Qwen family have this
+    value. An export copies the value."""
 
 
 class SweepMetadata(Section):
     """Facts about a sweep."""
 
     sources: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """The keys that each folder of a swept `model.init_from` sets in the section `model`, by folder."""
+    """If the sweep varies `model.init_from`: the keys that each model directory sets in the section `model`, by
+    directory."""
 
 
 class RunMetadata(Section):

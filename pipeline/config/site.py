@@ -93,9 +93,10 @@ class Request(Section):
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
-    """Features that the nodes must have, in the syntax of `sbatch --constraint`; "": no features."""
+    """Features that the nodes must have, in the syntax of `sbatch --constraint`. "": request no features, even if
+    another section requests some."""
     cpus_per_task: PositiveInt | None = None
-    """Number of CPUs for each process (rank). Tokenizing uses all of them."""
+    """Number of CPUs for each process (rank). A process that tokenizes uses all of its CPUs."""
     mem_gb: PositiveFloat | None = None
     """Memory per node in GB."""
     sbatch: Annotated[SbatchOptions, Policy.OPTIONS] = Field(default_factory=dict)
@@ -108,7 +109,7 @@ class JobRequest(Request):
 
     gpus_per_node: NonNegativeInt | None = None
     """Number of GPUs to request on each node. null: one for each rank on the node, but at most `site.gpus_per_node`;
-    none for prepare and shard."""
+    none for prepare, shard and publish."""
 
     @model_serializer(mode="wrap")
     def _omit_unset_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class Container(Section):
     """More paths to mount, such as the files of `data.source`: `/PATH`, `/OUTSIDE:/INSIDE` or `/OUTSIDE:/INSIDE:ro`.
     The run directory, its data, `site.scratch` and `site.local_disk` are always mounted."""
     python: ImageName = "python3"
-    """Python interpreter in the container. It must have all packages that Sluice imports."""
+    """Python interpreter in the container. All packages that Sluice imports must be installed for this interpreter."""
 
 
 class SiteConfig(Request):
@@ -180,8 +181,8 @@ class SiteConfig(Request):
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of each GPU in GiB, as `nvidia-smi` shows it (MiB / 1024). `plan` rejects a layout that needs more."""
     machine: str | None = None
-    """Machine description for the predictions of `plan`: a name in configs/machines, such as `h100`, or the absolute
-    path of such a file."""
+    """Machine file for the predictions of `plan`: the name of a file in configs/machines, such as `h100`, or the
+    absolute path of another machine file (docs/planning.md)."""
     gpus_as: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How GPUs are requested: with `--gpus-per-node`, with `--gres=gpu:N`, or not at all (`none`). Use `none` if jobs
     get whole nodes with all GPUs."""
@@ -198,21 +199,22 @@ class SiteConfig(Request):
     network_interface: (
         Annotated[str, must_match(_INTERFACES, "write the name of an interface such as ib0, or ib0,ib1")] | None
     ) = None
-    """Network interface that ranks use, such as `ib0`. Jobs receive it as NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."""
+    """Network interface that ranks use, such as `ib0`. Jobs receive its name as NCCL_SOCKET_IFNAME and
+    GLOO_SOCKET_IFNAME."""
     scratch: AbsolutePath | None = None
-    """Folder for temporary files. It must exist on every node, preferably on a local disk. Jobs receive it as
-    TMPDIR."""
+    """Directory for temporary files. The directory must exist on every node, preferably on a local disk. Jobs receive
+    its path as TMPDIR."""
     local_disk: str | None = None
-    """Folder on the local disk of each node, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`. During training, Sluice
-    copies shards to this folder and then reads the copies. null: no copies."""
+    """Directory on the local disk of each node, such as `$TMPDIR` or `/local/$SLURM_JOB_ID`. During training, Sluice
+    copies shards to this directory and then reads the copies. null: no copies."""
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
     data_jobs: JobRequest = JobRequest()
-    """Options for the jobs of the stages `prepare` and `shard`, which are single processes without GPUs. They override
-    the options in `site`."""
+    """Options for the jobs of the stages `prepare`, `shard` and `publish`, which do not consist of ranks and by default
+    use no GPUs. These options override the options in `site`."""
     python: AbsolutePath | None = None
-    """Python interpreter on the nodes, or the folder of a conda or virtual environment. It must have all packages that
-    Sluice imports. null: the interpreter that submits the jobs."""
+    """Python interpreter on the nodes, or the directory of a conda or virtual environment. All packages that Sluice
+    imports must be installed for this interpreter. null: the interpreter that submits the jobs."""
     container: Container | None = None
     """Container for the ranks; null: ranks run directly on the nodes."""
     srun: Annotated[SrunOptions, Policy.OPTIONS] = Field(default_factory=dict)
@@ -221,19 +223,19 @@ class SiteConfig(Request):
     """Number of seconds before the time limit at which Slurm sends a signal, so that the ranks save a checkpoint and
     exit."""
     requeue: bool = True
-    """Whether jobs may be requeued. Use false if the site rejects `--requeue`, or if preemption cancels jobs there. A
-    successor job then waits until the train stage stops, and continues training. Requeueing also works on clusters with
-    JobRequeue=0, because jobs request `--requeue`."""
+    """Whether jobs may be requeued. Set false if the cluster rejects `--requeue`, or if preemption cancels jobs instead
+    of requeueing them. A successor job then continues training when the job of the train stage stops. Requeueing also
+    works on clusters with JobRequeue=0, because jobs request `--requeue`."""
     setup: Annotated[list[str], Policy.SHELL] = Field(default_factory=list)
     """Shell lines that each job runs first, such as `module load`. Do not write secrets here, because they would be
     stored in config.yaml. Use `secrets` or `pass` instead."""
     secrets: Annotated[SecretsFile | None, SecretReference("None|~?/.*")] = None
-    """Shell file with secrets, which only you may be able to read (mode 0600). Each job runs the file before `setup`
-    and exports all variables that the file sets."""
+    """Shell file with secrets. You must own this file, and its mode must be 0600 or 0400. Each job runs the file before
+    `setup` and exports all variables that the file sets."""
     pass_: Annotated[list[VariableName], SecretReference(r"[A-Za-z_]\w*")] = Field(default_factory=list, alias="pass")
-    """Environment variables of the submitting shell that jobs receive, such as WANDB_API_KEY. They are passed with
-    `sbatch --export`, and their values are not written to any file. If a variable is not set in the shell, `submit` and
-    `resume` fail."""
+    """Environment variables of the submitting shell that jobs receive, such as WANDB_API_KEY. The variables are passed
+    with `sbatch --export`, and Sluice writes their values to no file. If a variable is not set in the shell, `submit`
+    and `resume` fail."""
     export: Literal["all", "none"] = "all"
     """Which other environment variables of the submitting shell jobs receive. `none` is for sites that require
     `--export=NONE`. A job then starts with the environment of a login shell. If `pass` is set, it starts with HOME,

@@ -105,9 +105,9 @@ class StageResources(Resources):
     """The resources of a distributed stage."""
 
     nodes: PositiveInt | NodeRange = 1
-    """Number of nodes, or a range `{min, max}`. With a range, the job uses as many nodes at each start as Slurm has
-    available and as the layout and the batch size allow. On one machine without Slurm, (largest number of nodes) ×
-    `tasks_per_node` processes start."""
+    """Number of nodes, or a range `{min, max}`. With a range, the job gets as many nodes at each start as Slurm has
+    available, and uses as many of these as the layout and the global batch allow. Without Slurm, (largest number of
+    nodes) × `tasks_per_node` processes start on this machine."""
     tasks_per_node: PositiveInt = 1
     """Number of processes (ranks) per node."""
 
@@ -116,7 +116,8 @@ class ShardResources(Resources):
     """The resources of the shard stage."""
 
     tasks: PositiveInt = 1
-    """Number of Slurm array tasks that write shards in parallel. The content of the shards does not depend on it."""
+    """Number of Slurm array tasks that write shards in parallel. The content of the shards does not depend on this
+    number."""
 
 
 class StagesConfig(Section):

@@ -137,11 +137,13 @@ class RopeScaling(Section):
     factor: PositiveFloat
     """The divisor of the frequencies."""
     low_freq_factor: PositiveFloat | None = None
-    """`llama3`: frequencies with fewer turns than this in the original length are divided by the whole factor."""
+    """`llama3`: a frequency with fewer full turns than this value within `original_max_position_embeddings` positions
+    is divided by `factor`."""
     high_freq_factor: PositiveFloat | None = None
-    """`llama3`: frequencies with more turns than this in the original length are not changed."""
+    """`llama3`: a frequency with more full turns than this value within `original_max_position_embeddings` positions is
+    not changed."""
     original_max_position_embeddings: PositiveInt | None = None
-    """`llama3`: the original length, on which the model was trained first."""
+    """`llama3`: the sequence length on which the model was trained before its positions were scaled."""
 
     @model_validator(mode="after")
     def _check_keys_fit(self) -> RopeScaling:
