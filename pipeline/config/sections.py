@@ -223,8 +223,8 @@ class ParallelConfig(Section):
     """Sequence parallelism: outside the layers that tensor parallelism splits (in norms and the residual stream),
     tensor-parallel ranks split the sequence."""
     loss_parallel: bool = True
-    """Compute the loss on each tensor-parallel rank for the part of the vocabulary of this rank, so that logits are
-    never gathered."""
+    """Each tensor-parallel rank computes the loss for its own part of the vocabulary, so that logits are never
+    gathered."""
     reduce: Literal["auto", "step", "micro_batch"] = "auto"
     """When data-parallel ranks reduce gradients: once per `step`, or after each `micro_batch` (more traffic, but only a
     shard of the gradients is in memory). `auto`: per micro-batch with `zero` 2 or 3 and no pipeline, otherwise per
@@ -544,8 +544,8 @@ class RecoveryConfig(Section):
     or if the loss is a spike. After one more bad step, training returns to the last checkpoint and excludes the samples
     of the bad steps."""
     spike_deviations: PositiveFloat | None = Field(default=None, ge=3.0)
-    """With the value N, a loss is a spike if it is more than N standard deviations above the mean loss of the last 100
-    steps. null: no loss is a spike."""
+    """A loss counts as a spike if it exceeds the mean of the last 100 losses by more than this number of standard
+    deviations. null: no loss is a spike."""
 
 
 RENAMED_KEYS: Mapping[str, str] = {

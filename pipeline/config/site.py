@@ -210,8 +210,8 @@ class SiteConfig(Request):
     stripe: StripeConfig = StripeConfig()
     """How shards are striped on Lustre."""
     data_jobs: JobRequest = JobRequest()
-    """Options for the jobs of the stages `prepare`, `shard` and `publish`, which do not consist of ranks and by default
-    use no GPUs. These options override the options in `site`."""
+    """Options for the jobs of the stages `prepare`, `shard` and `publish`. By default, these jobs use no GPUs. These
+    options override the options in `site`."""
     python: AbsolutePath | None = None
     """Python interpreter on the nodes, or the directory of a conda or virtual environment. All packages that Sluice
     imports must be installed for this interpreter. null: the interpreter that submits the jobs."""

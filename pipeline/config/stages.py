@@ -105,9 +105,9 @@ class StageResources(Resources):
     """The resources of a distributed stage."""
 
     nodes: PositiveInt | NodeRange = 1
-    """Number of nodes, or a range `{min, max}`. With a range, the job gets as many nodes at each start as Slurm has
-    available, and uses as many of these as the layout and the global batch allow. Without Slurm, (largest number of
-    nodes) × `tasks_per_node` processes start on this machine."""
+    """Number of nodes, or a range `{min, max}`. With a range, the number may change at each start: the job gets as many
+    nodes as Slurm has available. It uses as many of these nodes as the layout and the global batch allow. Without
+    Slurm, (largest number of nodes) × `tasks_per_node` processes start on this machine."""
     tasks_per_node: PositiveInt = 1
     """Number of processes (ranks) per node."""
 
