@@ -95,7 +95,11 @@ def main() -> None:
         row += ["-"] * 3 if mode == "none" else [f"{statistics.median(stalls):.2f}", spread, f"{call_s:.3f}"]
         rows.append(row)
     header = ["mode", "median s per step", "median stall per save, s", "spread", "time in the call, s"]
-    note = f"About 300 MB of state, 2 ranks, a save every {SAVE_EVERY_STEPS} steps, {arguments.rounds} rounds."
+    note = (
+        f"About 300 MB of state, 2 ranks, a save every {SAVE_EVERY_STEPS} steps, {arguments.rounds} rounds. Stall: the "
+        "time that a save adds to the steps until the next save. Time in the call: the time until the call that saves "
+        "returns."
+    )
     write_table("checkpoint", "Stall of a checkpoint", note, header, rows)
 
 

@@ -207,7 +207,8 @@ def main() -> None:
     table.append(["all", str(len(rows)), *(f"{figure:.1f} %" for figure in figures)])
     note = (
         "Errors of the predicted tokens/s of one GPU, compared with published runs. Fitted without it: predicted with "
-        "constants that were fitted to all other sources, on the linear model of the fit to all sources. "
+        "constants that were fitted to all other sources. This second fit uses a linear approximation of the "
+        "prediction, around the constants of the fit to all sources. "
         "`python -m benchmarks.plan FILE.csv --write`; the file of runs is not part of this repository. "
         "docs/planning.md explains the rows with the largest errors."
     )

@@ -111,7 +111,11 @@ def write_agreement_table(steps: int) -> None:
         ["CPU time of the check, per step", f"{check_cpu_s * 1e5 / step_ms:.4f}%", f"{check_cpu_s * 1e6:.1f} µs", ""],
         ["step with a request (a stop or a save on demand)", f"{request_overhead:+.2%}", "", ""],
     ]  # fmt: skip
-    note = f"2 ranks, {steps} steps of {step_ms:.1f} ms, half of them with the check; spread over {PARTS} parts."
+    note = (
+        f"2 ranks, {steps} steps of {step_ms:.1f} ms. The check: each rank checks in each step whether a stop or a "
+        f"save was requested. About half of the steps include the check. Spread: the range over {PARTS} parts of the "
+        "run."
+    )
     write_table("agreement", "Cost of coordinated stopping", note, ["figure", "median", "spread", "target"], rows)
 
 

@@ -213,7 +213,10 @@ def main() -> None:
         data = make_run(folder, "data", 100, None, STEP_50_MS)
         overhead_rows = measure_overhead(folder, data, arguments.turn, arguments.pairs)
         rows = [*overhead_rows, *share_rows, *measure_profiled_steps(folder, data)]
-    note = f"Two ranks on Gloo, {arguments.pairs} pairs of turns of {arguments.turn:.0f} s. {arguments.note}"
+    note = (
+        f"Two ranks on Gloo. {arguments.pairs} pairs of measurements of {arguments.turn:.0f} s: one with followers, "
+        f"and one while the followers are suspended. {arguments.note}"
+    )
     write_table("seeing", "Cost of monitoring a run", note.strip(), ["figure", "result", "spread", "target"], rows)
 
 

@@ -93,7 +93,10 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [make_row(name, *pair_times, "" if name.startswith(" ") else "≤ 1.5") for name, pair_times in times.items()]
     header = ["figure (wall s)", "submit.py", "three bare sbatch", "ratio (median of pairs)", "spread", "target"]
-    note = f"{pairs} interleaved pairs of processes. All jobs are held. The chain has {CHAIN} jobs."
+    note = (
+        f"{pairs} interleaved pairs of measurements: the commands of a row, and three calls of sbatch without Sluice. "
+        f"All jobs are held. The chain has {CHAIN} jobs."
+    )
     write_table("submit", "Time to submit the chain", note, header, rows)
 
 
