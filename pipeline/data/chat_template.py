@@ -1,9 +1,9 @@
-"""Chat templates: a Jinja program, published with a tokenizer, that turns a dialogue into text.
+"""Render dialogues as text with a chat template, a Jinja program that is published with a tokenizer.
 
-A template runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox. It has the functions
-that transformers provides (`utils/chat_template_utils.py`), except the current time and others whose result changes:
-the same dialogue must always have the same text. A template may mark the assistant's answers with
-`{% generation %} … {% endgeneration %}`.
+A template runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox. It can use the functions
+that transformers provides (`utils/chat_template_utils.py`), except the current time and other functions with changing
+results. The reason is that the same dialogue must always have the same text. A template may mark the assistant's
+answers with `{% generation %} … {% endgeneration %}`.
 
 `prepare` writes the template and the special tokens to `chat.json` in the data folder (data_prep/records.py). This
 module needs neither torch nor tokenizers.
@@ -23,38 +23,47 @@ from pipeline.data.chat_template_worker import MARKS
 from pipeline.run.worker import WorkerDiedError, WorkerPool
 
 _MAX_PREFIXES_PER_REQUEST = 16
-"""The number of prefixes of a dialogue in one request. A request takes longer than most templates."""
+"""Maximum number of prefixes (first messages of a dialogue) that one request renders.
+
+Most templates need less time than the request itself, so one request renders several prefixes.
+"""
 _MAX_CHARACTERS_PER_REQUEST = 1 << 20
-"""The number of characters of messages in one request, summed over its prefixes; at least one prefix is rendered."""
+"""Maximum number of characters of messages in one request, summed over its prefixes. One prefix is always allowed."""
 _MAX_CPU_S = 60
-"""The processor time of one request, in seconds. Whether a template exceeds it, or the memory, depends on the machine.
-Therefore it makes the template unusable, instead of rejecting one dialogue."""
+"""Maximum processor time of one request, in seconds.
+
+Whether a template exceeds the limits of time and memory depends on the machine. Rejecting only the dialogue would give
+different shards on different machines. Therefore the whole template becomes unusable.
+"""
 _MAX_MEMORY = 1 << 31
-"""The memory of one request, in bytes."""
+"""Maximum memory of one request, in bytes."""
 _RENDERER = WorkerPool("pipeline.data.chat_template_worker", _MAX_CPU_S, _MAX_MEMORY)
 _TEMPLATES_DIR = Path(__file__).parent / "chat_templates"
-"""Templates for training, which mark answers; one for each family of models that a run can start from."""
+"""Templates that mark answers, for training: one for each family of models from which a run can start."""
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTemplateError(ValueError):
-    """A template failed on a dialogue. The message is that of the template, shortened."""
+    """Error for a dialogue that a template cannot render. The message is the shortened message of the template."""
 
 
 class UnusableTemplateError(ChatTemplateError):
-    """A template cannot be used for any dialogue: its text would change between calls, or it exceeds the limits."""
+    """Error for a template that cannot be used for any dialogue.
+
+    It is not a template, its text would change between calls, or it exceeds the limits of time and memory.
+    """
 
 
 class ChatTemplate:
-    """One chat template, ready to render dialogues."""
+    """A chat template that renders dialogues in a child process."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Store a template, which is compiled when it is first used.
+        """Store a template. It is compiled when it is first used.
 
         Args:
-            source: the text of the template.
-            tokens: the special tokens by the names that templates use, such as `eos_token`.
+            source: the Jinja program.
+            tokens: the texts of the special tokens, by the names that templates use, such as `eos_token`.
         """
         self._source = source
         self._tokens = dict(tokens)
@@ -62,16 +71,15 @@ class ChatTemplate:
         """Whether the template marks the assistant's answers."""
 
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> str:
-        """Return the text of a dialogue, with :data:`MARKS` around the parts that the template marks.
+        """Return the text of a dialogue. :data:`MARKS` enclose the parts in `{% generation %}`.
 
         Args:
             messages: the messages of the dialogue, each with `role` and `content`.
             add_generation_prompt: whether to end with the text that precedes an answer.
 
         Raises:
-            ChatTemplateError: the template fails on this dialogue.
-            UnusableTemplateError: the template fails on any dialogue: it is not a template, uses something that
-                templates may not use, or exceeds the limits.
+            ChatTemplateError: if the template fails on this dialogue.
+            UnusableTemplateError: if the template cannot be used for any dialogue.
         """
         (text,) = self.render_prefixes(messages, [(len(messages), add_generation_prompt)])
         return text
@@ -81,10 +89,11 @@ class ChatTemplate:
 
         Args:
             messages: the messages of the dialogue.
-            prefixes: for each text the number of messages and `add_generation_prompt`.
+            prefixes: for each text, the number of first messages to render and `add_generation_prompt`.
 
         Raises:
-            ChatTemplateError: as in `render`.
+            ChatTemplateError: if the template fails on a prefix.
+            UnusableTemplateError: if the template cannot be used for any dialogue.
         """
         texts: list[str] = []
         characters = 1 + sum(len(text) for message in messages for text in message.values())
@@ -94,11 +103,11 @@ class ChatTemplate:
         return texts
 
     def compile(self) -> None:
-        """Raise UnusableTemplateError if this is not a template, or uses something that templates may not use."""
+        """Raise UnusableTemplateError if the source is not a Jinja template or uses a filter that is not allowed."""
         self._request_texts([], [])
 
     def _request_texts(self, messages: Sequence[Mapping[str, str]], prefixes: Sequence[tuple[int, bool]]) -> list[str]:
-        """Render prefixes in one request to the child process."""
+        """Render prefixes in one request to the child process and return their texts. Raises as `render_prefixes`."""
         request = {"source": self._source, "tokens": self._tokens, "messages": [*messages], "prefixes": prefixes}
         try:
             answer = _RENDERER.request(request)
@@ -113,11 +122,14 @@ class ChatTemplate:
 
 
 def split_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return rendered text without its marks, and the character spans [start, end) that they enclosed."""
+    """Return rendered text without :data:`MARKS`, and the spans [start, end) of the characters that were marked.
+
+    The spans count characters of the returned text.
+    """
     plain = ""
     spans = []
-    for number, part in enumerate(re.split(f"[{''.join(MARKS)}]", text)):
-        is_marked = number % 2 == 1
+    for index, part in enumerate(re.split(f"[{''.join(MARKS)}]", text)):
+        is_marked = index % 2 == 1  # Opening and closing marks alternate.
         if is_marked and part:
             spans.append((len(plain), len(plain) + len(part)))
         plain += part
@@ -125,16 +137,17 @@ def split_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[str, str]]:
-    """Return a tokenizer's chat template, None if it has none, and its special tokens by name.
+    """Return a tokenizer's chat template (None if it has no template), and its special tokens by name.
 
     Args:
-        settings: the content of tokenizer_config.json.
+        settings: the parsed content of tokenizer_config.json.
         jinja: the content of chat_template.jinja in the same directory, which takes precedence; None without this file.
     """
     settings = settings if isinstance(settings, dict) else {}
     template = settings.get("chat_template")
-    if isinstance(template, list):  # a list of named templates
-        defaults = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+    if isinstance(template, list):
+        # The file has several named templates.
+        defaults = [named for named in template if isinstance(named, dict) and named.get("name") == "default"]
         template = defaults[0].get("template") if defaults else None
     if jinja is not None:
         template = jinja
@@ -142,11 +155,12 @@ def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[st
 
 
 def read_special_tokens(settings: Mapping[str, Any], mapping: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return a tokenizer's special tokens by name, such as `eos_token`, as transformers reads them.
+    """Return the texts of a tokenizer's special tokens by name, such as `eos_token`, as transformers reads them.
 
     Args:
-        settings: the content of tokenizer_config.json.
-        mapping: the content of special_tokens_map.json. It is used only if `settings` does not list the added tokens.
+        settings: the parsed content of tokenizer_config.json.
+        mapping: the parsed content of special_tokens_map.json. It is used only if `settings` does not list the added
+            tokens (`added_tokens_decoder`).
     """
     values = {**settings, **({} if "added_tokens_decoder" in settings else mapping or {})}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
@@ -154,12 +168,15 @@ def read_special_tokens(settings: Mapping[str, Any], mapping: Mapping[str, Any] 
 
 
 def uses_variable(template: str, name: str) -> bool:
-    """Return True if a template uses a variable outside of comments."""
+    """Return True if a template contains the name of a variable outside of comments."""
     return re.search(rf"\b{name}\b", _COMMENT.sub("", template)) is not None
 
 
 def allows_undefined(template: str, name: str) -> bool:
-    """Return True if a template tests whether a variable has a value, so that it also works without one."""
+    """Return True if a template tests whether a variable has a value, and therefore also works without this variable.
+
+    This is a search for usual forms of such tests, for example `if NAME` or `NAME is defined`.
+    """
     test = rf"\b(if|and|or|not)\s+{name}\b|\b{name}\s*(is\b|or\b|\|\s*d(efault)?\b)"
     return re.search(test, _COMMENT.sub("", template)) is not None
 
@@ -168,10 +185,10 @@ def load_template(name: Path) -> str:
     """Return the text of the template that `data.chat_template` names.
 
     Args:
-        name: a file, or the name of a template that is part of Sluice.
+        name: path of a file, or the name of a template that is part of Sluice.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: if the file cannot be read or is not UTF-8.
     """
     file = _TEMPLATES_DIR / f"{name}.jinja" if str(name) in CHAT_TEMPLATES else name
     try:

@@ -1,13 +1,14 @@
 """Render chat templates in a child process: `python -m pipeline.data.chat_template_worker`.
 
-A template is an untrusted program. Jinja's sandbox prevents access to files and to Python's internals. This module also
-prevents text that changes between calls, because shards that are made again must be identical:
+A template is an untrusted program. Jinja's sandbox prevents access to files and to Python's internals. In addition, a
+dialogue must always have the same text, because shards that are created again must be identical. This module therefore
+does not allow:
 
-- the filters `random` and `pprint`, the function `lipsum`, and any clock;
-- the text of functions and iterators, which contains a memory address;
+- the filters `random` and `pprint`, the function `lipsum`, and functions that return the time;
+- converting a function or an iterator to text, because this text contains a memory address;
 - sets, which have no order.
 
-The size of the text is limited here, processor time and memory in pipeline/run/worker.py.
+This module limits the size of the text. pipeline/run/worker.py limits processor time and memory.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from jinja2.utils import Cycler, Joiner
 from pipeline.run.worker import AnswerPart, serve_requests
 
 MARKS = ("\ufdd0", "\ufdd1")
-"""The characters before and after marked text. Unicode reserves them for internal use in programs."""
+"""The characters before and after text in `{% generation %}`. Unicode reserves them for internal use in programs."""
 MAX_CHARACTERS = 1 << 24
-"""The number of characters of the text of one dialogue. A dialogue with a longer text is rejected."""
+"""Maximum number of characters in the text of one dialogue. A dialogue with a longer text is rejected."""
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
@@ -42,31 +43,35 @@ _FUNCTIONS = (
     types.ClassMethodDescriptorType,
     BlockReference,
 )
+"""Types of functions and methods. Converted to text, these values contain a memory address."""
 _CHANGING_FILTERS = ("random", "pprint")
-"""`pprint` sorts values without an order by their memory addresses."""
+"""Filters with results that change between calls. `pprint` sorts values without an order by their memory addresses."""
 _CHANGING_FUNCTIONS = ("lipsum", "strftime_now", "now")
+"""Functions of Jinja and transformers with results that change between calls. They are undefined here."""
 _REMEDY = "set data.chat_template to a copy without it, or to a template that comes with Sluice"
 
 
 class _ChangingTextError(Exception):
-    """A template uses something whose text changes between calls."""
+    """Error for a template with a text that would change between calls. The message says which value is the reason."""
 
 
-class _NoText:
-    """A value that a template may use, but not write."""
+class _ValueWithoutText:
+    """A value that a template may use, but not convert to text."""
 
     def __repr__(self) -> str:
+        """Raise _ChangingTextError, because the template converts this value to text."""
         raise _ChangingTextError(
             "it writes a function or an iterator, whose text is an address in memory and changes between processes: "
             "call the function, or add |list after the iterator"
         )
 
     def __format__(self, specification: str) -> str:
+        """Raise _ChangingTextError."""
         return repr(self)
 
 
-class _Function(_NoText):
-    """A function or method."""
+class _Function(_ValueWithoutText):
+    """A function or method that a template can call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -75,8 +80,8 @@ class _Function(_NoText):
         return self._function(*arguments, **options)
 
 
-class _Iterator(_NoText):
-    """The result of a filter such as `map`."""
+class _Iterator(_ValueWithoutText):
+    """An iterator, such as the result of the filter `map`."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -88,33 +93,34 @@ class _Iterator(_NoText):
         return next(self._iterator)
 
 
-class _Cycler(_NoText, Cycler):
-    """Jinja's `cycler`, without a text."""
+class _Cycler(_ValueWithoutText, Cycler):
+    """Jinja's `cycler`, which cannot be converted to text."""
 
 
-class _Joiner(_NoText, Joiner):
-    """Jinja's `joiner`, without a text."""
+class _Joiner(_ValueWithoutText, Joiner):
+    """Jinja's `joiner`, which cannot be converted to text."""
 
 
 def _wrap_value(value: Any) -> Any:
-    """Return a value, wrapped if its text would contain a memory address.
+    """Return a value that a template computed, wrapped if its text would contain a memory address.
 
     Raises:
-        _ChangingTextError: the value is a set.
+        _ChangingTextError: if the value is a set.
     """
     if isinstance(value, set | frozenset):
         raise _ChangingTextError("it makes a set, which has no order: use a list")
     if isinstance(value, _FUNCTIONS):
         return _Function(value)
-    if isinstance(value, Iterator) and not isinstance(value, LoopContext | _NoText):
+    if isinstance(value, Iterator) and not isinstance(value, LoopContext | _ValueWithoutText):
         return _Iterator(value)
     return value
 
 
 class _Undefined(Undefined):
-    """An undefined variable. A template may test whether a variable is defined."""
+    """An undefined variable. A template may only test whether the variable is defined; any other use is an error."""
 
     def _fail_with_undefined_error(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise _ChangingTextError for a function that this module removed, otherwise Jinja's error."""
         if self._undefined_name in _CHANGING_FUNCTIONS:
             raise _ChangingTextError(
                 f"it calls {self._undefined_name}, which is not available because the text would change between calls: "
@@ -124,24 +130,29 @@ class _Undefined(Undefined):
 
 
 class _Generation(Extension):
-    """The tag `{% generation %} … {% endgeneration %}`."""
+    """The tag `{% generation %} … {% endgeneration %}`, which puts :data:`MARKS` around the assistant's answers."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
+        """Return the node of a tag and its body."""
+        line_number = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_add_marks"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_add_marks"), [], [], body).set_lineno(line_number)
 
     def _add_marks(self, caller: Callable[[], str]) -> str:
+        """Return the text of the tag's body, which `caller` renders, between marks."""
         return f"{MARKS[0]}{caller()}{MARKS[1]}"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which the text of a template cannot change between calls."""
+    """Jinja's sandbox, in which the text of a template cannot change between calls.
+
+    Each value that a template computes by an attribute, an index, a call, a filter or `-` passes `_wrap_value`.
+    """
 
     intercepted_binops = frozenset(["-"])
-    """The difference of the keys of two dictionaries is a set, so results of `-` are checked."""
+    """Operators for which Jinja calls `call_binop`. The difference of the keys of two dictionaries is a set."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -161,6 +172,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         return _wrap_value(super().getitem(obj, argument))
 
+    # The underscores, which Jinja also uses, keep these parameters apart from the names in `options`.
     def call(__self, __context: Any, __obj: Any, *arguments: Any, **options: Any) -> Any:
         return _wrap_value(super().call(__context, __obj, *arguments, **options))
 
@@ -169,9 +181,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _wrap_filter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter whose results are wrapped by `_wrap_value`."""
+    """Return a filter that calls `function` and passes the result to `_wrap_value`."""
 
-    @wraps(function)  # also copies the attribute by which Jinja knows whether to pass the context or the environment
+    # `wraps` also copies the attribute that tells Jinja whether to pass the context or the environment.
+    @wraps(function)
     def apply_filter(*arguments: Any, **options: Any) -> Any:
         return _wrap_value(function(*arguments, **options))
 
@@ -184,6 +197,7 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _raise_exception(message: Any) -> None:
+    """Raise TemplateError: the function `raise_exception` that transformers provides to templates."""
     raise TemplateError(str(message))
 
 
@@ -192,8 +206,8 @@ def _compile(source: str) -> Template:
     """Compile a template.
 
     Raises:
-        jinja2.TemplateError: the source is not a template.
-        _ChangingTextError: it uses a filter whose text changes between calls.
+        jinja2.TemplateError: if `source` is not a template.
+        _ChangingTextError: if the template uses one of `_CHANGING_FILTERS`.
     """
     environment = _Environment()
     for node in environment.parse(source).find_all(nodes.Filter):
@@ -205,10 +219,11 @@ def _compile(source: str) -> Template:
 
 
 def _render(template: Template, values: Mapping[str, Any]) -> str:
-    """Return the text of a template.
+    """Render a template with `values` and return the text.
 
     Raises:
-        TemplateError: the text is too long, or cannot be encoded as UTF-8.
+        jinja2.TemplateError: if the template fails, or the text is too long or cannot be encoded as UTF-8.
+        _ChangingTextError: if the text would change between calls.
     """
     parts = []
     length = 0
@@ -226,10 +241,10 @@ def _render(template: Template, values: Mapping[str, Any]) -> str:
 
 
 def _answer_request(request: Mapping[str, Any]) -> Iterable[AnswerPart]:
-    """Yield the answer to a request of `ChatTemplate`.
+    """Yield the answer to a request of `ChatTemplate`, as one dictionary.
 
-    Its only key is `texts` (the texts of the prefixes), `failed` (a message about this dialogue) or `unusable` (a
-    message about the template).
+    The dictionary has exactly one key: `texts` (the texts of the prefixes), `failed` (a message about this dialogue) or
+    `unusable` (a message about the template).
     """
     answer: dict[str, Any]
     is_compiled = False
@@ -246,7 +261,7 @@ def _answer_request(request: Mapping[str, Any]) -> Iterable[AnswerPart]:
         answer = {"unusable": str(error)}
     except MemoryError:
         answer = {"unusable": "it needs too much memory for one dialogue (the limit is 2 GiB)"}
-    except Exception as error:  # a template is an untrusted program and may raise anything
+    except Exception as error:  # A template is an untrusted program and may raise any exception.
         answer = {"failed" if is_compiled else "unusable": shorten(str(error), 200)}
     yield AnswerPart(answer)
 

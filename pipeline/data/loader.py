@@ -36,53 +36,58 @@ _DEVICE_TYPES = {torch.uint16: torch.int64, torch.uint32: torch.int64}
 
 
 class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
-    """Iterate over this rank's batches on `device`, where tokens are int64.
+    """Iterate over this rank's batches on `device`, with tokens as int64.
 
-    A background thread reads ahead of the consumer into host memory (page-locked on CUDA). It uses numpy only: a torch
-    operation would start an OpenMP pool in this thread.
+    A background thread reads batches into host memory (page-locked on CUDA) before they are needed. The thread uses
+    numpy only, because a torch operation would start an OpenMP pool in this thread. The consumer is the thread that
+    iterates over the loader.
 
-    The thread hands over blocks of batches, because waking the consumer costs more than reading a small batch. The
-    first block has one batch, and each further block has twice as many, up to `BLOCK_BYTES`. Up to `DEPTH` blocks are
-    read ahead, or more if the consumer would need less than `AHEAD_S` for them, because a read from shared storage may
-    take seconds.
+    The background thread hands over blocks of batches, because waking the consumer costs more than reading a small
+    batch. The first block has one batch. Each further block has twice as many, up to `BLOCK_BYTES`. At least `DEPTH`
+    blocks are read ahead. More blocks are read ahead if the consumer needs less than `AHEAD_S` for them, because a read
+    from shared storage may take seconds.
 
-    The consumer copies each batch to the device and converts its tokens there. An error of the reader is raised by
-    `next` in place of the failed block. Iteration ends when a finite sampler ends. Use the loader as a context manager,
+    The consumer copies each batch to the device and converts the tokens there. If reading fails, `next` raises the
+    error in place of the failed block. Iteration ends when a finite sampler ends. Use the loader as a context manager,
     or call :meth:`close`.
 
     Args:
         dataset: the samples.
-        sampler: the sample indices of each batch, of shape (B,), or (2, B) with positions in the order.
+        sampler: yields the sample indices of each batch, shape (B,), or (2, B) with positions in the order.
         device: device to which batches are copied.
     """
 
     DEPTH = 2
     """Number of blocks that are always read ahead."""
     BLOCK_BYTES = 1 << 20
-    """Handing over a block of this size is cheap compared with reading it, and it fits into a core's cache."""
+    """Maximum size of a block that has more than one batch.
+
+    Handing over a block of this size is cheap compared with reading it, and the block fits into the cache of a core.
+    """
     AHEAD_S = 10.0
-    """The loader reads as many batches ahead as the consumer needs in this time."""
+    """The loader reads as many batches ahead as the consumer needs in this time, in seconds."""
     AHEAD_BYTES = 1 << 28
     """Maximum size of the batches that are read ahead beyond `DEPTH` blocks."""
 
     def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
         self.data_wait_s = 0.0
-        """Seconds that the consumer waited for the last batch to be read."""
+        """Seconds that the last call of `next` waited until its batch had been read."""
         self._dataset = dataset
         self._indices = iter(sampler)
         self._device = device
         self._block: list[Batch] = []  # remaining batches of the current block, last batch first
+        # Blocks from the background thread. An exception takes the place of a block and is the last item.
         self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
         self._block_size = 1  # number of batches in the next block
         self._changed = threading.Condition()  # protects the attributes below and is notified when they change
         self._waiting_blocks = 0  # blocks that were read, but not taken by the consumer
         self._waiting_batches = 0  # batches in these blocks
         self._target_ahead = 0.0  # number of batches to read ahead, computed from the consumer's speed
-        self._max_ahead = 0
-        self._last_taken_time = 0.0
-        self._last_taken_batches = 0
+        self._max_ahead = 0  # maximum number of batches to read ahead beyond `DEPTH` blocks
+        self._last_taken_time = 0.0  # when the consumer took its last block, in seconds of `time.perf_counter`
+        self._last_taken_batches = 0  # number of batches in this block
         self._is_closed = False
-        self._end: BaseException | None = None  # the exception that ended the reading
+        self._end: BaseException | None = None  # the exception that the thread handed over as its last item
         # A daemon thread does not keep the process alive if the trainer fails without calling close().
         self._thread = device_thread(self._read_ahead, "sluice-batches")
         self._thread.start()
@@ -91,14 +96,18 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         self.data_wait_s = 0.0
         if not self._block:
             self._take_block()
-        # On CUDA torch's host allocator keeps the page-locked buffer until the copy has finished.
+        # The copy to CUDA is asynchronous. torch's host allocator keeps the page-locked buffer until the copy is done.
         return {
             name: array.to(self._device, non_blocking=True).to(_DEVICE_TYPES.get(array.dtype, array.dtype))
             for name, array in self._block.pop().items()
         }
 
     def _take_block(self) -> None:
-        """Take the next block from the thread. Raises the exception that ended the reading."""
+        """Take the next block from the background thread.
+
+        Raises StopIteration after :meth:`close` or when the sampler has ended, otherwise the exception with which
+        reading failed.
+        """
         if self._is_closed:
             raise StopIteration
         start = time.perf_counter()
@@ -126,11 +135,12 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         self._block = []
         self._thread.join()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exception_info: object) -> None:
+        """Close the loader."""
         self.close()
 
     def _read_ahead(self) -> None:
-        """Read blocks while they are needed, until the sampler ends (runs in the thread)."""
+        """Read blocks until the sampler ends, reading fails or the loader is closed. Runs in the background thread."""
         has_more = True
         while has_more:
             with self._changed:
@@ -140,9 +150,9 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
             has_more = self._read_block()
 
     def _read_block(self) -> bool:
-        """Read a block and hand it over; if reading fails or ends, hand over the exception.
+        """Read a block and hand it over to the consumer. Return False if there are no further blocks.
 
-        Return False if this was the last block.
+        If reading fails or the sampler has ended, hand over the exception instead and return False.
         """
         try:
             batch_indices = list(islice(self._indices, self._block_size))
@@ -152,7 +162,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         except BaseException as error:
             self._ready.put(error)
             return False
-        # A small batch costs at least its Python objects.
+        # Even a small batch needs memory for its Python objects, so at least 1 KiB is counted.
         batch_bytes = max(1024, sum(array.nbytes for array in block[0].values()))
         with self._changed:
             self._waiting_blocks += 1
@@ -167,7 +177,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         return self._waiting_blocks < self.DEPTH or self._waiting_batches < min(self._target_ahead, self._max_ahead)
 
     def _read_batches(self, batch_indices: list[Int64Array]) -> list[Batch]:
-        """Read several batches at once, in the types of the files. Return them in reverse order."""
+        """Read several batches at once and return them in reverse order, in the types of the files."""
         sizes = [indices.shape[-1] for indices in batch_indices]
         host = self._dataset.allocate_batch(sum(sizes), pin=self._device.type == "cuda")
         out = {name: array.numpy() for name, array in host.items()}

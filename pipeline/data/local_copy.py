@@ -1,13 +1,15 @@
 """Copy the training data to a local disk of each node (`site.local_disk`) while training runs.
 
 Training starts with the files on shared storage. On each node, the first rank copies one file after another. A copy
-gets its name when it is complete and has the hash of the manifest. Every rank of the node looks for new copies once per
-second and reads them from then on. If copying fails, an event reports it and training continues with the originals.
+gets its final name when it is complete and has the hash of the manifest. Once per second, every rank of the node looks
+for new copies. From then on, the rank reads the copies instead of the originals. If copying fails, an event reports the
+error and training continues with the originals.
 
-    DISK/sluice-KEY/users          lock file: every rank holds a shared lock; only an unlocked folder is removed
-    DISK/sluice-KEY/SHA256-START   copy of a file from byte START on; the file has a hole before it, so offsets stay
+    DISK/sluice-KEY/users          lock file; every rank holds a shared lock, and only an unlocked folder is removed
+    DISK/sluice-KEY/SHA256-START   copy of the bytes of a file from START on, with a hole before START, so that the
+                                   offsets in the manifest remain valid
 
-KEY is random for each start, so copies of a killed job are never read. The next run on the node removes them.
+KEY is random for each start, so copies of a killed job are never read. The next run on the node removes such copies.
 """
 
 from __future__ import annotations
@@ -32,23 +34,27 @@ from pipeline.data.samples import MappedDataset
 from pipeline.run.events import Event, LocalCopy
 
 _CHUNK_BYTES = 1 << 22
+"""Bytes that are read and written at a time. After each chunk, the thread checks whether it must stop."""
 MIN_FREE_FRACTION = 0.05
-"""Fraction of the disk that stays free."""
+"""Fraction of the local disk that stays free."""
 
 
 class LocalCopies(AbstractContextManager["LocalCopies"]):
-    """Make `dataset` read local copies of its files, in a background thread, until the context ends.
+    """Make `dataset` read local copies of its files as soon as they exist, until the context ends.
+
+    A background thread copies the files on one rank of the node, and looks for new copies on the other ranks.
 
     Args:
         dataset: the training samples.
-        data_dir: folder to which relative paths refer.
-        disk: a folder on a local disk, which may contain environment variables; None: do nothing.
+        data_dir: folder to which relative paths in the manifest refer.
+        disk: path of a folder on a local disk, which may contain environment variables; None: make no copies.
         key: random text, the same on all ranks of this start.
-        write_event: function that writes an event with the result. It is given to the rank of a node that copies the
-            files, and None to the others.
+        write_event: function that writes an event with the result, on the rank of a node that copies the files; None on
+            the other ranks.
     """
 
     poll_interval_s = 1.0
+    """Seconds between two searches for new copies."""
 
     def __init__(
         self,
@@ -64,27 +70,33 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         self._folder = self._disk / f"sluice-{key}"
         self._write_event = write_event
         self._pending: dict[str, list[int]] = {}
-        """Name of a copy that does not exist yet → indices of the dataset's entries that it replaces."""
+        """By file name of each copy that the dataset does not read yet: the indices of the entries to replace."""
         for number, entry in enumerate(dataset.entries):
             self._pending.setdefault(_copy_name(entry), []).append(number)
-        # Each copy needs a file descriptor, even if it is a part of a file.
+        # Each copy needs a file descriptor, even if several copies are parts of one file. Half of the limit remains for
+        # the originals and for other files.
         max_copies = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        too_many = list(self._pending)[max_copies:]
-        for name in too_many:
+        omitted_names = list(self._pending)[max_copies:]
+        for name in omitted_names:
             del self._pending[name]
-        self._too_many_files_by = len(too_many) or None
+        self._too_many_files_by = len(omitted_names) or None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sluice-local-copies", daemon=True)
         if disk is not None:
             self._thread.start()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *exception_info: object) -> None:
+        """Stop the thread, and remove the copies if no other rank uses them."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        users = None
+        """Copy files or look for copies, then wait until the context ends. Runs in the background thread.
+
+        An error ends the copying. The rank that copies writes an event with the error.
+        """
+        lock = None
         try:
             if not self._disk.is_absolute() or not self._disk.is_dir():
                 raise FileNotFoundError("this folder does not exist on this node (site.local_disk)")
@@ -93,7 +105,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
                     "data.local_disk_in_memory",
                     "this folder is in main memory, which training needs: set site.local_disk to a folder on a disk",
                 )
-            users = _lock_shared(self._folder)
+            lock = _lock_shared(self._folder)
             if self._write_event is not None:
                 self._remove_abandoned_folders()
                 self._write_event(self._copy_files())
@@ -106,25 +118,26 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
                     LocalCopy(stage="train", host=socket.gethostname(), disk=str(self._disk), error=str(error))
                 )
         self._closed.wait()
-        if users is not None:
-            os.close(users)
+        if lock is not None:
+            os.close(lock)
             _remove_unused(self._folder)
 
     def _remove_abandoned_folders(self) -> None:
-        """Remove the copies of runs that were killed."""
-        for other in self._disk.glob("sluice-*"):
-            if other != self._folder and not self._closed.is_set():
-                _remove_unused(other)
+        """Remove copies that killed runs have left on the disk."""
+        for folder in self._disk.glob("sluice-*"):
+            if folder != self._folder and not self._closed.is_set():
+                _remove_unused(folder)
 
     def _use_copy(self, name: str) -> None:
-        """Make the dataset read a finished copy."""
+        """Make the dataset read the complete copy `name`; do nothing if it already does or if `name` is no copy."""
         for number in self._pending.pop(name, ()):
             self._dataset.remap_file(number, self._folder / name)
 
     def _copy_files(self) -> LocalCopy:
-        """Copy each file for which there is space, and return the event that reports it.
+        """Copy each file for which the disk has space, and return an event with the result.
 
-        Raises OSError if a file does not have its hash.
+        Raises OSError if a file cannot be copied or its hash differs from the manifest, and InterruptedError if the
+        context ends.
         """
         start_time = time.monotonic()
         copied_bytes = 0
@@ -154,10 +167,10 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         )
 
     def _copy_range(self, source: Path, target: Path, start: int, end: int) -> str:
-        """Copy bytes [start, end) of a file and return their sha256. Raises InterruptedError when this is closed."""
+        """Copy bytes [start, end) of a file and return their sha256. Raises InterruptedError if the context ends."""
         digest = hashlib.sha256()
         with open(source, "rb", buffering=0) as read, open(target, "wb") as write:
-            write.seek(read.seek(start))  # leaves a hole before the part, so that its offsets stay
+            write.seek(read.seek(start))  # The copy gets a hole before `start`, so that offsets remain valid.
             while chunk := read.read(min(_CHUNK_BYTES, end - read.tell())):
                 if self._closed.is_set():
                     raise InterruptedError
@@ -167,34 +180,34 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
 
 
 def _copy_name(entry: ShardEntry | SampleFile) -> str:
-    """Return the file name of an entry's copy. Entries with the same name have the same content."""
+    """Return the file name of the copy of an entry. Entries with the same result have the same content."""
     return f"{entry.sha256}-{entry.part[0] if entry.part else 0}"
 
 
 def _lock_shared(folder: Path) -> int:
-    """Create the folder if needed and lock it for use; return the descriptor of the lock.
+    """Create a folder of copies if needed, take a shared lock, and return the file descriptor of the lock.
 
     Raises UserError if the folder belongs to another user.
     """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process has just removed the folder
+        with suppress(FileNotFoundError):  # Another process has just removed the folder.
             check_own_folder(folder)
-            users = open_lock_file(folder / "users")
-            try_flock(users, fcntl.LOCK_SH)
-            # check that another process has not removed or replaced the file before this process locked it
+            lock = open_lock_file(folder / "users")
+            try_flock(lock, fcntl.LOCK_SH)
+            # Another process may have removed or replaced the file before this process locked it.
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(users), (folder / "users").stat()):
-                    return users
-            os.close(users)
+                if os.path.samestat(os.fstat(lock), (folder / "users").stat()):
+                    return lock
+            os.close(lock)
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder of copies, unless a process uses it or the lock file belongs to another user."""
+    """Remove a folder of copies, unless a process uses the folder or its lock file cannot be opened."""
     with suppress(OSError):
-        users = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
+        lock = os.open(folder / "users", os.O_RDWR | os.O_NOFOLLOW)
         try:
-            if try_flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if try_flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
-            os.close(users)
+            os.close(lock)

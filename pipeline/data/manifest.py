@@ -1,11 +1,11 @@
-"""The manifest of a run's data: data_prep writes it, and training reads it.
+"""The manifest of a run's data. data_prep writes the manifest, and training reads it.
 
     data_dir/manifest.json       all shards in the order of their work units (:class:`Manifest`), or all files of
                                  samples (:class:`SampleManifest`)
-    data_dir/shards/…            the shards of tokens that the manifest names
+    data_dir/shards/…            the shards of tokens that the manifest lists
 
 The manifest is written after the files that it describes. A crash may leave files without a manifest, but never a
-manifest without its files. Login nodes also read it, so this module imports neither numpy nor h5py.
+manifest without its files. Login nodes also read manifests, so this module imports neither numpy nor h5py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.config.types import Section
 FORMAT_VERSION = 1
 """Version of the format of shards and manifests."""
 ORDER_VERSION = 1
-"""Version of the order of tokens: work units in order, and the files of a unit by their number."""
+"""Version of the order of the tokens: the work units in order, and in each unit the shards by their number."""
 RERUN_SHARD_HINT = f"run the shard stage again, e.g. `{format_command('resume', 'RUN')}`"
 RUN_PREPARE_HINT = (
     f"run the prepare stage first: `python -m pipeline prepare RUN`, or `{format_command('resume', 'RUN')}` for all "
@@ -32,10 +32,12 @@ RUN_PREPARE_HINT = (
 PREPARE_FILE = "prepare.json"
 """The last file that the prepare stage writes."""
 CHAT_FILE = "chat.json"
-"""The chat template and its special tokens, written by prepare (data_prep/records.py)."""
+"""File with the chat template and its special tokens, written by prepare (data_prep/records.py)."""
 SHARDS_DIR = "shards"
-MASK_LEARNED, MASK_DOCUMENT_START = 1, 2
-"""Bits of a shard's `mask`: the token contributes to the loss (1); the token begins a document (2)."""
+MASK_LEARNED = 1
+"""Bit of a shard's `mask`: the token contributes to the loss."""
+MASK_DOCUMENT_START = 2
+"""Bit of a shard's `mask`: the token begins a document."""
 
 
 class FileEntry(Section):
@@ -44,15 +46,21 @@ class FileEntry(Section):
     size: int
     sha256: str
     part: tuple[int, int] | None = None
-    """The bytes [start, end) that the hash covers; null: the whole file. Tasks and ranks share large files by parts."""
+    """The bytes [start, end) of the file that the hash covers; null: the whole file.
+
+    Large files are split into parts, so that several array tasks and ranks can hash one file.
+    """
 
     @classmethod
     def from_path(cls, path: Path) -> FileEntry:
-        """Describe the file at `path`."""
+        """Return an entry with the size and the hash of the file at `path`."""
         return FileEntry(size=path.stat().st_size, sha256=sha256_file(path))
 
     def find_problem(self, path: Path, hashes: bool = True) -> str | None:
-        """Return how `path` differs from this entry in size or, with `hashes`, in content; None if it does not."""
+        """Return text that says how `path` differs from this entry; None if there is no difference.
+
+        The file may be missing or have another size. If `hashes`, the content is also compared, by its hash.
+        """
         try:
             size = path.stat().st_size
         except FileNotFoundError:
@@ -64,29 +72,29 @@ class FileEntry(Section):
 
 
 NOT_MAPPABLE = -1
-"""Offset of an array that is stored in chunks and cannot be mapped. The shard stage unpacks it."""
+"""Offset of an array that is stored in chunks and cannot be memory-mapped. The shard stage unpacks such arrays."""
 
 
 class ArrayEntry(Section):
-    """One HDF5 dataset of a file."""
+    """An array in a file, such as an HDF5 dataset."""
 
     offset: int
     """Byte at which the array's data starts in the file, or :data:`NOT_MAPPABLE`."""
     dtype: str
-    """Name of the type, little-endian."""
+    """numpy's name of the type. Values are little-endian."""
     shape: tuple[int, ...]
     """The first dimension counts samples or tokens."""
 
 
 class DataFile(FileEntry):
-    """One file that training reads."""
+    """A file, or a part of a file, that training reads."""
 
     file: str
-    """Path relative to the data folder, or the absolute path of a user's file, which is used in place."""
+    """Path relative to the data folder, or the absolute path of a user's file, which is read where it is."""
 
     @property
     def name(self) -> str:
-        """Path of the file and, for a part of a file, its first byte."""
+        """Name of this entry: the path of the file and, for a part of a file, the first byte."""
         return self.file if self.part is None else f"{self.file} from byte {self.part[0]}"
 
     @property
@@ -100,10 +108,12 @@ class DataFile(FileEntry):
         return "restore the file, or start a new run on the current data" if self.is_user_file else RERUN_SHARD_HINT
 
     def check(self, data_dir: Path, hashes: bool) -> None:
-        """Compare the file with this entry: its size and, with `hashes`, its sha256, which reads all of it.
+        """Raise InputError if the file is missing or its size or, if `hashes`, its sha256 differs from this entry.
 
-        Raises InputError with the file, the difference and the remedy. The quick check of the shard stage compares
-        sizes only. A caller that finds a damaged shard must therefore rename it, so that it is written again.
+        The message has the file, the difference and the remedy. With `hashes`, the whole file or part is read.
+
+        The quick check of the shard stage compares sizes only. A caller that finds a damaged shard must therefore
+        rename the shard, so that the shard stage writes it again.
         """
         if problem := self.find_problem(data_dir / self.file, hashes):
             raise InputError("data.damaged_file", f"{problem}: {self.remedy}")
@@ -112,8 +122,8 @@ class DataFile(FileEntry):
 class ShardEntry(DataFile):
     """One HDF5 shard, or a range of a user's token file (data_prep/tokens_folder.py).
 
-    A document counts in the file in which it starts. `documents` and `bytes` therefore add up to the totals even if a
-    document continues in the next file.
+    A document is counted in the file in which it starts. `documents` and `bytes` therefore add up to the totals even if
+    a document continues in the next file.
     """
 
     tokens: int
@@ -121,16 +131,17 @@ class ShardEntry(DataFile):
     documents: int
     """Documents that start in this file."""
     bytes: int
-    """UTF-8 bytes of the texts of these documents, without end-of-text tokens. With a mask, only learned text counts.
+    """UTF-8 bytes of the texts of these documents, without end-of-text tokens.
 
-    0 for training data in a user's file, whose bytes are not counted.
+    If there is a mask, only learned text is counted. For training data in a user's file, the bytes are not counted, and
+    this field is 0.
     """
     offset: int
-    """Byte at which the tokens start in the file: map `tokens` items of `dtype` from there."""
+    """Byte at which the tokens start in the file. `tokens` values of the type `dtype` follow."""
     dtype: str
     """`uint16` or `uint32`, little-endian."""
     mask_offset: int | None = None
-    """Byte at which the mask starts in the file, one byte per token; null: all tokens are learned."""
+    """Byte at which the mask starts in the file. The mask has one byte per token. null: all tokens are learned."""
 
     @property
     def arrays(self) -> dict[str, ArrayEntry]:
@@ -142,24 +153,24 @@ class ShardEntry(DataFile):
 
 
 class KeyedManifest(Section):
-    """A manifest of generated files."""
+    """A manifest of generated files, with a key that says from what they were generated."""
 
     key: str
-    """Hash of everything from which the files were generated."""
+    """Hash of the inputs and the config from which the files were generated."""
 
 
 class MixturePart(Section):
-    """One source of a mixture and its number of files."""
+    """A source of a mixture and the number of its shards."""
 
     name: str
     train: int
-    """Number of its entries in the manifest's `train`."""
+    """Number of entries of this source in `Manifest.train`."""
     held_out: int
-    """Number of its entries in the manifest's `held_out`."""
+    """Number of entries of this source in `Manifest.held_out`."""
 
 
 class Manifest(KeyedManifest):
-    """`manifest.json`: all shards of a run, in unit order."""
+    """`manifest.json`: all shards of a run, in the order of their work units."""
 
     format_version: int = FORMAT_VERSION
     order_version: int = ORDER_VERSION
@@ -171,17 +182,17 @@ class Manifest(KeyedManifest):
     """Special tokens before each document and prompt. Empty in data of older versions or with a chat template."""
     dtype: str
     documents: int
-    """Documents with text, held-out ones included."""
+    """Number of documents with text, including held-out documents."""
     held_out_documents: int
     rejected_documents: int
     filtered_documents: int = 0
-    """Documents that `data.filter` excluded."""
+    """Number of documents that `data.filter` excluded."""
     duplicate_documents: int = 0
-    """Documents that `data.deduplicate` excluded."""
+    """Number of documents that `data.deduplicate` excluded."""
     long_documents: int = 0
-    """Prompts and dialogues with more tokens than `data.sequence_length`."""
+    """Number of prompts and dialogues with more tokens than `data.sequence_length`."""
     long_dialogues: str = ""
-    """How long documents were treated: the value of `data.long_dialogues`."""
+    """Value of `data.long_dialogues`, which says what was done with the long documents."""
     train_tokens: int
     held_out_tokens: int
     train_bytes: int
@@ -189,12 +200,15 @@ class Manifest(KeyedManifest):
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
     stripe: str = ""
-    """Options of the `lfs setstripe` that striped the folder of the shards; empty if it is not on Lustre."""
+    """Options with which `lfs setstripe` striped the folder of the shards; empty if the folder is not on Lustre."""
     parts: tuple[MixturePart, ...] = ()
     """The sources of a mixture, in the order of their shards; empty if there is one source."""
 
     def __str__(self) -> str:
-        """Return a summary: `731 documents, 3,448,616 + 33,321 held-out tokens`, and the number of unused documents."""
+        """Return a summary: `731 documents, 3,448,616 + 33,321 held-out tokens`, then the numbers of other documents.
+
+        These are rejected, filtered and duplicate documents, and documents that are longer than a sample.
+        """
         summary = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
         unused = {
             f"rejected ({'data/*' if self.parts else 'data'}/rejected.jsonl)": self.rejected_documents,
@@ -207,7 +221,7 @@ class Manifest(KeyedManifest):
         return summary
 
     def count_training_samples(self, length: int) -> int:
-        """Return the number of training samples of `length` tokens (defined in pipeline/data/samples.py)."""
+        """Return the number of training samples of `length` tokens (see `TokenDataset` in pipeline/data/samples.py)."""
         return sum((shard.tokens - 1) // length for shard in self.train)
 
 
@@ -216,48 +230,50 @@ SPLIT_SEED = 0
 
 
 class SampleFile(DataFile):
-    """One HDF5 file of samples, by its absolute path."""
+    """An HDF5 file of samples."""
 
     mtime_ns: int
+    """Modification time in nanoseconds since the epoch."""
     samples: int
+    """Number of samples in the file."""
     arrays: dict[str, ArrayEntry]
     sha256: str = ""
-    """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read it."""
+    """SHA-256 of the file, as 64 hex digits; empty until the shard stage has read the file."""
     unpacked: str = ""
-    """Hash of the entry of the user's file from which this file was unpacked; empty if it was not unpacked."""
+    """Hash of the manifest entry of the user's file from which this file was unpacked; empty for a user's file."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether an array must be unpacked before training can map it."""
+        """Whether the file has an array that must be unpacked before training can map it."""
         return any(array.offset == NOT_MAPPABLE for array in self.arrays.values())
 
 
 class SampleManifest(KeyedManifest):
-    """Files of samples.
+    """A manifest of files of samples.
 
-    The prepare stage writes a manifest of all files, without hashes. Each task of the shard stage writes one of the
-    files that it hashed. `manifest.json` has all files with their hashes.
+    The prepare stage writes a manifest of all files, without hashes. Each array task of the shard stage writes a
+    manifest of the files that it has hashed. `manifest.json` lists all files with their hashes.
     """
 
     train: tuple[SampleFile, ...]
     held_out_samples: int = 0
 
     def __str__(self) -> str:
-        """Return a summary: `9,000 + 1,000 held-out samples`."""
+        """Return a summary of training and held-out samples: `9,000 + 1,000 held-out samples`."""
         return f"{self.count_training_samples(0):,} + {self.held_out_samples:,} held-out samples"
 
     @property
     def samples(self) -> int:
-        """Number of all samples, held-out ones included."""
+        """Number of all samples, including held-out samples."""
         return sum(entry.samples for entry in self.train)
 
     def count_training_samples(self, length: int) -> int:
-        """Return the number of training samples. `length` is ignored; it is used for text."""
+        """Return the number of training samples. `length` is ignored; only :class:`Manifest` uses it."""
         return self.samples - self.held_out_samples
 
     @property
     def held_out(self) -> tuple[SampleFile, ...]:
-        """The files that contain held-out samples: all files, if any sample is held out."""
+        """All files if any sample is held out, because held-out samples are spread over all files; otherwise ()."""
         return self.train if self.held_out_samples else ()
 
 
@@ -310,18 +326,24 @@ def read_manifest_file(path: Path, kind: type[T], remedy: str = RERUN_SHARD_HINT
 
 
 def load_manifest(data_dir: Path) -> Manifest:
-    """Return the manifest of all shards. Raises InputError if it is missing or damaged."""
+    """Return the manifest of all shards. Raises InputError if the manifest is missing or damaged."""
     return read_manifest_file(data_dir / "manifest.json", Manifest)
 
 
 def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManifest:
-    """Return the manifest that the shard stage wrote for this config. Raises InputError if it is missing or damaged."""
+    """Return the manifest that the shard stage wrote for `config`: of shards, or of files of samples.
+
+    Raises InputError if the manifest is missing or damaged.
+    """
     kind: type[Manifest | SampleManifest] = Manifest if config.model.target is None else SampleManifest
     return read_manifest_file(data_dir / "manifest.json", kind)
 
 
 def count_training_steps(config: Config, data_dir: Path) -> int | None:
-    """Return the optimizer steps of the whole run; None if `train.epochs` is set and there are no shards yet."""
+    """Return the number of optimizer steps of the whole run.
+
+    If `train.epochs` is set, the number depends on the manifest. Return None if the manifest is missing or damaged.
+    """
     train = config.train
     if train.epochs is None:
         return train.steps
@@ -333,7 +355,10 @@ def count_training_steps(config: Config, data_dir: Path) -> int | None:
 
 
 def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
-    """Return the amount of data read after `step` steps: `, 819,200 tokens, 0.24 epochs`; "" without shards."""
+    """Return the amount of data read after `step` steps: `, 819,200 tokens, 0.24 epochs`; "" without a manifest.
+
+    For files of samples, the text has the number of samples instead of tokens.
+    """
     samples = step * config.train.global_batch
     length = config.data.sequence_length
     try:
@@ -345,7 +370,7 @@ def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
 
 
 def format_training_length(config: Config, data_dir: Path) -> str:
-    """Return the length of the run: `200 steps`, or `2 epochs (480 steps)`."""
+    """Return the length of the run as text: `200 steps`, or `2 epochs (480 steps)` if `train.epochs` is set."""
     steps = count_training_steps(config, data_dir)
     epochs = config.train.epochs
     if epochs is None:

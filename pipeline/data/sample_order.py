@@ -1,10 +1,12 @@
 """The order of the training samples, as a pure function of the seed and of a sample's number.
 
-Most loaders call `randperm(n)` once per epoch and store a position in it. This permutation needs memory in proportion
-to the data, and the position is only valid for one layout of ranks and workers. Here, any rank of any layout can
-compute any part of the order. One integer, the number of samples consumed, is therefore the whole state.
+Most loaders call `randperm(n)` once per epoch and store a position in this permutation. The permutation needs memory in
+proportion to the number of samples, and the position is only valid for one layout of ranks and workers. Here, any rank
+of any layout can compute any part of the order. One integer, the number of samples consumed, is therefore the whole
+state.
 
-Sample number s is the s-th sample that the whole run consumes, counted from 0 over all ranks and epochs. The sections:
+Sample number s is the s-th sample that the whole run consumes, counted from 0 over all ranks and epochs. This module
+has three sections:
 
 1. `permute`, `compute_indices`: sample number to dataset index, for one source.
 2. `Mixture`: sample number to dataset index, for several sources with weights.
@@ -32,7 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 ORDER_VERSION = 1
-"""Version of the order, saved in the manifest of each checkpoint. Increase it if any result of this module changes."""
+"""Version of the order, saved in the manifest of each checkpoint. It must change if a result of this module changes."""
 
 # -- one source ----------------------------------------------------------------------------------------------
 #
@@ -40,21 +42,23 @@ ORDER_VERSION = 1
 #
 # - A Feistel network splits a number into two halves. Each round replaces (left, right) by (right, left XOR f(right)).
 #   Every round can be undone for any f, so the network permutes all numbers of 2h bits. If f is keyed and looks random,
-#   the permutation looks random as well: Luby and Rackoff, "How to construct pseudorandom permutations from
+#   the permutation also looks random: Luby and Rackoff, "How to construct pseudorandom permutations from
 #   pseudorandom functions", SIAM J. Comput. 17 (1988).
-# - Cycle walking restricts it to [0, n): the network is applied again until the result is below n. Results stay
-#   distinct: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. The network's domain is the
-#   smallest even number of bits that can represent n - 1. It has at most 4n numbers, so a walk takes at most 4 rounds
-#   of the network on average.
+# - Cycle walking restricts the permutation to [0, n): the network is applied again until the result is below n. Results
+#   stay distinct: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. The network permutes the
+#   numbers of 2h bits, where 2h is the smallest even number of bits that can represent n - 1. These are at most 4n
+#   numbers, so the network is applied at most 4 times on average.
 #
-# f is the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) of the half plus a round key. Round keys are the
-# SHA-256 of (seed, epoch, round). The aim is good mixing, not secrecy.
+# f(right) is the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), applied to the sum of `right` and a
+# round key. The round keys are the first 8 bytes of the SHA-256 of seed, epoch and round. The aim is good mixing, not
+# secrecy.
 
-_ROUNDS = 12  # With fewer rounds the order of very small datasets (n below about 10) is visibly uneven.
+_ROUNDS = 12
+"""Number of rounds. With fewer rounds, the order of very small datasets (n below about 10) is visibly uneven."""
 
 
 def permute(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
-    """Return the dataset indices at `positions` of the order of an epoch.
+    """Return the dataset indices at these positions of an epoch.
 
     For a fixed (seed, epoch, n) this is a bijection of [0, n). Time and memory depend on the number of positions only.
 
@@ -91,7 +95,7 @@ def _compute_round_keys(seed: int, epoch: int) -> UInt64Array:
 
 
 def _apply_feistel(values: UInt64Array, keys: UInt64Array, half_bits: int) -> UInt64Array:
-    """Apply a balanced Feistel network to each number: a permutation of the numbers of 2 * half_bits bits."""
+    """Apply a balanced Feistel network to each number. It permutes the numbers of 2 * half_bits bits."""
     shift = np.uint64(half_bits)
     mask = np.uint64(2**half_bits - 1)
     left = values >> shift
@@ -102,7 +106,7 @@ def _apply_feistel(values: UInt64Array, keys: UInt64Array, half_bits: int) -> UI
 
 
 def _mix_bits(z: UInt64Array) -> UInt64Array:
-    """Apply the finalizer of splitmix64, modulo 2**64: each input bit affects each output bit."""
+    """Apply the finalizer of splitmix64, modulo 2**64. Each input bit affects each output bit."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -111,8 +115,8 @@ def _mix_bits(z: UInt64Array) -> UInt64Array:
 def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
     """Return the dataset indices of sample numbers: `permute(seed, s // n)[s % n]` for each s.
 
-    If an epoch ends with a partial batch, the first samples of the next epoch fill it. Batches never drop or repeat a
-    sample of an epoch, and a global batch may be larger than n.
+    If an epoch ends with a partial batch, the first samples of the next epoch fill this batch. No sample of an epoch is
+    dropped or repeated, and a global batch may be larger than n.
 
     Args:
         seed: seed of the order.
@@ -141,7 +145,7 @@ def compute_index_range(seed: int, start: int, count: int, n: int) -> Int64Array
 # -- several sources -----------------------------------------------------------------------------------------
 
 WEIGHT_SCALE = 1 << 20
-"""Sum of the integer weights. Products with sample numbers below 2**41 stay exact."""
+"""Sum of the integer weights. For sample numbers below 2**41, products with weights fit into 64 bits and are exact."""
 
 
 class Mixture:
@@ -153,8 +157,9 @@ class Mixture:
     one sample per level. All arithmetic is on integers, with weights rounded to multiples of 1 / `WEIGHT_SCALE`. The
     counts before any s are computed directly, without a scan.
 
-    *Which sample of the source?* Its j-th sample is `permute(source seed, j // n)[j % n]`. The source seed depends on
-    the run's seed and on the source's name. Each source therefore has separate epochs and an independent order.
+    *Which sample of the source?* The j-th sample of a source with n samples is `permute(source seed, j // n)[j % n]`.
+    The source seed depends on the run's seed and on the source's name. Each source therefore has separate epochs and an
+    independent order.
 
     If the weights change at a step, the counts of all earlier steps stay, and the new weights apply to later samples.
 
@@ -163,8 +168,8 @@ class Mixture:
     Args:
         seed: seed of the run.
         sizes: number of training samples of each source.
-        weights: weights of the sources, and the steps from which they apply.
-        global_batch: samples per optimizer step. It converts steps to sample numbers.
+        weights: weights of the sources, and the steps from which each set of weights applies.
+        global_batch: samples per optimizer step, to convert steps to sample numbers.
         excluded_ranges: as for `GlobalOrderSampler`. Steps count only samples that are not excluded.
 
     Raises UserError if a source with a weight above 0 has no sample.
@@ -182,15 +187,17 @@ class Mixture:
         self.weights = weights
         self._seeds = [int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) for name in sizes]
         self._first_indices = np.cumsum([0, *sizes.values()])
-        self._phase_starts: list[int] = []  # first sample number to which each set of weights applies
-        self._phase_shares: list[list[int]] = []  # integer weights of each source in each phase
+        # A phase is the range of samples to which one set of weights applies.
+        self._phase_starts: list[int] = []  # first sample number of each phase
+        self._phase_shares: list[list[int]] = []  # for each phase, the integer weight of each source
+        # For each phase, the number of samples that each source contributes before the phase.
         self._counts_before_phase: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
         for phase in weights.weights:
-            if empty := [name for name, size in sizes.items() if not size and phase.weights[name]]:
+            if empty_sources := [name for name, size in sizes.items() if not size and phase.weights[name]]:
                 raise UserError(
                     "data.empty_source",
-                    f"data.mixture: source {empty[0]} has no training sample, but its weight is not 0: add data to it "
-                    "or set its weight to 0",
+                    f"data.mixture: source {empty_sources[0]} has no training sample, but its weight is not 0: add "
+                    "data to it or set its weight to 0",
                 )
             start = skip_excluded((phase.from_step - 1) * global_batch, excluded_ranges)
             if self._phase_starts:
@@ -198,10 +205,11 @@ class Mixture:
             total = sum(phase.weights.values())
             scaled = [phase.weights[name] / total * WEIGHT_SCALE for name in sizes]
             self._phase_starts.append(start)
+            # A weight above 0 must not be rounded to 0.
             self._phase_shares.append([max(round(share), int(share > 0)) for share in scaled])
 
     def count_by_source(self, samples: Int64Array) -> Int64Array:
-        """Return how many of the first s samples each source contributes, for each s in `samples`.
+        """Return how many of the first s samples come from each source, for each s in `samples`.
 
         Args:
             samples: int64, shape (n,).
@@ -211,7 +219,16 @@ class Mixture:
         return self._count_with_offset(samples, 0)
 
     def _count_with_offset(self, samples: Int64Array, offset: int) -> Int64Array:
-        """Return the counts of the first s + `offset` samples, with the weights that apply to sample s."""
+        """Return how many of the first s + `offset` samples come from each source, for each s in `samples`.
+
+        The weights are those that apply to sample s, even if s + `offset` is the start of the next phase.
+
+        Args:
+            samples: int64, shape (n,).
+            offset: 0 or 1.
+
+        Returns: int64, shape (sources, n).
+        """
         phases = np.searchsorted(self._phase_starts, samples, side="right") - 1
         counts = np.empty((len(self.sizes), len(samples)), np.int64)
         for phase in np.unique(phases).tolist():
@@ -237,17 +254,17 @@ class Mixture:
         return indices.reshape(samples.shape)
 
     def count_epochs(self, samples: int) -> dict[str, float]:
-        """Return how many times each source has been read after `samples` samples of the run."""
+        """Return how many epochs of each source have been read after `samples` samples of the run, by source name."""
         counts = self.count_by_source(np.array([samples]))[:, 0].tolist()
         return {name: count / max(1, self.sizes[name]) for name, count in zip(self.sizes, counts, strict=True)}
 
 
 def _split_by_shares(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
-    """Return how many of the first s samples each source contributes, for constant integer weights.
+    """Return how many of the first s samples come from each source, for constant weights and each s in `samples`.
 
     Args:
         samples: int64 of any shape.
-        shares: weight of each source.
+        shares: integer weight of each source.
 
     Returns: int64, shape (sources, *samples.shape).
     """
@@ -262,7 +279,7 @@ def _split_by_shares(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
 
 
 def format_epochs(epochs: Mapping[str, float]) -> str:
-    """Format the result of :meth:`Mixture.count_epochs`, such as `web 1.50, code 0.25`."""
+    """Return the result of :meth:`Mixture.count_epochs` as text, such as `web 1.50, code 0.25`."""
     return ", ".join(f"{name} {count:.2f}" for name, count in epochs.items())
 
 
@@ -275,24 +292,28 @@ def build_mixture(
         return None
     length = config.data.sequence_length
     sizes: dict[str, int] = {}
-    first = 0
+    first_shard = 0
     for part in manifest.parts:
-        shards = manifest.train[first : first + part.train]
+        shards = manifest.train[first_shard : first_shard + part.train]
         sizes[part.name] = sum((shard.tokens - 1) // length for shard in shards)
-        first += part.train
+        first_shard += part.train
     return Mixture(config.run.seed, sizes, weights, config.train.global_batch, excluded_ranges)
 
 
 # -- the samples of a rank -----------------------------------------------------------------------------------
 
-_SAMPLES_AHEAD = 4096  # Sample numbers are computed in groups of this size, which amortizes numpy's cost per call.
+_SAMPLES_PER_GROUP = 4096
+"""Indices are computed for groups of about this many samples, because each call of numpy has a fixed cost."""
 
 
 class IndexedDataset(Dataset[dict[str, Any]]):
     """Interface of a dataset for `GlobalOrderSampler`."""
 
     lengths: Callable[[Int64Array], Int64Array] | None = None
-    """Function that returns the lengths of samples (int64, the shape of the indices); None if all are equally long."""
+    """Function that returns the lengths of samples, given their indices: int64, the shape of the indices.
+
+    None if all samples have the same length.
+    """
     needs_positions = False
     """Whether reading a sample also requires its position in the order of the run."""
 
@@ -305,20 +326,20 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     """Yield the sample indices that this rank reads in each optimizer step, without end.
 
     Step k of the run reads the sample numbers [k * G, (k + 1) * G), with G = `global_batch`. Rank r of W reads the
-    positions [r * G / W, (r + 1) * G / W) of them. The layout therefore only splits a batch: the samples of all ranks
-    together are always the same global batch.
+    positions [r * G / W, (r + 1) * G / W) of this global batch. The layout therefore only splits the batch. The ranks
+    together always read the same samples.
 
     Each item is an int64 array of dataset indices, of shape (G / W,). If the dataset needs positions, the shape is
     (2, G / W): indices, then positions in the order. If the dataset has lengths, the samples of a global batch are
     assigned to ranks so that the sums of their lengths are balanced (`assign_to_ranks`).
 
-    A new epoch starts without a call of `set_epoch`, which has no effect.
+    The sampler continues with the next epoch without a call of `set_epoch`. This method has no effect.
 
     Args:
         dataset: the samples.
         global_batch: G, the number of samples of an optimizer step over all ranks.
         seed: seed of the order, for data of one source.
-        samples_consumed: number of the first sample.
+        samples_consumed: number of samples that the run has already consumed.
         excluded_ranges: (position, count) ranges of the order to skip (pipeline/resilience/guard.py).
         num_replicas: data-parallel size; None: that of the default process group.
         rank: data-parallel rank; None: that of the default process group.
@@ -354,15 +375,19 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         self.order = order or partial(compute_indices, seed, n=self._size)
 
     def __len__(self) -> int:
-        """Return the optimizer steps of one epoch, ceil(n / G). Iteration continues with the next epoch."""
+        """Return the number of optimizer steps of one epoch, ceil(n / G). Iteration does not end after an epoch."""
         return -(-self._size // self.global_batch)
 
     def __iter__(self) -> Iterator[Int64Array]:
+        """Yield the sample indices of each optimizer step after `samples_consumed`."""
         # If samples have lengths, each rank computes the whole global batch and then selects its share.
-        local = self.global_batch // (1 if self.lengths else self.num_replicas)
-        steps = max(1, min(_SAMPLES_AHEAD // local, len(self)))  # at most one epoch at a time
-        first = self.samples_consumed + (0 if self.lengths else self.rank * local)
-        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(local, dtype=np.int64)
+        samples_per_step = self.global_batch // (1 if self.lengths else self.num_replicas)
+        steps = max(1, min(_SAMPLES_PER_GROUP // samples_per_step, len(self)))  # At most one epoch per group.
+        first = self.samples_consumed + (0 if self.lengths else self.rank * samples_per_step)
+        # Positions relative to `first`, one row per step.
+        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(
+            samples_per_step, dtype=np.int64
+        )
         while True:
             positions = first + offsets
             for start, count in self.excluded_ranges:
@@ -375,11 +400,11 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
 
 
 def skip_excluded(consumed: int, excluded_ranges: Iterable[tuple[int, int]]) -> int:
-    """Return the position in the order of the next sample after `consumed` samples.
+    """Return the position in the order of the next sample, after `consumed` samples have been consumed.
 
     Args:
-        consumed: number of samples consumed.
-        excluded_ranges: (position, count) ranges that were skipped, sorted and disjoint.
+        consumed: number of samples consumed, without excluded samples.
+        excluded_ranges: (position, count) ranges of the order to skip, sorted and disjoint.
     """
     position = consumed
     for start, count in excluded_ranges:
@@ -392,15 +417,16 @@ def assign_to_ranks(lengths: Int64Array, ranks: int) -> Int64Array:
     """Assign the positions of a global batch to ranks so that the sums of their lengths are balanced.
 
     This is "longest processing time first" (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math.
-    17 (1969)), but all ranks get the same number of samples. From the longest sample to the shortest, each sample goes
-    to the rank with the smallest sum that is not full yet. Ties go to the lower rank. Because ranks can be full, the
-    largest sum may exceed that of contiguous ranges of positions. In this case the contiguous ranges are used.
+    17 (1969)), but all ranks get the same number of samples. From the longest sample to the shortest, each sample is
+    assigned to a rank that has fewer samples than its share. Of these ranks, the rank with the smallest sum is chosen,
+    and among equal sums the lowest rank. Because the number of samples per rank is fixed, the largest sum may exceed
+    the largest sum of contiguous ranges of positions. In this case the contiguous ranges are used.
 
     Args:
         lengths: lengths of the samples of a global batch, int64 of shape (G,).
         ranks: number of ranks.
 
-    Returns: positions, int64, shape (ranks, G / ranks), the longest sample of each rank first.
+    Returns: positions in the global batch, int64, shape (ranks, G / ranks). Each row starts with the longest sample.
     """
     samples_per_rank = len(lengths) // ranks
     order = np.argsort(-lengths, kind="stable")

@@ -1,10 +1,11 @@
-"""Datasets: samples in files that are mapped into memory.
+"""Datasets of samples in memory-mapped files.
 
     TokenDataset    samples of text, from shards of tokens
     SampleDataset   samples of the user's arrays, optionally transformed
 
-A contiguous HDF5 dataset is a plain array at a known offset, so it is mapped without HDF5 and opened once per process.
-A whole batch is located at once and copied row by row into its buffer (measured in `benchmarks/results/loader.md`).
+A contiguous HDF5 dataset is a plain array at a known offset in its file. It is therefore mapped without HDF5, and each
+process opens the file only once. The file and row of all samples of a batch are computed at once. Then the samples are
+copied one by one into the buffer of the batch (measured in `benchmarks/results/loader.md`).
 
 A file must not be truncated while it is mapped, because the operating system then kills the reader with SIGBUS. Shards
 are therefore renamed into place and never changed. Each mapped file needs a file descriptor (`ulimit -n`).
@@ -32,12 +33,15 @@ from pipeline.data.sample_order import IndexedDataset, Int64Array, permute
 Arrays = dict[str, Any]
 """numpy arrays by name, of shape (B, …)."""
 Transform = Callable[[Arrays, Generator | None], Arrays]
-"""Function that computes a sample from its arrays in the file (pipeline/config/user_model.py)."""
+"""Function that computes a sample from its arrays in the file (pipeline/config/user_model.py).
+
+The second argument is a random generator, or None if the sample must not be random.
+"""
 _TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
 def map_whole_file(path: Path) -> mmap.mmap:
-    """Map all bytes of a file."""
+    """Return a read-only memory map of a whole file."""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -45,19 +49,19 @@ def map_whole_file(path: Path) -> mmap.mmap:
 def map_arrays(
     entry: ShardEntry | SampleFile, path: Path, map_file: Callable[[Path], mmap.mmap] = map_whole_file
 ) -> dict[str, np.ndarray]:
-    """Map the arrays of an entry in the file `path`.
+    """Return the arrays that a manifest entry describes, by name, as views of the memory-mapped file `path`.
 
     Args:
-        entry: the entry of the manifest.
-        path: the file.
-        map_file: function that maps a file. It may cache, because a large file has many entries.
+        entry: the entry of the manifest, with offset, type and shape of each array.
+        path: the file, which may be a copy of the one that the entry names.
+        map_file: function that maps a file. It may return the same map for several entries of a large file.
 
-    Raises InputError with the file if it is missing or too short.
+    Raises InputError with the path if the file is missing or too short.
     """
     try:
-        file = map_file(path)
+        mapped_file = map_file(path)
         return {
-            name: np.frombuffer(file, array.dtype, math.prod(array.shape), array.offset).reshape(array.shape)
+            name: np.frombuffer(mapped_file, array.dtype, math.prod(array.shape), array.offset).reshape(array.shape)
             for name, array in entry.arrays.items()
         }
     except (OSError, ValueError) as error:
@@ -73,7 +77,7 @@ See NPY_BEGIN_THREADS_THRESHOLDED in numpy/core/include/numpy/ndarraytypes.h. `t
 
 
 def _select_row(array: np.ndarray, row: int) -> np.ndarray:
-    """Return a row: a view if it is long; if it is short, a copy that was made without holding the GIL."""
+    """Return a row of `array`: a view if the row is long, otherwise a copy that is made without holding the GIL."""
     selected: np.ndarray = array[row] if array[:1].size > _MAX_COPIED_WITH_GIL else array[row : row + 1].take(0, axis=0)
     return selected
 
@@ -81,11 +85,11 @@ def _select_row(array: np.ndarray, row: int) -> np.ndarray:
 class MappedDataset(IndexedDataset):
     """Samples of several files with the same arrays. Each file is opened once and stays mapped.
 
-    A sample is a dict of arrays. Samples are numbered through the files in order.
+    A sample is a dict of arrays. The samples of all files are numbered consecutively, in the order of `entries`.
 
     Args:
-        entries: the files, or parts of them.
-        data_dir: folder to which relative paths refer.
+        entries: manifest entries, each of a file or of a part of a file.
+        data_dir: folder to which relative paths in the entries refer.
 
     Raises InputError as `map_arrays` does.
     """
@@ -96,16 +100,22 @@ class MappedDataset(IndexedDataset):
         files = [self._map_samples(entry, data_dir / entry.file, map_file) for entry in entries]
         # Files may differ in the type of their tokens. A batch has the widest of these types.
         self._dtypes = {name: np.result_type(*{arrays[name].dtype for arrays in files}) for name in files[0]}
-        self._examples = files[0]  # arrays with the shapes of a sample
+        self._examples = files[0]  # An array without its first dimension has the shape of a sample.
         self._arrays = {name: [arrays[name] for arrays in files] for name in files[0]}
         self._first_samples = np.cumsum([0] + [len(next(iter(arrays.values()))) for arrays in files])
 
     def _map_samples(self, entry: ShardEntry | SampleFile, *location: Any) -> Arrays:
-        """Map the arrays of an entry, with samples along the first dimension. `location` is passed to `map_arrays`."""
+        """Map the arrays of an entry, with samples along the first dimension.
+
+        `location` has the further arguments of `map_arrays`: the path and, optionally, the function that maps a file.
+        """
         return map_arrays(entry, *location)
 
     def remap_file(self, number: int, path: Path) -> None:
-        """Read entry `number` from the file `path` from now on. Other threads may read at the same time."""
+        """Read the samples of entry `number` from the file `path` from now on.
+
+        Other threads may read samples during this call.
+        """
         for name, array in self._map_samples(self.entries[number], path).items():
             self._arrays[name][number] = array
 
@@ -114,14 +124,18 @@ class MappedDataset(IndexedDataset):
         return int(self._first_samples[-1])
 
     def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, Tensor]:
-        """Return uninitialized host memory for `rows` samples in the files' types, page-locked if `pin`."""
+        """Return uninitialized host tensors for `rows` samples, in the types of the files; page-locked if `pin`."""
         return {
             name: torch.empty((rows, *array.shape[1:]), dtype=getattr(torch, self._dtypes[name].name), pin_memory=pin)
             for name, array in self._examples.items()
         }
 
     def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
-        """Return the samples `indices` (int64, shape (B,)) in the files' types, written to `out` if given.
+        """Return samples in the types of the files, with samples along the first dimension.
+
+        Args:
+            indices: numbers of the samples, int64, shape (B,).
+            out: arrays to which the samples are written; None: new arrays.
 
         Raises IndexError if an index is outside [0, len(self)).
         """
@@ -130,22 +144,25 @@ class MappedDataset(IndexedDataset):
                 name: np.empty((len(indices), *example.shape[1:]), self._dtypes[name])
                 for name, example in self._examples.items()
             }
-        rows_of_files = self._locate(indices)
-        # The lookup is vectorized, but rows are copied one by one. A shuffled batch has few rows of each file, so this
-        # takes a half to a third of the time of one index operation per file.
+        locations = self._locate(indices)
+        # Rows are copied one by one. A shuffled batch has few rows of each file, so these copies take a half to a third
+        # of the time of one numpy index operation per file.
         for name, rows in out.items():
             arrays = self._arrays[name]
             if rows[:1].size > _MAX_COPIED_WITH_GIL:
-                for i, (file, row) in enumerate(rows_of_files):
+                for i, (file, row) in enumerate(locations):
                     rows[i] = arrays[file][row]
             else:
-                for i, (file, row) in enumerate(rows_of_files):
+                for i, (file, row) in enumerate(locations):
                     # `take` copies the whole array if it is not contiguous, so it is called on a slice of one row.
                     rows[i] = arrays[file][row : row + 1].take(0, axis=0)
         return out
 
     def _locate(self, indices: Int64Array) -> list[tuple[int, int]]:
-        """Return file and row of each sample."""
+        """Return the location of each sample: the index of its entry, and the row in the arrays of this entry.
+
+        Raises IndexError if an index is outside [0, len(self)).
+        """
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()} to {indices.max()} are out of range: there are {len(self)}")
         numbers = self._row_numbers(indices)
@@ -153,16 +170,17 @@ class MappedDataset(IndexedDataset):
         return list(zip(files.tolist(), (numbers - self._first_samples[files]).tolist(), strict=True))
 
     def _row_numbers(self, indices: Int64Array) -> Int64Array:
-        """Return the row numbers of samples, counted through all files: int64, the shape of `indices`."""
+        """Return the row number of each sample, counted over all files: int64, the shape of `indices`."""
         return indices
 
 
 class TokenDataset(MappedDataset):
-    """Samples of text: `tokens` and, if the shards have one, `mask`, both of shape (B, T + 1), T = `sequence_length`.
+    """Samples of text: `tokens` and, if the shards have a mask, `mask`. Both have the shape (B, T + 1).
 
-    The first T tokens of a sample are inputs, the last T are targets. Sample j of a shard has the tokens
-    [j*T, j*T + T]. Neighbouring samples share one token, so each token except the first of a shard is a target once. A
-    shard of n tokens has (n - 1) // T samples. Samples never cross shards: the last (n - 1) % T tokens are dropped.
+    T is `sequence_length`. The first T tokens of a sample are inputs, the last T are targets. Sample j of a shard has
+    the tokens from j*T to j*T + T, inclusive. Neighbouring samples share one token, so each token of a sample except
+    the first token of a shard is a target exactly once. A shard of n tokens has (n - 1) // T samples. Samples never
+    cross shards. Therefore the last (n - 1) % T tokens of a shard are dropped.
 
     Raises InputError if a shard is missing, too short or of an unknown type, and UserError if there is no sample.
     """
@@ -180,7 +198,7 @@ class TokenDataset(MappedDataset):
         super().__init__(usable, data_dir)
 
     def _map_samples(self, entry: ShardEntry | SampleFile, *location: Any) -> Arrays:
-        # A view of shape (samples, T + 1) of the shard's bytes; rows overlap by one token.
+        # Each result is a view of the shard's bytes, of shape (samples, T + 1). Neighbouring rows share one token.
         windows = partial(np.lib.stride_tricks.sliding_window_view, window_shape=self._length + 1)
         return {name: windows(array)[:: self._length] for name, array in map_arrays(entry, *location).items()}
 
@@ -188,17 +206,17 @@ class TokenDataset(MappedDataset):
 class SampleDataset(MappedDataset):
     """Samples of the user's arrays: one row of each array, optionally transformed.
 
-    Training and held-out samples are two ranges of one fixed permutation of the rows, so no list of them is needed.
-    data_prep/samples_folder.py explains why.
+    Training and held-out samples are two ranges of one fixed permutation of the rows. This way no list of the held-out
+    samples is needed (see data_prep/samples_folder.py).
 
     Args:
-        manifest: the files.
-        data_dir: folder to which relative paths refer.
+        manifest: describes the files.
+        data_dir: folder to which relative paths in the manifest refer.
         held_out: whether to read the held-out samples instead of the training samples.
         transform: the user's function that computes a sample from its arrays; None: samples are the arrays.
         seed: seed of the transform's random numbers. They also depend on the sample's position in the order of the run.
 
-    Raises UserError if the transform does not return the same arrays, shapes and types for all samples.
+    Raises UserError if the transform does not return a dict of the expected arrays for the first sample.
     """
 
     def __init__(
@@ -215,10 +233,10 @@ class SampleDataset(MappedDataset):
         self._seed = seed
         self.needs_positions = transform is not None and not held_out
         if transform is not None:
-            first = self._apply_transform(transform, 0, 0, None, index=0)
-            self._examples = {name: np.asarray(array)[None] for name, array in first.items()}
+            first_sample = self._apply_transform(transform, 0, 0, None, index=0)
+            self._examples = {name: np.asarray(array)[None] for name, array in first_sample.items()}
             self._dtypes = {name: array.dtype for name, array in self._examples.items()}
-            self._check_arrays(first, 0, manifest.train[0].arrays)
+            self._check_arrays(first_sample, 0, manifest.train[0].arrays)
         self._total_samples = manifest.samples
         training_samples = manifest.samples - manifest.held_out_samples
         self._range = range(training_samples, self._total_samples) if held_out else range(training_samples)
@@ -226,6 +244,7 @@ class SampleDataset(MappedDataset):
             self.lengths = self._read_lengths
 
     def __len__(self) -> int:
+        """Return the number of training samples, or of held-out samples."""
         return len(self._range)
 
     @property
@@ -236,7 +255,12 @@ class SampleDataset(MappedDataset):
     def read(self, indices: Int64Array, out: Arrays | None = None) -> Arrays:
         """Return samples as :meth:`MappedDataset.read` does, transformed if there is a transform.
 
-        Raises UserError if the transform returns other arrays than for the first sample.
+        Args:
+            indices: numbers of the samples, int64, shape (B,). If `needs_positions`, the shape is (2, B): numbers of
+                the samples, then their positions in the order of the run.
+            out: arrays to which the samples are written; None: new arrays.
+
+        Raises UserError if the names, shapes or types of the transformed arrays differ from those of the first sample.
         """
         if self._transform is None:
             return super().read(indices, out)
@@ -254,10 +278,19 @@ class SampleDataset(MappedDataset):
     def _apply_transform(
         self, transform: Transform, file: int, row: int, position: int | None, *, index: int
     ) -> Arrays:
-        """Return a transformed sample. `position` is its position in the order of the run; None: no random numbers."""
+        """Return a transformed sample.
+
+        Args:
+            transform: the user's function.
+            file: index of the entry that contains the sample.
+            row: row of the sample in the arrays of this entry.
+            position: position of the sample in the order of the run; None: the transform gets no random generator.
+            index: number of the sample, for error messages.
+        """
         generator = None
         if position is not None:
-            # Each sample has a separate key (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+            # Each sample has its own key, and so its own sequence of random numbers (Salmon et al., "Parallel random
+            # numbers: as easy as 1, 2, 3", SC 2011).
             generator = Generator(Philox(key=np.array([self._seed % 2**64, position], np.uint64)))
         sample = transform({name: _select_row(arrays[file], row) for name, arrays in self._arrays.items()}, generator)
         if not isinstance(sample, dict):
@@ -268,7 +301,10 @@ class SampleDataset(MappedDataset):
         return sample
 
     def _check_arrays(self, sample: Arrays, index: int, names: Iterable[str]) -> None:
-        """Raise UserError if a transformed sample has other arrays than the first one."""
+        """Raise UserError if a transformed sample does not have the arrays `names`, or differs from the first sample.
+
+        Samples may differ in the values of their arrays only. Their types must be types that torch supports.
+        """
         shapes = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in sample.items()}
         dtypes = {dtype for _, dtype in shapes.values()}
         if shapes.keys() != set(names) or shapes != self.shapes or not dtypes <= _TORCH_TYPES:
@@ -280,9 +316,10 @@ class SampleDataset(MappedDataset):
             )
 
     def _read_lengths(self, indices: Int64Array) -> Int64Array:
+        """Return the lengths of samples, which the user's files contain: int64, the shape of `indices`."""
         lengths = self._arrays[LENGTHS_ARRAY]
         return np.array([_select_row(lengths[file], row) for file, row in self._locate(indices)], dtype=np.int64)
 
     def _row_numbers(self, indices: Int64Array) -> Int64Array:
-        # Epoch -1, because the training order uses the epochs from 0 on.
+        # The order of training uses the epochs from 0 on, so epoch -1 gives a different permutation.
         return permute(SPLIT_SEED, -1, indices + self._range.start, self._total_samples)

@@ -1,11 +1,12 @@
-"""Special tokens: which tokens a tokenizer adds to a text, and which token ends an answer of a dialogue.
+"""Determine which tokens a tokenizer adds to a text, and which token ends an answer of a dialogue.
 
 Training, evaluation tasks, `generate` and `export` all use this module, so that prompts have the same form as the
 training data.
 
 The post-processor in `tokenizer.json` defines the added tokens: a beginning-of-sequence token (Llama, Mistral), none
-(Qwen), or one before and one after the text (BERT). transformers adds them to every text that it encodes with the
-default `add_special_tokens=True`. It adds none to a rendered chat template, which contains its own special tokens.
+(Qwen), or one before and one after the text (BERT). transformers adds these tokens to every text that it encodes with
+the default `add_special_tokens=True`. It does not add them to a rendered chat template, which already contains special
+tokens.
 """
 
 from __future__ import annotations
@@ -22,33 +23,38 @@ from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, split_m
 _ROLES = ("user", "assistant")
 _QUESTIONS = ("sluicequestionone", "sluicequestiontwo")
 _ANSWERS = ("sluiceanswerone", "sluiceanswertwo")
-"""Contents of trial messages. A template has no reason to change them, so they can be found in its text."""
+"""Answers of trial dialogues; `_QUESTIONS` has the questions.
+
+A template has no reason to change these words, so they can be found in the rendered text.
+"""
 
 
 def load_tokenizer(file: Path, eos_token: str | None = None) -> Tokenizer:
     """Load a `tokenizer.json`, and disable truncation and padding.
 
     Args:
-        file: the file.
-        eos_token: a token that becomes a special token, even if it is not one in the file.
+        file: path of the `tokenizer.json`.
+        eos_token: text of a token that becomes a special token, even if the file does not list it as one. Ignored if
+            the vocabulary does not contain it.
 
     Raises:
-        UserError: the file cannot be read; the message names it.
+        UserError: if the file cannot be read. The message names the file.
     """
     try:
         tokenizer = Tokenizer.from_str(file.read_text())
-    except Exception as error:  # the package raises bare Exception for a file that it does not understand
+    except Exception as error:  # The package tokenizers raises plain Exception for an invalid file.
         raise UserError("data.invalid_tokenizer", f"{file} is not a readable tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if eos_token is not None and tokenizer.token_to_id(eos_token) is not None:
-        tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # keeps its id
+        tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # The token keeps its id.
     return tokenizer
 
 
 def get_added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the tokenizer's post-processor adds before a text, and those that it adds after it."""
-    # this tokenizer encodes any text as one token; the post-processor adds the same ids as with its own tokenizer
+    # The trial tokenizer encodes any text as one token. The post-processor defines the ids that it adds, so it adds the
+    # same ids here as it does in `tokenizer`.
     trial_tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     if tokenizer.post_processor is not None:
         trial_tokenizer.post_processor = tokenizer.post_processor
@@ -60,8 +66,8 @@ def get_added_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
 def encode_prompt(tokenizer: Tokenizer, text: str, bos_ids: Sequence[int]) -> list[int]:
     """Return the token ids of a text that the model continues: `bos_ids`, followed by the text.
 
-    `bos_ids` are not repeated if the text begins with them. The tokens that the tokenizer adds after a text are
-    omitted, because they would end it.
+    If the text already begins with `bos_ids`, they are not repeated. The tokens that the tokenizer adds after a text
+    are omitted, because they would end the text.
     """
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids if ids[: len(bos_ids)] == list(bos_ids) else [*bos_ids, *ids]
@@ -72,10 +78,10 @@ def encode_chat_prompt(
 ) -> list[int]:
     """Return the token ids of a dialogue up to the start of an answer, as `apply_chat_template` of transformers does.
 
-    The names of special tokens are encoded as these tokens, also inside a message.
+    The texts of special tokens, such as `<|im_end|>`, are encoded as these tokens, also inside a message.
 
     Raises:
-        UserError: the template fails on the dialogue.
+        UserError: if the template fails on the dialogue.
     """
     try:
         text, _ = split_marks(template.render(messages, add_generation_prompt=True))
@@ -92,20 +98,21 @@ class EndOfTurn(NamedTuple):
     """The token that a chat template writes after an answer."""
 
     ids: tuple[int, ...]
-    """The token that ends an answer; several if it depends on the dialogue, none if it cannot be determined."""
+    """Id of the token that ends an answer; several if the token depends on the dialogue; empty if it is unknown."""
     problem: str
-    """The reason why a model does not learn to stop there; empty if it does."""
+    """The reason why a model does not learn to end its answers with this token; empty if there is no problem."""
 
 
 def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
     """Return the token that ends the assistant's answers in the text of a chat template.
 
-    The template renders a dialogue of one question and answer, and one of two.
+    This function renders two trial dialogues, one with one question and answer, one with two questions and answers. It
+    then looks for the first special token after each answer.
     """
-    end_tokens: dict[int, None] = {}  # dictionaries are used as sets with an order
+    end_tokens: dict[int, None] = {}  # Dictionaries are used as sets with an order.
     problems: dict[str, None] = {}
     encode_special_tokens_before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = False  # encode names of special tokens as these tokens, as in training
+    tokenizer.encode_special_tokens = False  # Encode the texts of special tokens as these tokens, as in training.
     for turns in (1, 2):
         pairs = zip(_QUESTIONS[:turns], _ANSWERS[:turns], strict=True)
         messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(_ROLES, pair, strict=True)]
@@ -118,7 +125,7 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
         for number, answer in enumerate(_ANSWERS[:turns], 1):
             token, problem = _find_end_token(tokenizer, text, spans if template.has_marks else None, answer)
             if number < turns and (problem or not template.has_marks):
-                continue  # the token that follows may be the start of the next message
+                continue  # The token after this answer may be the start of the next message.
             if token is not None:
                 end_tokens[token] = None
             if problem:
@@ -130,17 +137,18 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
 def _find_end_token(
     tokenizer: Tokenizer, text: str, learned_spans: Sequence[tuple[int, int]] | None, answer: str
 ) -> tuple[int | None, str]:
-    """Return the special token that ends an answer in a rendered dialogue, and a problem with it.
+    """Return the special token that ends an answer in a rendered dialogue, and the reason if a model cannot learn it.
 
     Args:
-        tokenizer: encodes the dialogue.
+        tokenizer: the tokenizer that encodes the dialogue.
         text: the rendered dialogue without marks.
-        learned_spans: the marked character spans [start, end); None if the template marks nothing, so that the model
-            learns everything after the answer.
-        answer: the answer.
+        learned_spans: the marked character spans [start, end). None if the template has no marks. The model then learns
+            everything after the answer.
+        answer: the content of the answer's message.
 
     Returns:
-        The token id, None if it cannot be determined; and why the model does not learn it, "" if it does.
+        The token id (None if it cannot be determined), and the reason why the model does not learn the token ("" if the
+        model learns it).
     """
     answer_start = text.rfind(answer)
     if answer_start < 0:
@@ -152,7 +160,7 @@ def _find_end_token(
         if last <= answer_end:
             continue
         if token in special_tokens:
-            # the same condition as in Encoder.encode_records
+            # This is the condition by which Encoder.encode_records selects learned tokens.
             if learned_spans is None or any(first < stop and start < last for start, stop in learned_spans):
                 return token, ""
             name = special_tokens[token].content

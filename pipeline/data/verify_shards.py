@@ -1,7 +1,7 @@
-"""Compare shards with the manifest, on all ranks, before anything reads them.
+"""Compare shards with the manifest before training or evaluation reads them. All ranks share the work.
 
 A damaged shard is renamed. The shard stage then counts as not done, so the next `resume` writes this shard again, with
-the same bytes as before. A damaged user's file is left in place.
+the same bytes as before. A damaged file of the user is not changed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pipeline.run.directory import Run
 from pipeline.run.events import Damaged
 
 VERIFIED_FILE = "verified.json"
-"""File in the data folder that caches checks: size, modification time and inode of each file with a correct hash."""
+"""File in the data folder with the size, modification time, inode and hash of each file that had a correct hash."""
 
 
 def load_run_manifest(run: Run) -> Manifest | SampleManifest:
-    """Return the manifest that the shard stage wrote. Raises InputError if it is missing or damaged."""
+    """Return the manifest that the shard stage wrote. Raises InputError if the manifest is missing or damaged."""
     return load_data_manifest(run.config, run.data_dir)
 
 
 def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
-    """Check each shard once, distributed over the ranks of `group`, and compare its arrays with the manifest.
+    """Compare files with their manifest entries. Each rank of `group` checks different files.
 
     Args:
-        run: the run.
-        shards: the shards or files of samples to check.
+        run: the run, which gets an event if a shard is damaged.
+        shards: entries of the shards or files of samples to check.
         group: process group of all ranks that call this.
-        how: value of `data.verify`. With `cached`, a file whose hash was correct is not hashed again while its size,
-            modification time and inode stay the same.
+        how: value of `data.verify`. `sizes` compares sizes only, other values also hashes. With `cached`, a file with a
+            correct hash is not hashed again while its size, modification time and inode stay the same.
 
     Raises InputError with the file on all ranks if a file is damaged.
     """
@@ -47,6 +47,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     verified_before: dict[str, Any] = {}
 
     def check_shards_of_rank() -> dict[str, Any]:
+        """Check this rank's share of the files. Return what the cache stores about each file, by the entry's name."""
         with suppress(OSError):  # An unreadable cache counts as empty.
             if how == "cached" and has_valid_checksum(cached := read_json(cache_file)):
                 verified_before.update(cached)
@@ -61,7 +62,8 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 verified[entry.name] = stamp
             except InputError as error:
                 if not entry.is_user_file:
-                    # The file may be missing, or in a folder of another user. The error below is then sufficient.
+                    # Renaming fails if the file is missing or in a folder of another user. The error that is raised
+                    # below is then sufficient.
                     with suppress(OSError):
                         path.rename(path.with_name(f"{path.name}.damaged"))
                     run.append_event(Damaged(file=str(path), reason=str(error)))
@@ -75,13 +77,14 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     results = all_gather_results(group, check_shards_of_rank)
     if how == "cached" and rank == 0:
         verified = {name: stamp for verified_by_rank in results for name, stamp in verified_by_rank.items()}
-        # The data may belong to another user. The files are then hashed again the next time.
+        # If the data folder belongs to another user, the cache cannot be written. The files are then hashed again the
+        # next time.
         with suppress(OSError):
             write_json(cache_file, add_checksum(verified_before | verified))
 
 
 def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
-    """Raise InputError if the type, shape or offset of an array differs from the manifest."""
+    """Raise InputError if an array is missing from the HDF5 file, or its type, shape or offset differs from `entry`."""
     import h5py
 
     with translate_read_errors(str(path)), h5py.File(path, "r", locking=False) as file:

@@ -1,1 +1,1 @@
-"""Parallelism that knows no model: data, tensor and pipeline parallel, and what replicas send."""
+"""Data, tensor and pipeline parallelism and the synchronization of replicas, without code for a specific model."""

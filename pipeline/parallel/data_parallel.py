@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.parallel.mesh import Layout
 
-# The only buffers of a model are constant tables. torch 2.13 renamed the option that disables their synchronization.
+# The buffers of a model are constant tables, so DDP does not need to synchronize them. torch 2.13 renamed the option
+# that disables this synchronization.
 _NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -38,9 +39,9 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 
 
 def wrap_with_ddp(model: nn.Module, device: torch.device, bucket_mb: int) -> DistributedDataParallel:
-    """Return `model` wrapped in DDP: backward averages gradients over all ranks.
+    """Return `model` wrapped in DDP, so that backward averages gradients over all ranks.
 
-    Weights must be equal on all ranks already. `bucket_mb` is the size of a gradient bucket in MiB.
+    The weights must already be equal on all ranks. `bucket_mb` is the size of a gradient bucket in MiB.
     """
     return DistributedDataParallel(
         model,
@@ -64,12 +65,12 @@ def apply_fsdp(
     """Shard `part` with FSDP2, in place.
 
     Args:
-        part: the model, or the part of one pipeline-parallel stage.
-        groups: modules that are gathered together, and whether `free_after_forward` applies to them. Everything else is
-            gathered with the root.
+        part: the model, or the part of it that belongs to one pipeline-parallel stage.
+        groups: for each group, the modules that are gathered together, and whether `free_after_forward` applies to
+            them. All other parameters are gathered together with those of `part` itself.
         mesh: dp_replicate × dp_shard, or dp_shard alone.
-        dtype: type in which parameters are gathered; None: the type in which they are stored. If it is given, gradients
-            are reduced in fp32.
+        dtype: type in which parameters are gathered, with gradients reduced in fp32. None: parameters are gathered and
+            gradients are reduced in the type in which parameters are stored.
         free_after_forward: whether gathered parameters are freed between forward and backward.
         offload: whether shards stay in host memory.
     """
@@ -87,10 +88,12 @@ def apply_fsdp(
 
 
 def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Return the context for one micro-batch, which determines whether its backward pass reduces gradients.
+    """Return a context in which the backward pass of one micro-batch reduces gradients only if it must.
+
+    For a model with FSDP2, this function sets options of `model`, and the context does nothing.
 
     Args:
-        model: the model, wrapped with DDP or FSDP2 or not at all.
+        model: the model, wrapped in DDP, sharded by FSDP2, or neither.
         layout: the layout of the run.
         is_last: whether this is the last micro-batch of the step.
     """
@@ -98,8 +101,9 @@ def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib
         context: contextlib.AbstractContextManager[None] = model.no_sync()
         return context
     if isinstance(model, FSDPModule):
-        # If gradients are reduced once per step, FSDP must forget the order of each forward pass after its backward
-        # pass. Otherwise the next forward pass would gather the last parameters of this one again.
+        # After each backward pass, FSDP must forget in which order the forward pass used the modules. Otherwise, if
+        # gradients are reduced once per step, it would gather the last parameters of this forward pass again during
+        # the next one.
         model.set_is_last_backward(is_last or not layout.reduce_each_micro_batch)
         model.set_requires_gradient_sync(is_last or layout.reduce_each_micro_batch)
         model.set_requires_all_reduce(is_last)

@@ -19,19 +19,22 @@ from torch import nn
 from pipeline.base.errors import UserError
 
 SIZE_MULTIPLE = 16
-"""Both dimensions of a matrix must be multiples of this (torch._scaled_mm). Other linear layers stay bf16."""
+"""On each rank, both dimensions of a matrix must be multiples of this number (torch._scaled_mm).
+
+Linear layers of other sizes stay in bf16.
+"""
 MIN_CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with float8 products (Ada; Hopper has 9.0)."""
 
 
 def convert_to_float8(blocks: Iterable[nn.Module], device: torch.device, tp: int, scales: str = "rowwise") -> None:
-    """Convert the linear layers of `blocks` to float8, in place. Call it before tensor parallelism is applied.
+    """Convert the linear layers of `blocks` to float8, in place. Must be called before tensor parallelism is applied.
 
     Args:
         blocks: modules whose linear layers are converted.
         device: device on which the blocks will compute.
         tp: tensor-parallel size, by which the dimensions of a layer are divided later.
-        scales: name of torchao's recipe, `rowwise` or `tensorwise`.
+        scales: which values share a scale: `rowwise` or `tensorwise`, as torchao names its recipes.
 
     Raises:
         UserError: if torchao is missing or the GPU does not support float8.

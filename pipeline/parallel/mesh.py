@@ -7,7 +7,7 @@ Other modules use an axis by its name and never compute one rank from another. `
 innermost: its ranks are neighbours on one node. `dp_replicate` and `dp_shard` together are data parallelism (`dp`).
 Ranks along `dp_shard` also split parameters, gradients or optimizer state (ZeRO, Rajbhandari et al., arXiv 1910.02054).
 
-The login node uses this module to validate configs. Only the function that creates process groups imports torch.
+The login node uses this module to validate configs. Therefore only `Mesh.build_device_mesh` imports torch.
 """
 
 from __future__ import annotations
@@ -32,27 +32,36 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, from outermost to innermost. Torch's mesh dimensions have the same names."""
 AXIS_KEYS = {"pp": "pipeline", "tp": "tensor"}
-"""Axes whose sizes are keys of `parallel` in the config. All remaining ranks are data-parallel."""
+"""The axes whose sizes the config sets, and their keys in the section `parallel`. All other axes are data-parallel."""
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Schedules in which pipeline rank i has the pipeline-parallel stages i and 2·pp−1−i.
 
-The last stage, and with it the loss, is on pipeline rank 0.
+A pipeline rank is the position of a rank along the axis `pp`. The last stage, and with it the loss, is on pipeline
+rank 0.
 """
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
-"""Schedules that compute gradients of inputs and of weights separately. The gradients of weights fill bubbles."""
+"""Schedules that compute gradients of inputs and of weights separately.
+
+They compute the gradients of weights in bubbles, which are the times in which a rank waits for other stages.
+"""
 _MAX_SUGGESTED_SIZE = 1024
-"""The largest size that a suggested layout may have."""
+"""The largest size of an axis, or of data parallelism, that an error message suggests."""
 _MAX_MICRO_BATCHES_IN_SCHEDULE = 10_000
+"""Maximum number of micro-batches of a pipeline: a limit on the size of a config, as docs/security.md lists it."""
 
 
 class LayoutError(UserError, ValueError):
-    """Error for a layout that cannot work. The message has the sizes and suggests similar layouts that can work."""
+    """Error for a layout that cannot work. The message names the config keys and their values.
+
+    If a size does not fit, the message can also suggest similar layouts that work.
+    """
 
 
 class Problem(NamedTuple):
-    """One reason why a layout cannot work."""
+    """One reason why a layout cannot work, or a note that explains the reasons before it."""
 
     code: str
+    """Code of the `UserError`; empty for a note."""
     message: str
 
 
@@ -76,7 +85,7 @@ class Mesh:
     dp_replicate: int = 1
     """Number of copies of the whole (possibly sharded) state."""
     dp_shard: int = 1
-    """Number of ranks that split parameters, gradients or optimizer state (ZeRO)."""
+    """Number of ranks that split parameters, gradients or optimizer state (ZeRO); 1 without ZeRO."""
     tp: int = 1
     """Tensor-parallel size."""
 
@@ -96,7 +105,7 @@ class Mesh:
 
     @property
     def gradient_ranks(self) -> int:
-        """Number of ranks over which gradients are averaged: they have the same parameters and different samples."""
+        """Number of ranks over which gradients are averaged: ranks with the same parameters and different samples."""
         return self.world_size // self.size("pp", "tp")
 
     @property
@@ -105,7 +114,7 @@ class Mesh:
         return self.world_size // self.dp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the position of `rank` along each axis."""
+        """Return the position of `rank` along each axis. Consecutive ranks are neighbours along the innermost axis."""
         positions = {}
         for axis in reversed(AXES):
             rank, positions[axis] = divmod(rank, getattr(self, axis))
@@ -135,22 +144,28 @@ class Layout(Mesh):
     zero: int
     """ZeRO level, 0 to 3."""
     fsdp: bool
-    """Whether FSDP2 stores the weights. It gathers them in the type of `train.precision`, on one rank once per step."""
+    """Whether FSDP2 stores the weights and gathers them in the type of `train.precision`.
+
+    This is also done on a single rank if `parallel.zero` is set: the weights are then converted only once per step.
+    """
     reduce_each_micro_batch: bool
     """Whether gradients are reduced after each micro-batch instead of once per step."""
     sequence_parallel: bool
-    """Whether tensor-parallel ranks split the sequence between attention and MLP."""
+    """Whether tensor-parallel ranks shard the hidden states outside of attention and MLP along the sequence."""
     stage_layers: tuple[range, ...]
     """Decoder blocks of each stage."""
 
     @property
     def stages(self) -> int:
-        """Number of stages on all ranks."""
+        """Number of stages of the whole pipeline."""
         return self.pp * self.virtual_stages
 
     @property
     def gathers_blocks(self) -> bool:
-        """Whether weights are gathered block by block: with ZeRO 3, unless a pipeline keeps them for the whole step."""
+        """Whether FSDP2 gathers the weights of one block, uses them and frees them (ZeRO 3 without a pipeline).
+
+        Otherwise weights stay gathered until the end of the step.
+        """
         return self.zero == 3 and self.pp == 1
 
     def stages_on_rank(self, pp_rank: int) -> list[int]:
@@ -161,7 +176,7 @@ class Layout(Mesh):
 
     @property
     def last_stage_rank(self) -> int:
-        """Pipeline rank with the last stage, which computes the loss."""
+        """The pipeline rank that has the last stage and computes the loss."""
         return next(rank for rank in range(self.pp) if self.stages - 1 in self.stages_on_rank(rank))
 
     def random_stream(self, rank: int) -> int:
@@ -205,7 +220,7 @@ def describe_layout(layout: Layout) -> str:
 def describe_layout_identity(layout: Layout, config: Config, backend: str, device_type: str) -> dict[str, object]:
     """Return the facts about a layout that checkpoints and events record.
 
-    If they are equal, two layouts give bit-identical results.
+    Two runs of the same config give bit-identical results if these facts are equal.
     """
     parallel = config.parallel
     identity: dict[str, object] = {
@@ -248,17 +263,19 @@ def resolve_layout(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, vocab_size: int | None = None,
     suggest: bool = True,
 ) -> Layout:  # fmt: skip
-    """Return the layout that a config describes. It depends on the arguments only.
+    """Return the layout that a config describes. The result depends on the arguments and on the tokenizer file only.
 
     Args:
         config: the run's config.
         world_size: number of ranks; by default the number that `stages.train` requests.
         ranks_per_node: number of ranks per node; by default `stages.train.tasks_per_node`.
-        vocab_size: number of ids of the tokenizer, if it exists; by default the number that the config requests.
-        suggest: whether an error suggests layouts that fit. The search takes long.
+        vocab_size: number of ids of the tokenizer. By default the number is read from the file
+            `data.tokenizer.path` if the layout depends on it. Without that key, it is `data.tokenizer.vocab_size`.
+        suggest: whether an error message suggests layouts that fit. The search for them takes long.
 
     Raises:
-        LayoutError: if the layout cannot work. The message lists every reason.
+        LayoutError: if the layout cannot work, or if the model has fewer embeddings than the tokenizer has ids. If the
+            layout cannot work, the message lists all reasons that were found.
     """
     train = config.stages.train
     parallel = config.parallel
@@ -284,7 +301,7 @@ def resolve_layout(
         if suggest:
             problems.append(Problem("", _suggest_layouts(config, world_size, per_node, embedding_rows)))
         if world_size != train.ranks:
-            nodes = f"{train.max_nodes} node{'s'[: train.max_nodes - 1]} × {train.tasks_per_node}"
+            nodes = f"{train.max_nodes} node{'s' * (train.max_nodes > 1)} × {train.tasks_per_node}"
             problems.append(Problem("", f"stages.train requests {train.ranks} ranks ({nodes}), but {world_size} run"))
     _raise_problems(problems)
     dp = world_size // math.prod(sizes.values())
@@ -308,7 +325,7 @@ def resolve_layout(
 
 
 def _raise_problems(problems: list[Problem]) -> None:
-    """Raise LayoutError with the code of the first problem and the messages of all. Do nothing if there is none."""
+    """Raise LayoutError, if there are problems, with the code of the first problem and the messages of all."""
     if problems:
         raise LayoutError(problems[0].code, "; ".join(problem.message for problem in problems))
 
@@ -316,8 +333,8 @@ def _raise_problems(problems: list[Problem]) -> None:
 def count_usable_nodes(config: Config, granted: int) -> int:
     """Return how many of the `granted` nodes the train stage uses.
 
-    This is the largest number within `stages.train.nodes` that gives a valid layout. If no number does, it is the
-    smallest number within `stages.train.nodes`.
+    This is the largest number that is at most `granted`, is allowed by `stages.train.nodes` and gives a valid layout.
+    If no such number exists, return the smallest number that `stages.train.nodes` allows.
     """
     train = config.stages.train
     for nodes in range(min(granted, train.max_nodes), train.min_nodes, -1):
@@ -330,8 +347,8 @@ def count_usable_nodes(config: Config, granted: int) -> int:
 def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
     """Raise UserError if the launcher spread a tensor-parallel group over several nodes, as `srun -m cyclic` does.
 
-    A group has `tp` consecutive ranks. The group is on one node if the local rank of each of its ranks has the same
-    position in the group as the rank itself (both modulo `tp`).
+    A group has `tp` consecutive ranks. If ranks are distributed in blocks, each rank and its local rank are equal
+    modulo `tp`. Each rank calls this function and checks only its own numbers.
     """
     if rank_info.local_rank % tp != rank_info.rank % tp:
         first = rank_info.rank - rank_info.rank % tp
@@ -343,34 +360,35 @@ def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
         )
 
 
-def check_layout(config: Config, sizes: bool = True) -> None:
-    """Check the layout of a config.
+def check_layout(config: Config, check_sizes: bool = True) -> None:
+    """Raise LayoutError if the layout that a config describes cannot work. The message names the config keys.
 
     Args:
         config: a config with valid sections.
-        sizes: whether to check also that the layout fits the requested numbers of ranks.
-
-    Raises:
-        LayoutError: if the layout cannot work. The message names the keys.
+        check_sizes: whether to also check the sizes, with the smallest and the largest requested number of nodes.
     """
     train = config.stages.train
-    for nodes in {train.max_nodes, train.min_nodes} if sizes else ():
+    for nodes in {train.max_nodes, train.min_nodes} if check_sizes else ():
         resolve_layout(config, nodes * train.tasks_per_node)
     _raise_problems(list(_find_conflicts(config)))
-    for name, entry in config.active_stages.items():
-        stage = config.stages.get_resources(name)
+    may_use_nccl = config.parallel.backend in ("auto", "nccl")
+    for name, stage in config.active_stages.items():
+        resources = config.stages.get_resources(name)
         gpus = config.resolve_site(name).gpus_per_node
-        if entry.is_distributed and config.parallel.backend in ("auto", "nccl") and 0 < gpus < stage.processes_per_node:
-            key = "site" if stage.gpus_per_node is None else f"stages.{name}"
+        if stage.is_distributed and may_use_nccl and 0 < gpus < resources.processes_per_node:
+            key = "site" if resources.gpus_per_node is None else f"stages.{name}"
             raise LayoutError(
                 "parallel.too_few_gpus",
-                f"stages.{name}.tasks_per_node ({stage.processes_per_node}) is more than {key}.gpus_per_node ({gpus}): "
-                "each rank needs its own GPU; lower it, or set parallel.backend to gloo",
+                f"stages.{name}.tasks_per_node ({resources.processes_per_node}) is more than "
+                f"{key}.gpus_per_node ({gpus}): each rank needs its own GPU; lower it, or set parallel.backend to gloo",
             )
 
 
 def _describe_replica_sync(config: Config) -> str | None:
-    """Return the option (with its value) that changes what whole replicas exchange; None if none is set."""
+    """Return `parallel.local_sgd` or `parallel.hook.kind` with its value as text; None if neither is set.
+
+    Both options replace DDP's reduction of gradients, so they require whole replicas.
+    """
     if config.parallel.local_sgd is not None:
         return f"parallel.local_sgd (every {config.parallel.local_sgd.every})"
     return None if config.parallel.hook.kind == "none" else f"parallel.hook.kind {config.parallel.hook.kind}"
@@ -403,12 +421,12 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
                 f"{option} cannot be combined with train.precision fp16, which changes the scale of gradients: use bf16"
             )
     if config.optimizer.name == "own":
-        splits = {"zero": parallel.zero, "tensor": parallel.tensor > 1, "pipeline": parallel.pipeline > 1}
-        splits |= {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
-        if used := ", ".join(f"parallel.{key}" for key, value in splits.items() if value):
+        is_set = {"zero": parallel.zero, "tensor": parallel.tensor > 1, "pipeline": parallel.pipeline > 1}
+        is_set |= {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
+        if conflicting_keys := ", ".join(f"parallel.{key}" for key, value in is_set.items() if value):
             yield (
-                f"optimizer.name own requires whole replicas and cannot be combined with {used}: remove these keys, or "
-                "use another optimizer"
+                f"optimizer.name own requires whole replicas and cannot be combined with {conflicting_keys}: remove "
+                "these keys, or use another optimizer"
             )
     state = config.optimizer.state
     if state != StateConfig() and option is not None:
@@ -423,14 +441,17 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
 
 
 def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
-    """Yield every configured size that does not fit the model, the batch or `world_size` ranks."""
+    """Yield the configured sizes that do not fit the model, the batch or `world_size` ranks.
+
+    If the number of ranks or the batch does not fit, only this problem is yielded.
+    """
     train = config.train
     parallel = config.parallel
     pp = parallel.pipeline
     tp = parallel.tensor
     axis_sizes = _get_axis_sizes(config)
-    split_ranks = math.prod(axis_sizes.values())
-    ranks = split_ranks
+    ranks_per_replica = math.prod(axis_sizes.values())
+    ranks = ranks_per_replica
     sizes = " × ".join(f"parallel.{AXIS_KEYS[axis]} ({size})" for axis, size in axis_sizes.items())
     if parallel.data != "auto":
         ranks *= parallel.data.replicate * parallel.data.shard
@@ -443,7 +464,7 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
             "(stages.train: nodes × tasks_per_node)",
         )
         return
-    dp = world_size // split_ranks
+    dp = world_size // ranks_per_replica
     batch = train.global_batch
     micro = train.micro_batch
     if batch % (dp * micro):
@@ -466,11 +487,12 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
 
 
 def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
-    """Yield every size that `parallel.tensor` must divide but does not, and its other conflicts."""
+    """Yield every size that `parallel.tensor` must divide but does not, and other conflicts of this option."""
     model = config.model
     parallel = config.parallel
     tp = parallel.tensor
-    divided: dict[str, float] = {
+    # Each size must be a multiple of `tp`. A size is 0 if it needs no check.
+    sizes: dict[str, float] = {
         "model.heads": model.heads,
         "model.kv_heads": model.num_kv_heads,
         "model.intermediate_size": model.ffn_size,
@@ -478,15 +500,17 @@ def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_s
         "data.sequence_length": config.data.sequence_length if parallel.sequence else 0,
     }
     if config.optimizer.state.moments == "int8":
+        # Each rank quantizes blocks of `INT8_BLOCK` consecutive elements, so it needs whole blocks.
         columns = {"model.heads × size": query_width(model), "model.intermediate_size": model.ffn_size}
-        divided |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in columns.items()}
-    for name, size in divided.items() if model.target is None else ():
+        sizes |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in columns.items()}
+    for name, size in sizes.items() if model.target is None else ():
         if size % tp:
             yield Problem("parallel.indivisible_size", f"{name}, {size}, is not a multiple of parallel.tensor ({tp})")
     if config.train.compile and model.target is not None:
         yield Problem(
             "config.conflict",
-            f"parallel.tensor ({tp}) cannot be combined with train.compile for a custom model, because torch fails",
+            f"parallel.tensor ({tp}) cannot be combined with train.compile for a custom model, because torch fails to "
+            "compile it",
         )
     if world_size > per_node and per_node % tp:
         yield Problem(
@@ -497,7 +521,12 @@ def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_s
 
 
 def _describe_vocabulary(config: Config, size: int | None) -> str:
-    """Return a description of the vocabulary size: the key that sets it, or the tokenizer that has it."""
+    """Return text that says where the vocabulary size comes from: a config key or a tokenizer file.
+
+    Args:
+        config: the run's config.
+        size: number of ids of the tokenizer; None if it is unknown.
+    """
     tokenizer = config.data.tokenizer
     if config.model.vocab_size is not None:
         return "model.vocab_size"
@@ -509,7 +538,12 @@ def _describe_vocabulary(config: Config, size: int | None) -> str:
 
 
 def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Problem]:
-    """Yield the violated requirements of the pipeline schedule. The rules are those of torch.distributed.pipelining."""
+    """Yield the requirements of the pipeline that are not met. The rules are those of torch.distributed.pipelining.
+
+    Args:
+        config: the run's config, with `parallel.pipeline` above 1.
+        micro_batches: micro-batches per step on each data-parallel rank.
+    """
     parallel = config.parallel
     pp = parallel.pipeline
     virtual = parallel.virtual_stages
@@ -550,11 +584,19 @@ def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Probl
 
 
 def _describe_micro_batches(count: int) -> str:
+    """Return the number of micro-batches and its formula as text."""
     return f"there are {count} (train.global_batch / data-parallel ranks / train.micro_batch)"
 
 
 def _describe_schedule_misfits(schedule: str, pp: int, virtual: int, micro_batches: int) -> Iterator[str]:
-    """Yield what the schedule requires of stages and micro-batches, if it is not met."""
+    """Yield each requirement of a schedule that the stages per rank or the micro-batches do not meet, as text.
+
+    Args:
+        schedule: value of `parallel.schedule`.
+        pp: pipeline-parallel size.
+        virtual: pipeline-parallel stages per rank.
+        micro_batches: micro-batches per step on each data-parallel rank.
+    """
     actual = _describe_micro_batches(micro_batches)
     if schedule.startswith("interleaved"):
         if virtual < 2:
@@ -572,7 +614,8 @@ def _describe_schedule_misfits(schedule: str, pp: int, virtual: int, micro_batch
 def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> str:
     """Return up to three layouts of `world_size` ranks that fit, the most similar first, as text.
 
-    No suggestion splits a custom model, because only its author knows whether it can be split.
+    If no layout fits, the text says so. No suggestion splits a custom model, because only its author knows whether it
+    can be split.
     """
     candidates = []
     largest = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
@@ -583,6 +626,7 @@ def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size:
             distance = abs(math.log(pp / config.parallel.pipeline)) + abs(math.log(tp / config.parallel.tensor))
             axis_sizes = _get_axis_sizes(config) | {"pp": pp, "tp": tp}
             text = _describe_sizes(world_size // math.prod(axis_sizes.values()), axis_sizes)
+            # Rounding lets equal distances compare as equal, so that the smaller pipeline comes first.
             candidates.append((round(distance, 6), pp, tp, text))
     if not candidates:
         return f"no layout of {world_size} ranks fits this model, batch and schedule"
@@ -590,12 +634,14 @@ def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size:
 
 
 def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, ...]:
-    """Assign consecutive decoder blocks to pipeline-parallel stages so that the most expensive stage is cheapest.
+    """Assign consecutive decoder blocks to pipeline-parallel stages, and return the blocks of each stage.
 
-    The cost of a stage is the number of multiplications per token: the weights of its blocks, and attention over half
-    the sequence. The last stage also has the output layer. The first stage also has the embedding, which is a lookup
-    and costs only its width. Every stage has at least one block. Each further block goes to the cheapest stage, which
-    is optimal for equal blocks.
+    The assignment minimizes the cost of the most expensive stage. The cost of a stage is the number of multiplications
+    per token: the weights of its blocks, and attention over half the sequence. The last stage also has the output
+    layer. The first stage also has the embedding, which is a lookup and costs only its width.
+
+    Every stage has at least one block. Each further block goes to the stage that is cheapest so far. This is optimal
+    because all blocks cost the same.
     """
     model = config.model
     block_cost = block_flops_per_token(model, config.data.sequence_length)
@@ -603,7 +649,9 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     if model.target is None:
         extra_costs[0] += model.dim
         extra_costs[-1] += model.dim * vocab_size
-    # The loop below is slow for many blocks. Every stage therefore starts with a number of blocks that it gets anyway.
+    # The loop below is slow for many blocks. Every stage therefore starts with blocks that the loop would give it
+    # anyway: the average, minus the blocks that cost as much as the largest extra, minus 2 because both quotients are
+    # rounded.
     sizes = [model.layers]
     if stages > 1:
         sizes = [max(1, model.layers // stages - max(extra_costs) // block_cost - 2)] * stages

@@ -9,8 +9,8 @@ In this module, a stage is a pipeline-parallel stage. The schedules are those of
     zbv                      also separate weight gradients; two stages per rank in the shape of a V (same paper, ZB-V)
     dualpipe_v               DeepSeek's DualPipe folded in half: forward and backward overlap (arXiv 2412.19437)
 
-In the V shapes (zbv, dualpipe_v) samples pass through all ranks and back. The last stage, and with it the loss, is on
-pipeline rank 0.
+In the V-shaped schedules (zbv, dualpipe_v) samples pass through all ranks and back. The last stage, and with it the
+loss, is on pipeline rank 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Stage(PipelineStage):
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Infer shapes without changing the random state.
 
-        torch 2.11 infers them by a real forward pass, whose dropout would use random numbers.
+        torch 2.11 infers shapes by a real forward pass, in which dropout would use random numbers.
         """
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
@@ -60,8 +60,8 @@ class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return the initial messages between neighbouring stages, without messages to this rank itself.
 
-        In V shapes, neighbouring stages may be on the same rank. torch 2.11 sends a message anyway, but Gloo cannot
-        send to its own rank.
+        In V-shaped schedules, neighbouring stages may be on the same rank. torch 2.11 nevertheless sends a
+        message, but Gloo cannot send a message from a rank to itself.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
@@ -75,8 +75,8 @@ class PipelineRunner:
         layout: the layout of the run.
         device: this rank's device.
         group: process group of the pipeline axis.
-        loss: `loss(outputs, rows)` returns the loss of one micro-batch, a scalar. `rows` are the numbers of its samples
-            in the batch.
+        loss: function `loss(outputs, rows)` that returns the loss of one micro-batch, a scalar. `rows` are the
+            positions of the micro-batch's samples in this rank's batch.
         forward_context: context that is entered for each forward pass of a stage.
     """
 
@@ -116,8 +116,10 @@ class PipelineRunner:
         Args:
             inputs: positional arguments of the first stage.
             loss_inputs: keyword arguments of the last stage.
-            rows_B: numbers of the batch's samples. The loss function receives those of one micro-batch.
-            document_boundaries: keyword arguments of every stage, from this rank's batch.
+            rows_B: positions of the samples in this rank's batch, 0 to B − 1. The loss function receives those of one
+                micro-batch.
+            document_boundaries: keyword arguments of every stage, which describe where documents begin. They come from
+                this rank's batch.
 
         Returns:
             The losses of the micro-batches on the rank with the last stage; [] on other ranks.
@@ -137,7 +139,10 @@ class PipelineRunner:
 
 
 def add_gradient_of_peer(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Exchange `tensor` with rank `peer` of `group` and add the peer's tensor in place. Both get the same bits."""
+    """Exchange `tensor` with rank `peer` of `group`, and add the tensor of the peer to `tensor` in place.
+
+    Both ranks get the same bits, because a sum of two numbers does not depend on their order.
+    """
     received = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor.clone(), group=group, group_peer=peer)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=peer)

@@ -2,9 +2,10 @@
 
 As in Megatron-LM (Shoeybi et al., arXiv 1909.08053), the first matrices of attention and MLP are sharded column-wise:
 each rank has some of the heads and some of the hidden width. The second matrices are sharded row-wise, so a layer needs
-one reduction after attention and one after the MLP. With sequence parallelism (Korthikanti et al., arXiv 2205.05198)
-the residual stream is sharded along the sequence. A reduce-scatter and an all-gather replace each reduction: the same
-traffic with 1/tp of the memory. The embedding and the output layer are sharded along the vocabulary.
+one all-reduce after attention and one after the MLP. With sequence parallelism (Korthikanti et al., arXiv 2205.05198)
+the residual stream is sharded along the sequence. A reduce-scatter and an all-gather replace each all-reduce. The
+traffic stays the same, and the residual stream needs 1/tp of the memory. The embedding and the output layer are sharded
+along the vocabulary.
 
 Every parameter becomes a DTensor, even a replicated one, so gradient norms and checkpoints treat all parameters alike.
 pipeline/model/spec.py describes how each parameter is sharded, and pipeline/model/decoder.py applies it.
@@ -24,7 +25,10 @@ from pipeline.base.errors import UserError
 
 
 class Replicated(ParallelStyle):
-    """Keep a module whole: all ranks have the same parameters, inputs and outputs. Inputs and outputs are local."""
+    """Replicate a module: all ranks have the same parameters, inputs and outputs.
+
+    The parameters become DTensors. Inputs and outputs are local tensors.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def to_dtensor(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -59,7 +63,7 @@ class VocabParallelEmbedding(ParallelStyle):
         def embed(ids_BT: Tensor) -> Tensor:
             rows_VD = cast(DTensor, module.weight).to_local()
             ids_BT = ids_BT - device_mesh.get_local_rank() * len(rows_VD)
-            is_remote_BT = (ids_BT < 0) | (ids_BT >= len(rows_VD))  # another rank has the row of this id
+            is_remote_BT = (ids_BT < 0) | (ids_BT >= len(rows_VD))  # The row of this id is on another rank.
             x_BTD = F.embedding(ids_BT.masked_fill(is_remote_BT, 0), rows_VD)
             x_BTD = x_BTD.masked_fill(is_remote_BT.unsqueeze(-1), 0)
             partial = DTensor.from_local(x_BTD, device_mesh, [Partial()], run_check=False)

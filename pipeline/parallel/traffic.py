@@ -1,9 +1,9 @@
 """Count the parameters of a rank, and the bytes that it sends in one step, from the config.
 
-Both follow from the shapes in pipeline/model/spec.py. Traffic is the number of bytes that one rank sends if collectives
-use ring algorithms. In an all-reduce of n bytes over r ranks, each rank sends 2·n·(r−1)/r bytes. In an all-gather or a
-reduce-scatter, it sends half as many. The trainer writes traffic next to its measurements (pipeline/train/metrics.py),
-and `plan` shows it for a config.
+Both numbers follow from the shapes in pipeline/model/spec.py. Traffic is the number of bytes that one rank sends if
+collectives use ring algorithms. In an all-reduce of n bytes over r ranks, each rank sends 2·n·(r−1)/r bytes. In an
+all-gather or a reduce-scatter, it sends half as many. The trainer writes traffic next to its measurements
+(pipeline/train/metrics.py), and `plan` shows it for a config.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class AxisTraffic(NamedTuple):
     """Bytes that one rank sends in one step to the other ranks along one axis of the layout."""
 
     axis: str
-    """`data`, `shard`, `replicate`, `tensor` or `pipeline`."""
+    """`data` (data parallelism without ZeRO), `shard`, `replicate`, `tensor` or `pipeline`."""
     num_bytes: int
     description: str
+    """What the rank sends, as text."""
 
 
 class TrainedParameters(NamedTuple):
-    """The parameters that are trained, because `optimizer.freeze` does not freeze them."""
+    """The parameters that are trained: all parameters that `optimizer.freeze` does not match."""
 
     names: frozenset[str]
     """Names of the trained parameters."""
@@ -66,7 +67,7 @@ def find_trained_parameters(config: Config) -> TrainedParameters:
 
 @lru_cache(maxsize=64)
 def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, int], ...]) -> TrainedParameters:
-    """Do the work of `find_trained_parameters`.
+    """Return the result of `find_trained_parameters` for these arguments, and cache it.
 
     Args:
         freeze: `optimizer.freeze`.
@@ -84,12 +85,15 @@ def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, 
 
 
 def stored_weight_bytes(config: Config) -> int:
-    """Return the bytes per element of the weights between steps, and of their gradients."""
+    """Return the bytes per element in which weights are stored between steps; their gradients have the same type."""
     return 2 if config.optimizer.state.master == "none" else 4
 
 
 def residual_stream_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes per element of the residual stream. It has the type of the embedding's weights."""
+    """Return the bytes per element of the residual stream, which has the type of the embedding's weights.
+
+    FSDP2 gathers these weights in the type of `train.precision`.
+    """
     return 2 if layout.fsdp and config.train.precision != "fp32" else stored_weight_bytes(config)
 
 
@@ -133,17 +137,19 @@ class _RankTraffic:
         self.parameters = list(list_rank_parameters(config, layout, pp_rank, vocab))
         self.trained = [parameter for parameter in self.parameters if parameter.name in trained_names]
         self.compute_bytes = 4 if config.train.precision == "fp32" else 2
+        """Bytes per element in the type of `train.precision`."""
         self.residual_bytes = residual_stream_bytes(config, layout)
         self.hidden_values = math.prod(
             hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length)
         )
+        """Number of elements of the hidden states of one micro-batch."""
         # Muon's update needs whole matrices: the fp32 weight, gradient and momentum are gathered. Matrices that are
         # sharded row-wise are gathered over the tensor-parallel ranks first, the others over the ZeRO ranks first.
         uses_muon = config.optimizer.name == "muon"
         self.muon_matrices = [p for p in self.trained if uses_muon and p.is_block_matrix]
-        self.muon_rowwise = [p for p in self.muon_matrices if p.tp_dim == 1]
+        self.rowwise_muon_matrices = [p for p in self.muon_matrices if p.tp_dim == 1]
         self.muon_bytes = 3 * 4
-        """Bytes per gathered element of a matrix."""
+        """Bytes that are gathered per element of a matrix: weight, gradient and momentum, 4 bytes each."""
 
     def count_data(self) -> AxisTraffic:
         """Count the gradients (with local SGD: the weights) that data-parallel ranks without ZeRO reduce."""
@@ -170,23 +176,24 @@ class _RankTraffic:
         """Count the weights that ZeRO gathers and the gradients that it reduce-scatters."""
         layout = self.layout
         ranks = layout.dp_shard
-        reduces = layout.micro_batches if layout.reduce_each_micro_batch else 1
+        # Numbers of reductions of each gradient, and of all-gathers of each weight in forward passes, in one step.
+        reductions = layout.micro_batches if layout.reduce_each_micro_batch else 1
         gathers = layout.micro_batches if layout.gathers_blocks else 1
         gathered_numel = 0
         for parameter in self.parameters:
             runs_backward = self.first_trained_block == 0 or parameter.layer >= self.first_trained_block
             backward_gathers = gathers if layout.gathers_blocks and runs_backward else 0
             if parameter.name in (FINAL_NORM, LM_HEAD) and not self.config.model.tie_word_embeddings:
-                # These stay gathered from forward to backward. If gradients are reduced more than once, FSDP gathers
-                # them once more.
-                backward_gathers = int(reduces > 1)
+                # These two parameters stay gathered from forward to backward. If gradients are reduced more than once,
+                # FSDP gathers both parameters once more.
+                backward_gathers = int(reductions > 1)
             gathered_numel += parameter.fsdp_numel(ranks) * (gathers + backward_gathers)
         num_bytes = self.compute_bytes * gathered_numel
-        num_bytes += 4 * reduces * sum(parameter.fsdp_numel(ranks) for parameter in self.trained)
+        num_bytes += 4 * reductions * sum(parameter.fsdp_numel(ranks) for parameter in self.trained)
         for parameter in self.muon_matrices:
-            tensor_ranks = layout.tp if parameter in self.muon_rowwise else 1
+            tensor_ranks = layout.tp if parameter in self.rowwise_muon_matrices else 1
             num_bytes += self.muon_bytes * tensor_ranks * parameter.fsdp_numel(ranks)
-        description = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {reduces}×"
+        description = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {reductions}×"
         return AxisTraffic("shard", num_bytes * (ranks - 1), description)
 
     def count_replicate(self) -> AxisTraffic:
@@ -199,11 +206,15 @@ class _RankTraffic:
         """Count hidden states, logits, and the gradients and weights that tensor-parallel ranks exchange."""
         layout = self.layout
         config = self.config
-        # Count all-gathers and reduce-scatters of hidden states. An all-reduce counts as two of them. A block has four
-        # in forward and four in backward. Activation checkpointing repeats some of them in backward: each pair has
-        # their number with and without sequence parallelism.
-        repeated = {"none": (0, 0), "selective": (2, 0), "full": (3, 2)}[config.parallel.activation_checkpointing]
-        per_backward = 4 + (repeated[0] if layout.sequence_parallel else repeated[1])
+        # Count all-gathers and reduce-scatters of hidden states. An all-reduce counts as two collectives. A block has
+        # four collectives in forward and four in backward. Activation checkpointing repeats some of the forward
+        # collectives in backward. How many are repeated depends on sequence parallelism.
+        repeated_with_sequence, repeated_without_sequence = {
+            "none": (0, 0),
+            "selective": (2, 0),
+            "full": (3, 2),
+        }[config.parallel.activation_checkpointing]
+        per_backward = 4 + (repeated_with_sequence if layout.sequence_parallel else repeated_without_sequence)
         blocks = [block for stage in self.stages for block in layout.stage_layers[stage]]
         trained_blocks = sum(block >= self.first_trained_block for block in blocks)
         collectives = 4 * len(blocks) + per_backward * trained_blocks
@@ -216,23 +227,25 @@ class _RankTraffic:
         if self.has_last_stage:
             tokens = config.train.micro_batch * config.data.sequence_length
             if config.parallel.loss_parallel or config.train.loss_chunk is not None:
-                # All-reduce of three fp32 values per token: the largest logit, the sum of exponentials, the target's
-                # logit.
+                # Three fp32 values per token are all-reduced, which counts twice: the largest logit, the sum of
+                # exponentials, and the logit of the target.
                 micro_batch_bytes += 2 * 3 * 4 * tokens
             else:
+                # The logits are all-gathered.
                 micro_batch_bytes += self.compute_bytes * tokens * self.vocab
-        # With sequence parallelism, each rank has the gradients of replicated parameters for its part of the sequence.
-        # The bias of a row-wise layer is added to the whole sequence.
+        # With sequence parallelism, each rank computes the gradients of replicated parameters from its part of the
+        # sequence, so these gradients are all-reduced. The bias of a row-wise layer is an exception, because it is
+        # added to the whole sequence.
         replicated_numel = 0
         if layout.sequence_parallel:
             replicated = [p for p in self.trained if p.tp_dim is None and not p.name.endswith("o_proj.bias")]
             replicated_numel = sum(parameter.numel for parameter in replicated)
         muon_numel = 0
         for parameter in self.muon_matrices:
-            zero_ranks = layout.dp_shard if layout.zero and parameter in self.muon_rowwise else 1
+            zero_ranks = layout.dp_shard if layout.zero and parameter in self.rowwise_muon_matrices else 1
             muon_numel += parameter.fsdp_numel(zero_ranks)
         num_bytes = micro_batch_bytes * layout.micro_batches
-        num_bytes += 2 * 4 * replicated_numel
+        num_bytes += 2 * 4 * replicated_numel  # An all-reduce of fp32 values counts twice.
         num_bytes += self.muon_bytes * layout.tp * muon_numel
         collective = "gathered and reduce-scattered" if layout.sequence_parallel else "all-reduced"
         description = f"hidden states, {collective} before and after attention and MLP, forward and backward"
@@ -247,9 +260,10 @@ class _RankTraffic:
         messages = layout.micro_batches * (len(sending) + gradients)
         sequence_shards = layout.tp if layout.sequence_parallel else 1
         num_bytes = self.hidden_values * self.residual_bytes // sequence_shards * messages
-        has_one_end = self.has_first_stage != self.has_last_stage
-        if self.config.model.tie_word_embeddings and has_one_end and self.has_trained_embedding:
-            # The first and the last stage add up the gradients of their copies of the embedding.
+        has_one_end_only = self.has_first_stage != self.has_last_stage
+        if self.config.model.tie_word_embeddings and has_one_end_only and self.has_trained_embedding:
+            # The first and the last stage have copies of the embedding and add up their gradients. The embedding is the
+            # first parameter of the first stage, and the last parameter of the last stage.
             embedding = self.parameters[0 if self.has_first_stage else -1]
             zero_ranks = layout.dp_shard if layout.zero else 1
             num_bytes += stored_weight_bytes(self.config) * embedding.fsdp_numel(zero_ranks)
@@ -257,7 +271,10 @@ class _RankTraffic:
 
 
 def find_cross_rank_stages(layout: Layout, pp_rank: int) -> tuple[list[int], list[int]]:
-    """Return the stages of a rank that send to another rank, and the stages that receive from another rank."""
+    """Return the stages of a pipeline rank that send to another rank, and those that receive from another rank.
+
+    Both lists refer to hidden states in forward. In a V-shaped schedule, consecutive stages may be on the same rank.
+    """
     stages = layout.stages_on_rank(pp_rank)
     sending = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
     receiving = [stage for stage in stages if stage and stage - 1 not in stages]
