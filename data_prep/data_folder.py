@@ -1,16 +1,16 @@
 """The base class of all data folders. The stages prepare and shard fill the data folder of a run.
 
     data_dir/prepare.json            the decisions of `prepare`; written last by `prepare`
-    data_dir/shards/unit-00003.json  the shards of one work unit; written last by the task that builds the unit
-    data_dir/progress.jsonl          a line for each unit that a task has built or found; removed at the end
-    data_dir/manifest.json           all units (pipeline/data/manifest.py)
+    data_dir/shards/unit-00003.json  the shards of one work unit; written last by the array task that builds the unit
+    data_dir/progress.jsonl          a line for each work unit that a task has built or found; removed at the end
+    data_dir/manifest.json           all shards (pipeline/data/manifest.py)
 
 A manifest is written after the files that it describes. After a crash there may be files without a manifest, but no
-manifest without its files. Each manifest has a checksum and a key: the hash of everything from which it was made,
-including the code of this package. If the key differs, the file counts as missing.
+manifest without its files. Each manifest has a checksum and a key. The key is the hash of the inputs, the config and
+the code of this package. If the key differs, the file counts as missing.
 
-The inputs are needed only while units are missing. Login nodes check what is missing, so h5py, numpy and tokenizers are
-imported only inside the functions that use them.
+The inputs are needed only until all shards exist. Login nodes also check which files are missing, so this package
+imports h5py, numpy and tokenizers only inside the functions that use them.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ SHARED_MODULES = (
 )
 """Other modules that determine the content of shards, relative to the parent folder of `PACKAGE`.
 
-Copies of older code do not have them.
+The code of older runs does not have these modules.
 """
 RUN_PREPARE_AGAIN = f"run the prepare stage again, e.g. `{format_command('resume', 'RUN')}`"
 
 PROGRESS_FILE = "progress.jsonl"
 _PACE_UNITS = 100
-"""Number of recently built units from which the remaining time is estimated."""
+"""Maximum number of recently built work units from which the remaining time is estimated."""
 
 Log = Callable[[str], None]
+"""Function that writes a message to the log of the stage."""
 Kind = TypeVar("Kind", bound=KeyedManifest)
 Prepared = TypeVar("Prepared", bound=KeyedManifest)
 """Type of the content of `prepare.json`."""
@@ -71,7 +72,7 @@ Unit = TypeVar("Unit", bound=KeyedManifest)
 
 
 def hash_code(package: Path) -> str:
-    """Return the SHA-256 over the names and contents of the Python files in a folder, as 64 hex digits."""
+    """Return the SHA-256 of the paths and contents of all Python files under a folder, as 64 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package).as_posix()}\n{sha256_file(path)}\n".encode())
@@ -79,28 +80,29 @@ def hash_code(package: Path) -> str:
 
 
 class DataFolder(ABC, Generic[Prepared, Unit]):
-    """The content of a data folder, and how it is made. An object reads `prepare.json` only once.
+    """A data folder: reads and checks its files, and builds missing files. An object reads `prepare.json` only once.
 
     Args:
         data: the section `data` of the config.
-        path: the folder.
-        package: the copy of `data_prep` that fills the folder, such as the one in a run's `code/`.
+        path: the data folder.
+        package: folder of the code of `data_prep` that builds the files, such as the one in a run's `code/`. Its hash
+            is part of all keys.
     """
 
     prepared_label: ClassVar[str]
     """A short description of the output of `prepare`, for messages."""
     prepared_kind: type[Prepared]
-    """The class of `prepare.json`."""
+    """The class with the content of `prepare.json`."""
     manifest_kind: ClassVar[type[Manifest | SampleManifest]]
-    """The class of `manifest.json`."""
+    """The class with the content of `manifest.json`."""
     endings: ClassVar[Mapping[str, str] | None] = None
     """Formats of inputs by file name ending; None for the formats of text."""
 
     stripe_options = ""
-    """Options with which `lfs setstripe` striped the folder of shards; empty if it is not on Lustre."""
+    """Options with which `lfs setstripe` striped the folder of shards; empty if the folder is not on Lustre."""
 
     task_of_tasks: tuple[int, int] = (0, 1)
-    """Index of this Slurm array task, and number of tasks."""
+    """Index of this Slurm array task, and number of array tasks."""
 
     sequence_length = -1
     """`data.sequence_length`. A shard must have more tokens to contain a training sample."""
@@ -115,7 +117,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @property
     @abstractmethod
     def key(self) -> str:
-        """Key of `prepare.json`: the hash of config and code."""
+        """Key that `prepare.json` must have: the hash of config and code."""
 
     @property
     @abstractmethod
@@ -128,38 +130,41 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     @property
     @abstractmethod
     def unit_count(self) -> int:
-        """Number of work units. Raises InputError like `inputs`."""
+        """Number of work units. Raises InputError as `inputs` does."""
 
     @property
     def quick_unit_count(self) -> int:
-        """Number of work units, without reading the plan if possible. Raises InputError like `inputs`."""
+        """Number of work units, from `prepare.json` alone if possible. Raises InputError as `inputs` does."""
         return self.unit_count
 
     @abstractmethod
     def load_unit(self, number: int) -> Unit | None:
-        """Return the manifest of a unit; None if it is missing, outdated, or a file of it has another size."""
+        """Return the manifest of a work unit; None if it is missing or outdated, or a file of it has another size."""
 
     @abstractmethod
     def prepare_inputs(self, log: Log) -> None:
-        """Do the work of `prepare`. Raises UserError if the inputs cannot be used."""
+        """Check the inputs and write `prepare.json`. Raises UserError if the inputs cannot be used."""
 
     @abstractmethod
     def build_unit(self, unit: int) -> bool:
-        """Build one unit. Return False if it exists already.
+        """Build the files of one work unit. Return False if they already exist.
 
-        Raises InputError if an input has changed since `prepare`, UserError if one cannot be read, and OSError if
+        Raises InputError if an input has changed since `prepare`, UserError if an input cannot be read, and OSError if
         writing fails.
         """
 
     @abstractmethod
     def combine_units(self, units: Sequence[Unit], log: Log) -> None:
-        """Write the manifest of all units. Raises UserError if the data cannot be used for training."""
+        """Write `manifest.json`, given the manifests of all work units in order.
+
+        Raises UserError if the data cannot be used for training.
+        """
 
     # -- common to all data folders ----------------------------------------------------------------------
 
     @cached_property
     def code_hash(self) -> str:
-        """Hash of the code that fills the folder."""
+        """Hash of the code that builds the files of the folder."""
         package_hash = hash_code(self.package)
         shared_files = [self.package.parent / name for name in SHARED_MODULES]
         shared_hashes = [sha256_file(path) for path in shared_files if path.exists()]
@@ -171,7 +176,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @cached_property
     def _leftovers(self) -> dict[int, list[Path]]:
-        """Temporary files of killed tasks by unit, listed once when this task starts."""
+        """Temporary files of killed array tasks by work unit. The folder is listed only once, on first use."""
         leftovers: dict[int, list[Path]] = {}
         for path in (self.path / SHARDS_DIR).glob(".unit-*.tmp"):
             if match := re.match(r"\.unit-(\d+)(-train|-held_out|\.json|\.h5)", path.name):
@@ -179,12 +184,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return leftovers
 
     def remove_leftovers(self, unit: int) -> None:
-        """Remove the temporary files of killed tasks for one of this task's units."""
+        """Remove the temporary files that killed array tasks left for a work unit, which this task now builds."""
         for path in self._leftovers.pop(unit, ()):
             path.unlink(missing_ok=True)
 
     def load_matching(self, path: Path, kind: type[Kind], key: str) -> Kind:
-        """Return the manifest at `path`. Raises InputError if it is missing or damaged, or its key differs."""
+        """Return the manifest at `path`. Raises InputError if it is missing or damaged, or its key is not `key`."""
         manifest = read_manifest_file(path, kind, RUN_PREPARE_AGAIN)
         if manifest.key != key:
             raise InputError(
@@ -204,14 +209,14 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
     @property
     def manifest_key(self) -> str:
-        """Key of `manifest.json`. Raises InputError like `prepared`."""
+        """Key that `manifest.json` must have. Raises InputError as `prepared` does."""
         return self.prepared.key
 
     def find_prepare_problem(self, *, check_inputs: bool = True) -> str | None:
-        """Return why prepare is not done; None if its output is complete and made for this config and code.
+        """Return why the prepare stage is not done; None if its output is valid for this config and code.
 
-        While units are missing, the inputs must also be unchanged since `prepare`. `check_inputs` enables this check of
-        each input.
+        If some shards do not exist yet, the inputs must also be unchanged since `prepare`. `check_inputs` determines
+        whether this is checked.
         """
         try:
             inputs = self.inputs
@@ -222,9 +227,10 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return next(filter(None, (source.find_problem() for source in inputs)), None)
 
     def find_shard_problem(self, *, check_user_files: bool = True) -> str | None:
-        """Return why the shards are not done; None if all exist with their recorded sizes, for this config and code.
+        """Return why the shard stage is not done; None if its output is valid for this config and code.
 
-        A file that is split into many parts is checked once. `check_user_files` also checks files outside the folder.
+        The output is valid if all files of `manifest.json` exist with the sizes listed there. A file that is split into
+        many parts is checked once. `check_user_files` determines whether files outside the folder are checked.
         """
         try:
             manifest = self.load_matching(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
@@ -236,9 +242,10 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return None
 
     def measure_progress(self) -> tuple[int, int, float | None]:
-        """Return the finished units, all units, and the estimated remaining seconds of all tasks (None if unknown).
+        """Return the number of finished work units, the number of all work units, and the estimated remaining time.
 
-        Returns (0, 0, None) before `prepare`. While tasks run, only `progress.jsonl` is read.
+        The time is in seconds for all array tasks together, and None if it is unknown. Before `prepare`, return
+        (0, 0, None). While tasks run, `progress.jsonl` is enough, so the manifests of the work units are not read.
         """
         try:
             entries = self._read_progress()
@@ -248,7 +255,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         has_manifest = (self.path / "manifest.json").exists()
         if has_manifest and self.find_shard_problem(check_user_files=False) is None:
             return total, total, None
-        if has_manifest and not entries:  # Some of the finished data is missing.
+        if has_manifest and not entries:  # All units were built once, but some files are missing now.
             return sum(self.load_unit(number) is not None for number in range(total)), total, None
         recent = [entry for entry in entries.values() if entry["seconds"]][-_PACE_UNITS:]
         if not recent:
@@ -258,45 +265,46 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         return len(entries), total, (total - len(entries)) * seconds_per_unit
 
     def _read_progress(self) -> dict[int, dict[str, Any]]:
-        """Return the last entry of `progress.jsonl` of each unit."""
+        """Return the last line of `progress.jsonl` for each work unit, by the number of the unit."""
         key = self.manifest_key
         return {entry["unit"]: entry for entry in read_jsonl(self.path / PROGRESS_FILE) if entry.get("key") == key}
 
     def check_inputs(self) -> list[str]:
-        """Check the inputs quickly, before a run exists, and return the files that the config names.
+        """Return the files that the config names, after a quick check that needs no run directory.
 
-        Raises UserError if the inputs cannot be used.
+        Raises UserError if the check shows that the inputs cannot be used.
         """
         return self.list_named_files()
 
     def list_named_files(self) -> list[str]:
         """Return the files that the config names (`find_named_files`), without those of Python's standard library.
 
-        Raises UserError if there are none.
+        Raises UserError if the config names no file.
         """
         user_sources = [source for source in self.data.sources if source != PYTHON_STDLIB]
         data = self.data.model_copy(update={"source": user_sources})
         return [path for path, _ in find_named_files(data, self.endings)]
 
     def describe_prepared(self) -> str:
-        """Return a description of the output of `prepare`. Raises InputError like `prepared`."""
+        """Return a description of the output of `prepare`. Raises InputError as `prepared` does."""
         return f"{self.prepared_label} are ready"
 
     def describe_result(self) -> str:
-        """Return a description of the finished data, such as `: 731 documents, …`; empty if it is not finished."""
+        """Return a description of the finished data, such as `: 731 documents, …`; empty without a valid manifest."""
         try:
             return f": {self.load_matching(self.path / 'manifest.json', self.manifest_kind, self.manifest_key)}"
         except InputError:
             return ""
 
     def has_same_inputs(self) -> bool:
-        """Return whether the source names the same unchanged files as before."""
+        """Return True if `data.source` still names the files that `prepare` recorded, and these have not changed."""
         return list(self.inputs) == find_inputs(self.data, self.endings)
 
     def prepare(self, log: Log) -> None:
-        """Do the work of the prepare stage, unless its output exists and is valid.
+        """Do the work of the prepare stage.
 
-        While units are missing, the inputs are listed again. If they have changed, preparation starts over.
+        Nothing is done if the output of the stage is valid, and either all shards exist or the inputs are still the
+        same. If some shards do not exist yet and the inputs have changed, the stage starts over.
         """
         if self.find_prepare_problem() is None and (self.find_shard_problem() is None or self.has_same_inputs()):
             return
@@ -304,7 +312,14 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         self.prepare_inputs(log)
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
-        """Build the missing units of task `task` of `tasks`. Raises what `build_unit` raises."""
+        """Build the missing work units of array task `task` of `tasks`. Raises what `build_unit` raises.
+
+        Args:
+            task: index of this array task, from 0.
+            tasks: number of array tasks.
+            log: function that writes a message.
+            striping: `site.stripe`, for a folder on Lustre.
+        """
         units = range(task, self.unit_count, tasks)
         self.task_of_tasks = (task, tasks)
         self.create_shards_dir(log, striping)
@@ -319,23 +334,27 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             log(f"shard: unit {unit} {'written' if is_new else 'exists already'} ({number} of {len(units)})")
 
     def create_shards_dir(self, log: Log, striping: StripeConfig) -> None:
-        """Create the folder of shards, and stripe it if it is on Lustre."""
+        """Create the folder of shards. On Lustre, also set how its files are striped."""
         (self.path / SHARDS_DIR).mkdir(exist_ok=True)
         self.stripe_options = stripe_folder(self.path / SHARDS_DIR, striping, log)
 
     def check_usable(self, train: Sequence[ShardEntry]) -> None:
-        """Raise UserError if there is no training sample. Otherwise the ranks would fail after hours in a queue."""
+        """Raise UserError if the shards have no training sample.
+
+        Without this check, the ranks of the train stage would fail, possibly after hours in a queue.
+        """
         check_has_sample(train, self.sequence_length)
 
     def finalize(self, log: Log) -> bool:
-        """Write the manifest of all units. Return False if units are missing, because other tasks still build them.
+        """Write `manifest.json`. Return False if work units are missing, because other array tasks still build them.
 
-        Only file sizes are checked here. The tasks that wrote the shards computed the hashes. Raises what
+        Only file sizes are checked here, because the tasks that wrote the shards computed the hashes. Raises what
         `combine_units` raises.
         """
         entries = self._read_progress()
         units: dict[int, Unit] = {}
-        # Unrecorded units come first, because they are usually missing. A recorded line may be lost, a unit is not.
+        # Units without a line in progress.jsonl are loaded first, because they are usually missing. All units must be
+        # loaded, because a line may be lost although its unit exists.
         for number in sorted(range(self.unit_count), key=lambda unit: unit in entries):
             if (unit := self.load_unit(number)) is None:
                 return False
@@ -344,10 +363,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         self.stripe_options = next(filter(None, recorded_stripes), self.stripe_options)
         try:
             self.combine_units([units[number] for number in range(self.unit_count)], log)
-        except FileNotFoundError:  # another task finished first, and removed this task's temporary file as a leftover
+        except FileNotFoundError:
+            # Another task may have finished first and removed this task's temporary file.
             if self.find_shard_problem() is not None:
                 raise
-        # The second pattern matches the folders of a mixture's sources.
+        # The second pattern matches temporary files of manifest.json and rejected.jsonl in the folders of the sources
+        # of a mixture.
         leftovers = (path for pattern in (".*.tmp", "*/.[mr]*.tmp") for path in self.path.glob(pattern))
         for path in (*leftovers, self.path / PROGRESS_FILE):
             path.unlink(missing_ok=True)
@@ -356,11 +377,12 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
 # -- striping on Lustre ----------------------------------------------------------------------------------
 #
-# By default (`site.stripe`) each shard is on one storage target. Every task writes its own files, so parallelism comes
-# from the number of files. Striping each file over several targets only makes opening it slower, unless there are so
-# few shards that targets are idle.
+# By default (`site.stripe`) each shard is on one storage target. Every task writes its own files, so many targets work
+# in parallel because there are many files. If a file is striped over several targets, opening it becomes slower. This
+# is only useful if there are so few shards that targets would be idle.
 
 _LFS_TIMEOUT_S = 60
+"""Timeout of `lfs setstripe`."""
 
 
 def stripe_folder(
@@ -369,13 +391,19 @@ def stripe_folder(
     log: Callable[[str], None],
     file_system: Callable[[Path], str] = read_file_system_type,
 ) -> str:
-    """Stripe new files of a directory with `lfs setstripe` if it is on Lustre.
+    """Set with `lfs setstripe` how new files of a directory on Lustre are striped.
 
-    Files inherit the default of their directory when they are created (Lustre manual, "Managing file layout
+    Files inherit the striping of their directory when they are created (Lustre manual, "Managing file layout
     (striping)"), so this must run before the first shard is written. If `lfs` fails, only a warning is logged, because
     a shard with another stripe count is slower but not wrong.
 
-    Returns: the options of `lfs setstripe`, or "" if it was not run or failed.
+    Args:
+        directory: the directory.
+        rule: `site.stripe`.
+        log: function that writes a message.
+        file_system: function that returns the type of the file system of a path.
+
+    Returns: the options of `lfs setstripe`, or "" if the command was not run or failed.
     """
     lfs = shutil.which("lfs")
     if lfs is None or file_system(directory) != "lustre":

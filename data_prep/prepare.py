@@ -1,6 +1,6 @@
 """The prepare stage: decide in one process what the shard stage builds.
 
-For text, it writes the tokenizer and the work units. For a custom model, it lists the files of samples.
+For text, the stage writes the tokenizer and the work units. For a custom model, it lists the files of samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipeline.run.stages import Progress
 def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
     """Return the data folder of a run: of text, of a mixture, or of a custom model's arrays.
 
-    `package` is the copy of `data_prep` that fills the folder.
+    `package` is the folder of the code of `data_prep` that builds the files.
     """
     if run.user_model is None:
         open_folder = open_source_folder if run.config.data.mixture is None else MixtureFolder
@@ -32,7 +32,7 @@ def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
 
 
 def open_finished_data_folder(run: Run) -> DataFolder[Any, Any]:
-    """Return the data folder of a run for reading only. Its keys cover the copy of the code in the run directory."""
+    """Return the data folder of a run for reading only. Its keys cover the code in the run directory."""
     return open_data_folder(run, run.code_dir / "data_prep")
 
 
@@ -42,17 +42,17 @@ def print_log(text: str) -> None:
 
 
 def describe_missing_outputs(run: Run) -> str | None:
-    """Return why prepare is not done; None if its outputs are valid."""
+    """Return why the prepare stage is not done; None if its outputs are valid."""
     return open_finished_data_folder(run).find_prepare_problem()
 
 
 def describe_missing_outputs_quickly(run: Run) -> str | None:
-    """Return why prepare is not done, without checking whether inputs have changed."""
+    """Return why the prepare stage is not done; None if its outputs are valid. Changes of inputs are not checked."""
     return open_finished_data_folder(run).find_prepare_problem(check_inputs=False)
 
 
 def progress(run: Run) -> Progress:
-    """Return a description of the outputs."""
+    """Return a description of the outputs, or `-` if the stage is not done."""
     folder = open_finished_data_folder(run)
     is_done = folder.find_prepare_problem(check_inputs=False) is None
     return Progress(folder.describe_prepared() if is_done else "-")
@@ -64,7 +64,7 @@ def check_inputs(run: Run) -> None:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Run the stage. Only rank 0 does the work."""
+    """Run the prepare stage. Only rank 0 does the work."""
     gc.enable()
     flag.exit_on_signal()
     if rank_info.rank == 0:

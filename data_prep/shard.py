@@ -1,8 +1,8 @@
 """The shard stage: write documents to HDF5 shards in several Slurm array tasks.
 
-Work unit `u` belongs to task `u % tasks`, so the tasks need no process group. When all units are written, a task
-validates them and writes the manifest. Two tasks may do this at the same time, because they write the same bytes and
-rename the file atomically. For a custom model, a unit is one file of samples, and the task hashes it.
+Work unit `u` belongs to array task `u % tasks`, so the tasks need no process group. The task that finds all units
+complete writes the manifest. Two tasks may do this at the same time, because they write the same bytes and rename the
+file atomically. For a custom model, a work unit is one file of samples, which the task hashes or unpacks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
 MAX_INPUTS_CHECKED = 100
-"""Number of inputs, spread over all, that are checked before the stage starts."""
+"""Maximum number of inputs, evenly spaced in the list of all inputs, that are checked before the stage starts."""
 _MAX_INPUTS_COMPARED = 1000
-"""Number of inputs, spread over all, that a resume compares with those of the shards."""
+"""Maximum number of inputs, evenly spaced, that `resume` compares with the inputs from which the shards were made."""
 
 
 def describe_missing_outputs(run: Run) -> str | None:
-    """Return why shard is not done; None if the manifest is valid and all shards have their recorded sizes."""
+    """Return why the shard stage is not done; None if its manifest is valid and all files have the right sizes."""
     return open_finished_data_folder(run).find_shard_problem()
 
 
 def missing_inputs(run: Run) -> str | None:
-    """Return which input is missing or has changed, according to a check of some inputs; None if there is none.
+    """Return which input is missing or has changed, according to a check of some inputs; None if no problem is found.
 
-    If the stage is done, return which of its outputs is missing.
+    If `manifest.json` exists, the inputs are not needed, so the shards are checked instead.
     """
     folder = open_finished_data_folder(run)
-    # The prepare stage reports InputErrors itself. An OSError occurs if another user runs the check.
+    # The prepare stage reports InputErrors itself. An OSError occurs if the user who runs this check may not read a
+    # file.
     with suppress(InputError, OSError):
         if (folder.path / "manifest.json").exists():
             return folder.find_shard_problem()
@@ -46,9 +47,10 @@ def missing_inputs(run: Run) -> str | None:
 
 
 def resume_note(run: Run) -> str | None:
-    """Return a note if files of the source are new or have changed since the shards were made; otherwise None.
+    """Return a note if files of `data.source` are new or have changed since the shards were made; otherwise None.
 
-    Removed files are ignored, because they are no longer needed.
+    If the shards are incomplete, return None, because the prepare stage then lists the inputs again. Removed files are
+    ignored, because finished shards do not need them.
     """
     folder = open_finished_data_folder(run)
     with suppress(UserError, OSError):
@@ -68,7 +70,7 @@ def resume_note(run: Run) -> str | None:
 
 
 def progress(run: Run) -> Progress:
-    """Return how many units are finished, and the estimated remaining time."""
+    """Return how many work units are finished, and the estimated remaining time."""
     folder = open_finished_data_folder(run)
     done, total, remaining_s = folder.measure_progress()
     counts = f"{done}/{total} units"
@@ -76,7 +78,7 @@ def progress(run: Run) -> Progress:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Build this task's units. The last task to finish writes the manifest."""
+    """Build the work units of this array task. The last task to finish writes the manifest."""
     gc.enable()
     flag.exit_on_signal()
     folder = open_data_folder(run)

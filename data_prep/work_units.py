@@ -1,11 +1,12 @@
-"""Work units: the inputs are split once, so that any number of tasks writes the same bytes.
+"""Split the inputs into work units, once, so that any number of array tasks writes the same bytes.
 
-Imagine all inputs concatenated, with a total length L. Of n units, unit i has the range [i * L / n, (i + 1) * L / n):
+Imagine all inputs concatenated, with a total length L. Of n work units, unit i has the range
+[i * L / n, (i + 1) * L / n):
 
-- A format that can be split (plain .jsonl, .txt by lines) is split just before these boundaries, at multiples of a
-  power of two that is about a hundredth of a unit. If a file grows by a few bytes, the splits of other files hardly
-  ever move.
-- A file that cannot be split, or a row group of parquet, belongs to the unit in which it starts.
+- A file in a format that can be split (plain .jsonl, .txt by lines) is split at or just before these boundaries. Each
+  split is at a multiple of a power of two, which is about a hundredth of a unit. Therefore the splits of other files
+  hardly ever move if a file grows by a few bytes.
+- A file that cannot be split, or a row group of a Parquet file, belongs to the unit in which it starts.
 
 Many small files therefore share a unit, and a large file is spread over many units. `units.json` contains the inputs
 and the units.
@@ -24,19 +25,22 @@ from data_prep.documents import Input, read_row_group_sizes
 from pipeline.base.files import write_atomic
 
 MIN_UNITS = 4
-"""Minimum number of units, so that several tasks can share small data."""
+"""Minimum number of work units, so that several array tasks can share small data."""
 MIN_UNIT_BYTES = 1 << 16
-"""Minimum size of a unit, which has priority over `MIN_UNITS`."""
-_FILL = 0.9
-"""Planned fraction of a full shard. It is below 1 because some texts have more tokens per byte than the sample."""
+"""Minimum size of a work unit in bytes of text. It has priority over `MIN_UNITS`."""
+_PLANNED_SHARD_FRACTION = 0.9
+"""Planned size of a shard, as a fraction of `data.shard_tokens`.
+
+It is below 1 because some texts have more tokens per byte than the sample from which this number was estimated.
+"""
 
 
 Weights = Sequence[Sequence[int]]
-"""For each input, the bytes of text of its parts that are not split further: row groups of parquet, or one part."""
+"""For each input, the estimated bytes of text of each row group (Parquet), or of the whole file as the only element."""
 
 
 class InputRange(NamedTuple):
-    """A range [start, end) of an input: of its bytes, of the row groups of parquet, or of the tokens of a file."""
+    """A range [start, end) of an input: of the bytes of a file, of row groups (Parquet), or of the tokens of a file."""
 
     input: int
     """Index in the plan's inputs."""
@@ -52,21 +56,33 @@ class WorkPlan(NamedTuple):
 
 
 def is_held_out(text: bytes, fraction: float) -> bool:
-    """Return True if a document is held out: if the SHA-256 of its UTF-8 bytes, scaled to [0, 1), is below `fraction`.
+    """Return True if the document with the UTF-8 bytes `text` is held out.
 
-    The result depends on the text only. Duplicates are therefore either all held out or all in the training data.
+    This is the case if the first 8 bytes of the SHA-256 of the text, scaled to [0, 1), are below `fraction`. The result
+    depends on the text only. Duplicates are therefore either all held out or all in the training data.
     """
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2**64
 
 
 def count_units(total_bytes: int, shard_tokens: int, bytes_per_token: float) -> int:
-    """Return the number of units. A unit fills about one shard, but there are at least `MIN_UNITS` if possible."""
-    full_shards = total_bytes / (shard_tokens * bytes_per_token * _FILL)
+    """Return the number of work units. Each fills about one shard.
+
+    There are at least `MIN_UNITS` units, unless they would be smaller than `MIN_UNIT_BYTES`.
+
+    Args:
+        total_bytes: estimated bytes of text of all inputs.
+        shard_tokens: maximum number of tokens of a shard.
+        bytes_per_token: bytes of text per token, estimated from a sample.
+    """
+    full_shards = total_bytes / (shard_tokens * bytes_per_token * _PLANNED_SHARD_FRACTION)
     return max(1, int(full_shards) + 1, min(MIN_UNITS, total_bytes // MIN_UNIT_BYTES))
 
 
 def measure_inputs(inputs: Sequence[Input], text_field: str) -> Weights:
-    """Estimate the bytes of text in each input, or in each row group of parquet. Raises UserError as reading does."""
+    """Return the estimated bytes of text of each input, or of each row group of a Parquet file.
+
+    Raises UserError if a Parquet file cannot be read or does not have the column `text_field`.
+    """
     return [
         read_row_group_sizes(source.path, text_field) if source.format == "parquet" else [source.text_bytes]
         for source in inputs
@@ -74,15 +90,16 @@ def measure_inputs(inputs: Sequence[Input], text_field: str) -> Weights:
 
 
 def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[InputRange, ...], ...]:
-    """Split the inputs into at most `count` units. Units without a range are omitted.
+    """Split the inputs into at most `count` work units. Units without a range are omitted.
 
-    The ranges of an input are disjoint and cover it. Empty inputs have no range.
+    The ranges of an input are disjoint and cover the whole input. Empty inputs have no range.
     """
     total = sum(map(sum, weights))
     boundaries = [total * unit // count for unit in range(count + 1)]
+    # Files are split at multiples of `grid`, which is 1/64 to 1/128 of a unit.
     grid = 1 << max(0, (total // count).bit_length() - 7)
     units: list[list[InputRange]] = [[] for _ in range(count)]
-    position = 0  # in the concatenation of all inputs
+    position = 0  # start of the current input or row group in the concatenation of all inputs
     for index, source in enumerate(inputs):
         for number, weight in enumerate(weights[index]):
             first_unit = bisect_right(boundaries, position) - 1
@@ -98,10 +115,11 @@ def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> t
                     if high == stop:
                         break
             elif source.format == "parquet":
-                # A row group without text still has rows to count, even at the end of the inputs.
+                # A row group without text still has rows to count. At the end of the inputs, it belongs to the last
+                # unit.
                 ranges = units[min(first_unit, count - 1)]
-                extends_last = bool(ranges) and (ranges[-1].input, ranges[-1].end) == (index, number)
-                start = ranges.pop().start if extends_last else number
+                continues_last_range = bool(ranges) and (ranges[-1].input, ranges[-1].end) == (index, number)
+                start = ranges.pop().start if continues_last_range else number
                 ranges.append(InputRange(index, start, number + 1))
             elif weight:
                 units[first_unit].append(InputRange(index, 0, source.size))
@@ -116,7 +134,7 @@ def write_plan(path: Path, plan: WorkPlan) -> None:
 
 
 def read_plan(path: Path) -> WorkPlan:
-    """Return the plan in `units.json`. The caller must have checked its hash."""
+    """Return the plan in `units.json`. The caller must have checked the hash of the file."""
     content = json.loads(path.read_bytes())
     units = tuple(tuple(InputRange(*values) for values in unit) for unit in content["units"])
     return WorkPlan(tuple(Input(*values) for values in content["inputs"]), units)
