@@ -1,1 +1,1 @@
-"""Data to be trained on: the stages prepare and shard, for text (`text/`) and for arrays of a user's own model."""
+"""The stages prepare and shard: convert the user's files to shards of tokens, or list the samples of a custom model."""

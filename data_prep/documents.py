@@ -1,6 +1,6 @@
-"""Read the documents of input files. `data_prep/find_inputs.py` decides which files these are.
+"""Read the documents of input files. `data_prep/find_inputs.py` decides which files are inputs.
 
-:func:`read_documents` reads an input range: a part of one file that a work unit owns.
+:func:`read_documents` reads an input range: a part of one file that belongs to one work unit.
 
     kind        files                         a document is                              a range is
     text        .txt, Python's own .py files  the whole file                             the whole file
@@ -13,8 +13,9 @@
     arrow       .arrow (Hugging Face)         the column `text_field` of a row           the whole file
     tar         .tar, .tar.gz (WebDataset)    a .txt member, or the field of a .json     the whole file
 
-The file name decides how a file is split into ranges. Its content decides how it is read: if a file of several ranges
-turns out to be compressed, or to be one JSON array, the range from byte 0 has all documents and the others have none.
+The file name decides how a file is split into ranges. The content decides how the file is read. For example, a file
+with several ranges may be compressed, or may be one JSON array. The range that starts at byte 0 then yields all
+documents, and the other ranges yield none.
 
 Text is strict UTF-8 and used unchanged, except that a byte order mark at the start of a file is removed.
 """
@@ -60,14 +61,19 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 MAX_DOCUMENT_BYTES = 1 << 26
-"""Maximum size of a document or line. Tokenizing takes about 140 bytes of memory per byte (measured up to 32 MB)."""
+"""Maximum size of a document or line in bytes.
+
+Tokenizing takes about 140 bytes of memory per byte of text (measured up to 32 MB).
+"""
 MAX_JSON_VALUES = 1 << 22
-"""Maximum number of names and values in one JSON object. Each takes up to 240 bytes of memory."""
+"""Maximum number of names and values in one JSON object. Each of them takes up to 240 bytes of memory."""
 MAX_JSON_DEPTH = 100
 """Maximum nesting of arrays and objects in a JSON object. Python's own limit depends on the depth of the call stack."""
 MAX_COMPRESSION_RATIO = 1 << 14
-"""An array that is this many times larger than its stored bytes is considered damaged. Deflate reaches a ratio of 1032
-(zlib.net/zlib_tech.html)."""
+"""An array that is more than this many times larger than its stored bytes is considered damaged.
+
+Deflate reaches a ratio of 1032 (zlib.net/zlib_tech.html).
+"""
 _BLOCK_BYTES = 1 << 20
 """Number of bytes that are read at once."""
 
@@ -79,16 +85,17 @@ class InputFormat(NamedTuple):
     """The format of a file by its name, and how the file is split into ranges."""
 
     kind: str
-    """How the file is read; see the table above."""
+    """How the file is read; see the table at the start of this module."""
     splits: bool = False
-    """Whether any range of bytes is an input range. Otherwise the whole file is one."""
+    """Whether an input range is a range of bytes. Otherwise it is the whole file or, for Parquet, some row groups."""
     expansion: int = 1
-    """Estimated bytes of text per byte of the file. Only the balance between work units depends on it."""
+    """Estimated bytes of text per byte of the file, to balance the work units. Above 1 only for compressed files."""
 
 
 def compressed_format(kind: str, ending: str) -> str:
-    """Return the name of the format of compressed files of a kind, such as `csv.gz`."""
-    return {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}.get(kind + ending, kind + ending)  # names in older data folders
+    """Return the name of the format for compressed files of a kind, such as `csv.gz`."""
+    # Two formats keep the names that they have in older data folders.
+    return {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}.get(kind + ending, kind + ending)
 
 
 _KIND_ENDINGS = {
@@ -131,11 +138,11 @@ class Input(NamedTuple):
     format: str
     """A name in `FORMATS`, or the format of a file of tokens or samples."""
     index_files: Sequence[Sequence[Any]] = []
-    """Path, size and modification time of files that are read together with this one, such as an index."""
+    """Path, size and modification time of each file that is read together with this file, such as an index."""
 
     @property
     def splits(self) -> bool:
-        """Whether any range of bytes is an input range."""
+        """Whether an input range is a range of bytes (see `InputFormat.splits`)."""
         return FORMATS[self.format].splits
 
     @property
@@ -144,7 +151,10 @@ class Input(NamedTuple):
         return self.size * FORMATS[self.format].expansion
 
     def find_problem(self) -> str | None:
-        """Return how the file or one of its index files has changed and what to do; None if they are unchanged."""
+        """Return how the file or one of its index files has changed, and what to do; None if all are unchanged.
+
+        Sizes and modification times are compared.
+        """
         advice = (
             f"restore the file, or prepare the data again from the present files: {format_command('resume', 'RUN')}"
         )
@@ -158,7 +168,7 @@ class Input(NamedTuple):
         return None
 
     def check(self) -> None:
-        """Raise InputError, naming the file, if it has changed."""
+        """Raise InputError with the name of the file if the file or one of its index files has changed."""
         if problem := self.find_problem():
             raise InputError("data.input_changed", problem)
 
@@ -166,32 +176,36 @@ class Input(NamedTuple):
 # -- documents -------------------------------------------------------------------------------------------
 
 Spans = tuple[tuple[int, int], ...]
+"""Spans [start, end) of characters in a text."""
 
 
 class Document(NamedTuple):
     """A line, row or whole file: its text, or the reason why it is rejected."""
 
     line: int
-    """Line (for Parquet: row) within the input range, from 1. For a whole file: the line of the first invalid byte."""
+    """Number of the line (for a table: row) within the input range, from 1.
+
+    If the document is a whole file: 1, or the line of the first invalid byte.
+    """
     text: str
     """The text; empty for a blank line and for a rejected document."""
     reason: str | None = None
-    """Why the document is rejected; None if it is not."""
+    """Why the document is rejected; None if it is accepted."""
     learned: Spans = ()
-    """For a record (`data.records`): the character spans [start, end) that contribute to the loss. For text: unused."""
+    """For a record (`data.records`): the spans of the text that contribute to the loss. For plain text: unused."""
 
 
 FILTERED = "left out by data.filter"
 """The `reason` of a document that the user's filter excluded. Such a document does not count as unreadable."""
 
 Record = tuple[str, Spans]
-"""The text of a record such as a dialogue, and the spans of it that contribute to the loss."""
+"""The text of a record such as a dialogue, and the spans of this text that contribute to the loss."""
 RecordReader = Callable[[dict[str, Any]], Record]
-"""Makes the record from the object of a line. Raises RejectedError if the object has another form."""
+"""Function that converts the object of a line to a record. Raises RejectedError if the object has another form."""
 
 
 class RejectedError(ValueError):
-    """Why a line or row has no document."""
+    """Error for a line or row that contains no usable document. The message is the reason."""
 
 
 def read_documents(
@@ -206,18 +220,18 @@ def read_documents(
 
     Args:
         source: the file.
-        start, end: the range, in bytes or row groups. It contains the lines that start in [start, end), so every way
-            to split a file yields each line once.
+        start, end: the range, in bytes or row groups. A range of bytes contains the lines that start in [start, end),
+            so each line is yielded once, no matter how a file is split.
         text_field: `data.text_field`.
-        record_reader: makes a record of an object, if objects have more than one text.
-        document_filter: the user's filter. What it excludes is yielded with the reason `FILTERED`.
+        record_reader: function that converts an object to a record; None for plain text.
+        document_filter: the user's filter. Documents that it excludes are yielded with the reason `FILTERED`.
 
-    Raises UserError, naming the file, if it cannot be read at all or `document_filter` fails.
+    Raises UserError with the name of the file if the file cannot be read at all, or if `document_filter` fails.
     """
     line = 0
     with translate_read_errors(source.path):
         try:
-            for document in _read_unchecked(source, start, end, text_field, record_reader, document_filter):
+            for document in _read_by_format(source, start, end, text_field, record_reader, document_filter):
                 line = document.line
                 yield document
         except FilterError as error:
@@ -226,10 +240,10 @@ def read_documents(
 
 
 OBJECT_KINDS = ("jsonl", "json", "csv", "tsv")
-"""The kinds whose records are objects."""
+"""The kinds of files that contain objects."""
 
 
-def _read_unchecked(
+def _read_by_format(
     source: Input,
     start: int,
     end: int,
@@ -237,12 +251,13 @@ def _read_unchecked(
     record_reader: RecordReader | None,
     document_filter: DocumentFilter | None,
 ) -> Iterator[Document]:
-    """Do the work of `read_documents`, without translating errors."""
+    """Yield the documents of an input range. The arguments are those of `read_documents`, which translates errors."""
     kind = FORMATS[source.format].kind
     has_compressed_name = FORMATS[source.format].expansion > 1
     if kind in OBJECT_KINDS:
 
         def make_record(value: dict[str, Any]) -> Record:
+            """Return the record of an object. Raises RejectedError if it has none or the user's filter excludes it."""
             record = record_reader(value) if record_reader else (get_text_field(value, field), ())
             if document_filter is not None and record[0] and not document_filter(value):
                 raise RejectedError(FILTERED)
@@ -271,8 +286,10 @@ def _make_document(line: int, content: Any, extract: Callable[[Any], str | Recor
     """Return the document of a line or row.
 
     Args:
-        content: the line or row, or the exception that says why it could not be read.
-        extract: returns its text or record. Raises RejectedError or UnicodeDecodeError if there is none.
+        line: number of the line or row.
+        content: the line or row, or an exception if it could not be read.
+        extract: function that returns the text or the record of `content`. It raises RejectedError or
+            UnicodeDecodeError if `content` has no text.
     """
     try:
         if isinstance(content, Exception):
@@ -287,11 +304,12 @@ def _make_document(line: int, content: Any, extract: Callable[[Any], str | Recor
 
 
 def _number_documents(contents: Iterable[Any], extract: Callable[[Any], str | Record]) -> Iterator[Document]:
-    """Yield the document of each line or row, numbered from 1."""
+    """Yield the document of each line or row, numbered from 1. The arguments are those of `_make_document`."""
     return (_make_document(number, content, extract) for number, content in enumerate(contents, 1))
 
 
 def _describe_invalid_byte(error: UnicodeDecodeError) -> str:
+    """Return the reason to reject text that is not UTF-8, with the first invalid byte and its position."""
     return f"invalid UTF-8: byte 0x{error.object[error.start]:02x} at byte {error.start}"
 
 
@@ -301,9 +319,9 @@ def describe_too_long() -> str:
 
 
 def get_field(value: Mapping[str, Any], field: str) -> Any:
-    """Return the value of a field of an object. Raises RejectedError if there is no such field.
+    """Return the value of a field of an object. Raises RejectedError if the object does not have the field.
 
-    `a.b` is the field `a.b` if there is one, otherwise field `b` of the object in field `a`.
+    `a.b` names the field `a.b` if the object has this field, otherwise field `b` of the object in field `a`.
     """
     current: Any = value
     for name in [field] if field in value else field.split("."):
@@ -314,13 +332,16 @@ def get_field(value: Mapping[str, Any], field: str) -> Any:
 
 
 def get_text_field(value: Mapping[str, Any], field: str) -> str:
-    """Return the text in a field of an object. Raises RejectedError if there is none."""
+    """Return the text in a field of an object.
+
+    Raises RejectedError if the object does not have the field, or the field is not a string of valid Unicode.
+    """
     text = get_field(value, field)
     if not isinstance(text, str):
         raise RejectedError(f"field {field!r} is not a string but {type(text).__name__}")
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON's \ud800 is only half a character
+    except UnicodeEncodeError:  # For example, JSON's \ud800 is only half of a character.
         raise RejectedError(f"field {field!r} contains a lone surrogate") from None
     return text
 
@@ -329,7 +350,7 @@ def get_text_field(value: Mapping[str, Any], field: str) -> str:
 
 
 def _read_text_file(path: str, has_compressed_name: bool) -> Iterator[Document]:
-    """Yield the one document of a text file."""
+    """Yield the document of a text file, which is the whole file."""
     with open_decompressed(path) as (stream, head, compression):
         check_compression(path, head, compression, has_compressed_name)
         content = head if len(head) < HEAD_BYTES else stream.read(MAX_DOCUMENT_BYTES + 1)
@@ -349,7 +370,7 @@ def _read_text_file(path: str, has_compressed_name: bool) -> Iterator[Document]:
 
 
 def _read_text_lines(path: str, start: int, end: int, has_compressed_name: bool) -> Iterator[Document]:
-    """Yield a document for each line that starts in [start, end)."""
+    """Yield a document for each line that starts at bytes [start, end) of a text file."""
     with open_decompressed(path) as (stream, head, compression):
         check_compression(path, head, compression, has_compressed_name)
         check_text(path, head, compression)
@@ -357,17 +378,26 @@ def _read_text_lines(path: str, start: int, end: int, has_compressed_name: bool)
 
 
 def _decode_line(line: bytes | None) -> str:
-    """Return the text of a line without its line end. `line` is None if it is too long."""
+    """Return the text of a line without its line end. Raises RejectedError for None, which stands for a long line."""
     if line is None:
         raise RejectedError(describe_too_long())
     return line.removesuffix(b"\n").removesuffix(b"\r").decode()
 
 
 def check_compression(path: str, head: bytes, compression: str | None, has_compressed_name: bool) -> None:
-    """Raise UserError if a file has the name of a compressed file, but is neither compressed nor text."""
+    """Raise UserError if a file has the name of a compressed file, but its content is neither compressed nor text.
+
+    Args:
+        path: the file.
+        head: its first bytes, uncompressed.
+        compression: name of the compression that was detected; None if the content is not compressed.
+        has_compressed_name: whether the file name has an ending of compressed files.
+    """
     if has_compressed_name and compression is None and not is_text(head):
         raise UserError(
-            "data.damaged_file", f"cannot read {path}: it is damaged, or not compressed although its name says so"
+            "data.damaged_file",
+            f"cannot read {path}: its name is that of a compressed file, but the content is neither compressed nor "
+            "text. Restore the file, or correct its name",
         )
 
 
@@ -386,15 +416,16 @@ def check_text(path: str, head: bytes, compression: str | None) -> None:
 def read_lines(stream: BinaryIO, start: int, end: int, compression: str | None) -> Iterator[bytes | None]:
     """Yield the lines that start at bytes [start, end) of an uncompressed file, with their line ends.
 
-    A line that is longer than `MAX_DOCUMENT_BYTES` is yielded as None. A byte order mark is removed. Of a compressed
-    stream, yield all lines if `start` is 0, otherwise none.
+    A line that is longer than `MAX_DOCUMENT_BYTES` is yielded as None. A byte order mark at the start of the file is
+    removed. If the stream was compressed (`compression`), all lines are yielded if `start` is 0, otherwise none.
     """
     if compression:
         if start > 0:
             return
         end = sys.maxsize
     elif start > 0:
-        # Skip the rest of a line that started before `start`. If none did, this skips only the "\n" before `start`.
+        # Skip the rest of a line that started before `start`. If a line starts at `start`, this skips only the "\n"
+        # before it.
         stream.seek(start - 1)
         start += _skip_line(stream) - 1
     while start < end and (line := stream.readline(MAX_DOCUMENT_BYTES + 1)):
@@ -408,7 +439,7 @@ def read_lines(stream: BinaryIO, start: int, end: int, compression: str | None) 
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Read to the end of the line, and return the number of bytes read."""
+    """Read to the end of the current line, and return the number of bytes read."""
     length = 0
     while part := stream.readline(_BLOCK_BYTES):
         length += len(part)
@@ -419,17 +450,17 @@ def _skip_line(stream: BinaryIO) -> int:
 
 # -- files of objects: JSON Lines, JSON, CSV and TSV -----------------------------------------------------
 #
-# They are read in blocks, so that memory depends on the longest record and not on the file.
+# These files are read in blocks, so that the memory depends on the longest record and not on the size of the file.
 
 ParseResult = dict[str, Any] | Exception | None
-"""An object; the exception that says why there is none; or None for a blank line."""
+"""An object; an exception with the reason why a record is not an object; or None for a blank line."""
 
 
 class ObjectRecord(NamedTuple):
     """A record of a file of objects."""
 
     line: int
-    """The line where the record begins, from 1. For JSON: the number of the value."""
+    """Number of the line in which the record begins, from 1. For JSON: the number of the value."""
     result: ParseResult
 
 
@@ -444,14 +475,14 @@ def read_objects(
 
     Args:
         path: the file.
-        start, end: the range in bytes. Only uncompressed JSON Lines are split. Of any other file the range from byte 0
-            has all records and the others have none.
+        start, end: the range in bytes. Only uncompressed JSON Lines files are split into ranges. For any other file,
+            the range that starts at byte 0 yields all records, and every other range yields none.
         kind: `jsonl`, `json`, `csv` or `tsv`.
-        required_column: a column that a CSV or TSV file must have.
-        has_compressed_name: whether the file name is that of a compressed file.
+        required_column: a column that a CSV or TSV file must have; None: no column is required.
+        has_compressed_name: whether the file name has an ending of compressed files.
 
-    Raises UserError, naming the file, if the content is of another kind, a record is too long, or the file ends within
-    a record.
+    Raises UserError with the name of the file if the content is of another kind, a record is too long, or the file ends
+    within a record.
     """
     with open_decompressed(path) as (stream, head, compression):
         check_compression(path, head, compression, has_compressed_name)
@@ -460,7 +491,8 @@ def read_objects(
         if has_compressed_name and compression is None and head and is_json and detect_json_kind(head) is None:
             raise UserError(
                 "data.damaged_file",
-                f"cannot read {path}: it is not compressed although its name says so, and it is not JSON",
+                f"cannot read {path}: its name is that of a compressed file, but the content is neither compressed nor "
+                "JSON. Restore the file, or correct its name",
             )
         if kind in _DELIMITERS:
             if start == 0:
@@ -473,9 +505,11 @@ def read_objects(
 
 
 def is_json_lines(head: bytes, kind: str) -> bool:
-    """Return whether a file has one object per line, by its first bytes and the kind that its name says.
+    """Return True if a file has one JSON object per line.
 
-    If the bytes do not decide, a file of kind `jsonl` has one object per line and a file of kind `json` has not.
+    Args:
+        head: the first bytes of the file, uncompressed. They usually decide.
+        kind: `jsonl` or `json`, from the file name. It decides if the first bytes match neither kind.
     """
     return detect_json_kind(head) == "JSON Lines" if kind == "json" else detect_json_kind(head) != "JSON"
 
@@ -485,7 +519,7 @@ _TOO_DEEP = f"JSON that nests more than {MAX_JSON_DEPTH} deep"
 
 
 def parse_object(line: bytes | None) -> ParseResult:
-    """Return the JSON object in a line or small file. `line` is None if it is too long."""
+    """Return the JSON object in a line, or in a member of an archive. None stands for a line that is too long."""
     if line is None:
         return RejectedError(describe_too_long())
     try:
@@ -502,6 +536,7 @@ def parse_object(line: bytes | None) -> ParseResult:
 
 
 def _describe_invalid_json(error: ValueError | RecursionError) -> str:
+    """Return the reason to reject text that Python's JSON parser rejects."""
     return _TOO_DEEP if isinstance(error, RecursionError) else f"broken JSON: {getattr(error, 'msg', error)}"
 
 
@@ -513,22 +548,24 @@ def _check_object(value: Any) -> ParseResult:
 
 
 _STRING = re.compile('"[^"]*"')
+"""A JSON string without escaped quotes."""
 
 
 def _estimate_value_count(source: str) -> int:
-    """Return about how many names and values a JSON text has. The result is arbitrary if the text is not JSON.
+    """Return the approximate number of names and values in a JSON text; 0 if it is at most `MAX_JSON_VALUES`.
 
-    Returns 0 if there are certainly no more than `MAX_JSON_VALUES`.
+    If the text is not valid JSON, the result has no meaning.
     """
     delimiters = "[{,:"
-    if sum(map(source.count, delimiters)) <= MAX_JSON_VALUES:  # an upper bound, because strings may contain delimiters
+    # This sum is an upper bound, because strings may also contain delimiters.
+    if sum(map(source.count, delimiters)) <= MAX_JSON_VALUES:
         return 0
     without_strings = _STRING.sub("", source.replace("\\\\", "").replace('\\"', ""))
     return sum(map(without_strings.partition('"')[0].count, delimiters))
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
-    """Return whether an object is nested deeper than `MAX_JSON_DEPTH`."""
+    """Return True if an object is nested deeper than `MAX_JSON_DEPTH`."""
     containers = (dict, list)
     level = [child for child in value.values() if isinstance(child, containers)]
     for _ in range(MAX_JSON_DEPTH - 1):
@@ -546,7 +583,7 @@ _SPACES = re.compile(f"[{_JSON_SPACE}]*")
 class _JsonReader:
     """Reads JSON values one after another from a stream of any length.
 
-    `text` is the part of the stream in memory, and `position` is the next character in it.
+    `text` is the part of the stream that is in memory. `position` is the index in `text` of the next character to read.
     """
 
     def __init__(self, path: str, stream: BinaryIO) -> None:
@@ -559,9 +596,9 @@ class _JsonReader:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
 
     def read_more(self, min_bytes: int = 0) -> bool:
-        """Read another block of at least `min_bytes`, and drop the text before `position`.
+        """Read another block of at least `min_bytes` bytes, and drop the text before `position`.
 
-        Returns: False if the stream has ended, otherwise True.
+        Returns: False if the stream had already ended, otherwise True.
         """
         if self.is_at_end:
             return False
@@ -585,20 +622,23 @@ class _JsonReader:
                 return ""
 
     def read_value(self) -> tuple[Any, str]:
-        """Read the JSON value at `position`.
+        """Read the JSON value at `position`, and move `position` behind it.
 
-        Returns: the value, and its source if the stream has invalid UTF-8, otherwise "".
+        Returns: the value, and its JSON text if the stream has invalid UTF-8, otherwise "".
 
-        Raises ValueError or RecursionError if the value is invalid, and UserError if it is too large.
+        Raises ValueError or RecursionError if the value is invalid, and UserError if the value is too large.
         """
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, self.position)
-                if end < len(self.text) or self.is_at_end:  # otherwise a number may continue in the next block
+                # A number at the end of the text may continue in the next block.
+                if end < len(self.text) or self.is_at_end:
                     source = self.text[self.position : end] if self.has_invalid_utf8 else ""
                     self.position = end
                     return value, source
             except json.JSONDecodeError as error:
+                # The end of a block may cut a string. It may also cut a word such as `false` or an escape in a string.
+                # These have fewer than 16 characters.
                 is_incomplete = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - 16
                 if self.is_at_end or not is_incomplete:
                     raise
@@ -613,7 +653,7 @@ class _JsonReader:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8. Text with invalid bytes (`surrogateescape`) cannot."""
+    """Return True if a text can be encoded as UTF-8. Text from invalid bytes (`surrogateescape`) cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -622,12 +662,12 @@ def _is_encodable(text: str) -> bool:
 
 
 def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
-    """Yield the values of one array, or the values of a file that are separated by white space only."""
+    """Yield the values of a JSON file: the elements of its array, or values that are separated by white space only."""
     reader = _JsonReader(path, stream)
     number = 0
     is_array = reader.skip_spaces() == "["
     reader.position += is_array
-    if is_array and reader.skip_spaces() == "]":  # the array is empty
+    if is_array and reader.skip_spaces() == "]":  # The array is empty.
         reader.position += 1
         _check_end_of_file(reader)
         return
@@ -637,6 +677,8 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
             value, source = reader.read_value()
         except (ValueError, RecursionError) as error:
             problem = _describe_invalid_json(error)
+            # A small file with a single invalid value is one rejected record. Otherwise it is unclear where the next
+            # value would begin.
             if is_array or number > 1 or not reader.is_at_end:
                 raise UserError(
                     "data.damaged_file",
@@ -666,7 +708,7 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
 
 
 def _check_end_of_file(reader: _JsonReader) -> None:
-    """Raise UserError if anything follows the end of the array."""
+    """Raise UserError if any text follows the end of the array."""
     if following := reader.skip_spaces():
         raise UserError(
             "data.damaged_file",
@@ -676,7 +718,7 @@ def _check_end_of_file(reader: _JsonReader) -> None:
 
 
 def _find_utf8_error(source: str) -> UnicodeDecodeError | None:
-    """Return the first UTF-8 error in text that was decoded with `surrogateescape`; None if there is none."""
+    """Return the first UTF-8 error in text that was decoded with `surrogateescape`; None if the text is valid."""
     try:
         source.encode("utf-8", "surrogateescape").decode()
     except UnicodeDecodeError as error:
@@ -685,9 +727,9 @@ def _find_utf8_error(source: str) -> UnicodeDecodeError | None:
 
 
 class _CsvLines:
-    """Iterates over the lines of a CSV file, counts them, and limits the size of a row.
+    """Iterates over the lines of a CSV file, counts the lines, and limits the size of a row.
 
-    A row has several lines if a quoted field contains line ends.
+    A row has several lines if a quoted field contains line ends. The caller sets `row_bytes` to 0 before each row.
     """
 
     def __init__(self, path: str, stream: BinaryIO) -> None:
@@ -704,7 +746,7 @@ class _CsvLines:
                     "data.too_large", f"cannot read {self.path}: line {self.count:,} is {describe_too_long()}"
                 )
             self.row_bytes += len(line)
-            if self.row_bytes > MAX_DOCUMENT_BYTES + 1:  # 1: the line end
+            if self.row_bytes > MAX_DOCUMENT_BYTES + 1:  # The line end has one byte.
                 raise UserError(
                     "data.too_large",
                     f"cannot read {self.path}: the row that continues in line {self.count:,} is {describe_too_long()}",
@@ -713,9 +755,10 @@ class _CsvLines:
 
 
 def _read_csv_rows(path: str, stream: BinaryIO, delimiters: str, required_column: str | None) -> Iterator[ObjectRecord]:
-    """Yield the rows of a CSV file as objects with the names of its header.
+    """Yield the rows of a CSV file as objects. The first row has the names of their fields.
 
-    The delimiter is the first one of `delimiters` with which the header has the required column.
+    The delimiter is the first of `delimiters` for which the first row contains the required column. If there is none,
+    it is the first of `delimiters`. Raises UserError if the required column is missing or a row is too long.
     """
     counter = _CsvLines(path, stream)
     lines = iter(counter)
@@ -759,7 +802,7 @@ def _read_csv_rows(path: str, stream: BinaryIO, delimiters: str, required_column
 
 
 def _read_header(rows: Iterable[list[str]]) -> list[str]:
-    """Return the first row; an empty list if there is none or it is invalid."""
+    """Return the first row; an empty list if there is no row or the first row is invalid."""
     try:
         return next(iter(rows), [])
     except csv.Error:
@@ -767,7 +810,7 @@ def _read_header(rows: Iterable[list[str]]) -> list[str]:
 
 
 def _make_row_object(header: list[str], row: list[str]) -> ParseResult:
-    """Return the object of a row of a CSV file."""
+    """Return a row of a CSV file as an object; None for a blank row; an exception for an invalid row."""
     if not row:
         return None
     if len(row) != len(header):
@@ -781,11 +824,15 @@ def _make_row_object(header: list[str], row: list[str]) -> ParseResult:
 # -- tables: Parquet and Arrow ---------------------------------------------------------------------------
 
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
-"""Arrow's types of text. They include binary ones, because Arrow does not check that strings are UTF-8."""
+"""Arrow's types of text. Binary types are included, because Arrow does not check that strings are UTF-8."""
 
 
 def _open_parquet(path: str, column: str) -> pyarrow.parquet.ParquetFile:
-    """Open a Parquet file. Raises UserError, naming the file, if it does not have the text column."""
+    """Open a Parquet file.
+
+    Raises UserError with the name of the file if pyarrow is not installed, or if the file is damaged or does not have
+    the text column `column`.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -802,10 +849,10 @@ def _open_parquet(path: str, column: str) -> pyarrow.parquet.ParquetFile:
 
 
 def _find_text_column(path: str, schema: pyarrow.Schema, column: str) -> list[str]:
-    """Return the names that lead to a column of text.
+    """Return the path to a column of text: its name, or the names of a struct and of the fields inside.
 
-    `a.b` is the column `a.b` if there is one, otherwise field `b` of the struct `a`. Raises UserError, naming the file,
-    if there is no such column or it does not have text.
+    `a.b` is the column `a.b` if the schema has it, otherwise field `b` of the struct `a`. Raises UserError with the
+    name of the file if there is no such column, or if its type is not text.
     """
     from pyarrow import types
 
@@ -839,14 +886,15 @@ def _find_text_column(path: str, schema: pyarrow.Schema, column: str) -> list[st
 
 
 def read_row_group_sizes(path: str, column: str) -> list[int]:
-    """Return the uncompressed bytes of the text column in each row group.
+    """Return the uncompressed bytes of the text column in each row group of a Parquet file.
 
-    If the table has nested columns, return the bytes of all columns. Raises UserError if the file is not Parquet or
+    If the table has nested columns, return the bytes of all columns. Raises UserError if the file cannot be read or
     does not have the column.
     """
     with translate_read_errors(path), _open_parquet(path, column) as file:
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        # With nested columns, `num_columns` is larger than the number of names, because it counts their leaves.
+        # If a column is nested, `num_columns` is larger than the number of names, because it counts the innermost
+        # fields.
         if file.metadata.num_columns != len(file.schema_arrow.names):
             return [group.total_byte_size for group in groups]
         index = file.schema_arrow.names.index(_find_text_column(path, file.schema_arrow, column)[0])
@@ -854,7 +902,7 @@ def read_row_group_sizes(path: str, column: str) -> list[int]:
 
 
 def _read_parquet(path: str, start: int, end: int, column: str) -> Iterator[Document]:
-    """Yield the rows of row groups [start, end)."""
+    """Yield a document for each row of the row groups [start, end) of a Parquet file."""
     import pyarrow
 
     with _open_parquet(path, column) as file:
@@ -867,20 +915,23 @@ def _read_parquet(path: str, start: int, end: int, column: str) -> Iterator[Docu
 
 
 def _read_arrow(path: str, column: str) -> Iterator[Document]:
-    """Yield the rows of an Arrow file."""
+    """Yield a document for each row of an Arrow file."""
     schema, batches = read_arrow_batches(path)
     yield from _read_rows(batches, _find_text_column(path, schema, column))
 
 
 def _read_rows(batches: Iterable[pyarrow.RecordBatch], names: Sequence[str]) -> Iterator[Document]:
-    """Yield the documents of a column. `names` are those of `_find_text_column`."""
-    null = RejectedError(f"field {'.'.join(names)!r} is null")
-    rows = (null if row is None else row for batch in batches for row in _read_column_bytes(batch, names))
+    """Yield a document for each row of a column. `names` is the path that `_find_text_column` returned."""
+    null_error = RejectedError(f"field {'.'.join(names)!r} is null")
+    rows = (null_error if row is None else row for batch in batches for row in _read_column_bytes(batch, names))
     return _number_documents(rows, _decode_content)
 
 
 def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list[bytes | None]:
-    """Return a column as bytes, because decoding it as strings would fail for the whole batch if one row is invalid."""
+    """Return the values of a column as bytes; None for null.
+
+    If they were decoded as strings, one invalid row would fail the whole batch.
+    """
     import pyarrow
     import pyarrow.compute
 
@@ -894,7 +945,7 @@ def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list
 
 
 def _decode_content(content: bytes | None) -> str:
-    """Return the text of a row or of a tar member. `content` is None if a member is too long."""
+    """Return the text of a row or of a tar member. Raises RejectedError for None, which stands for a long member."""
     if content is None or len(content) > MAX_DOCUMENT_BYTES:
         raise RejectedError(describe_too_long())
     return content.decode()
@@ -913,19 +964,21 @@ def read_arrow_batches(path: str) -> tuple[pyarrow.Schema, Iterator[pyarrow.Reco
         ) from None
 
     def read_schema_and_batches() -> Iterator[Any]:
+        """Yield the schema, then the record batches."""
         try:
             file = pyarrow.OSFile(path)
-            is_random_access = file.read(6) == b"ARROW1"  # the file format, not the streaming format
+            # Arrow has a file format, which begins with this magic number, and a streaming format.
+            is_random_access = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = (pyarrow.ipc.open_file if is_random_access else pyarrow.ipc.open_stream)(file)
-            list(reader.schema.names)  # raises if a name is not UTF-8
+            list(reader.schema.names)  # This raises an error if a name is not UTF-8.
             yield reader.schema
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_random_access else reader
             for batch in batches:
                 batch.validate(full=True)
                 yield batch
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, IndexError) as error:
-            # MemoryError: a damaged file may claim buffers of any size.
+            # A damaged file may state any size of its buffers, which leads to a MemoryError.
             raise UserError(
                 "data.damaged_file", f"{path} is damaged, or not an Arrow file that can be read: {error}"
             ) from error
@@ -937,11 +990,14 @@ def read_arrow_batches(path: str) -> tuple[pyarrow.Schema, Iterator[pyarrow.Reco
 # -- tar -------------------------------------------------------------------------------------------------
 
 _MAX_SAMPLE_BYTES = 1 << 28
-"""Maximum size of all members of one WebDataset sample."""
+"""Maximum size of all members of one WebDataset sample, in bytes."""
 _MAX_MEMBER_BYTES = 1 << 30
+"""Default for the maximum size of a member that is read, in bytes."""
 _MAX_HEADER_BYTES = 1 << 16
-"""Maximum size of an extended header (pax, GNU long names), and of all global headers of an archive. A long path has
-4 KiB, an extended attribute of a file at most 64 KiB."""
+"""Maximum size of an extended header (pax, GNU long names), and of all global headers of an archive, in bytes.
+
+A long path has 4 KiB. An extended attribute of a file has at most 64 KiB.
+"""
 _MAX_EXTENDED_HEADERS = 16
 """Maximum number of extended headers before one member. There are usually at most two."""
 _EXTENDED_TYPES = (
@@ -954,9 +1010,10 @@ _EXTENDED_TYPES = (
 
 
 def _read_tar(path: str, field: str) -> Iterator[Document]:
-    """Yield the documents of the samples of a WebDataset tar.
+    """Yield the documents of a WebDataset tar.
 
-    They are a sample's .txt members, or, if it has none, the field of its .json members.
+    Members with the same key form a sample. Each .txt member of a sample is a document. If a sample has no .txt member,
+    the text in `field` of each .json member is a document.
     """
     number = 0
     members = read_tar_members(path, (".txt", ".json"), MAX_DOCUMENT_BYTES)
@@ -985,7 +1042,7 @@ def _read_tar(path: str, field: str) -> Iterator[Document]:
 
 
 def _get_sample_key(name: str) -> str:
-    """Return the key of a WebDataset sample: the member's path up to the first dot of its file name."""
+    """Return the key of a WebDataset sample: the path of a member up to the first dot of the file name."""
     folder, slash, base = name.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
@@ -993,21 +1050,22 @@ def _get_sample_key(name: str) -> str:
 class _StrictTarInfo(tarfile.TarInfo):
     """A tar header that limits sizes and reports damage.
 
-    tarfile treats a damaged header, or one missing at the end, as the end of the archive. It also reads extended
-    headers of any length into memory.
+    Python's tarfile treats a damaged or missing header as the end of the archive. It also reads extended headers of any
+    length into memory. This class raises ReadError instead.
     """
 
     @classmethod
     def fromtarfile(cls, tarfile: Any) -> Any:
-        """Read the next header."""
-        count = getattr(tarfile, "extended_headers", 0)  # the method calls itself after an extended header
+        """Read the next header. Raises ReadError if it is damaged, missing or too large."""
+        # After an extended header, the inherited method calls this method again for the header that follows.
+        count = getattr(tarfile, "extended_headers", 0)
         if count > _MAX_EXTENDED_HEADERS:
             raise ReadError(f"more than {_MAX_EXTENDED_HEADERS} extended headers before one member")
         tarfile.extended_headers = count + 1
         try:
             header = super().fromtarfile(tarfile)
         except HeaderError as error:
-            if type(error).__name__ == "EOFHeaderError":  # the regular end of an archive: two blocks of zeros
+            if type(error).__name__ == "EOFHeaderError":  # This is the regular end of an archive: two blocks of zeros.
                 raise
             raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
         finally:
@@ -1018,25 +1076,30 @@ class _StrictTarInfo(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
-        """Parse a header block."""
+        """Parse a header block. Raises ReadError if it is an extended header with an invalid size."""
         header = super().frombuf(buf, encoding, errors)
         if header.type in _EXTENDED_TYPES and not 0 <= header.size <= _MAX_HEADER_BYTES:
-            raise ReadError(f"an extended header of {header.size:,} bytes, more than {_MAX_HEADER_BYTES:,}")
+            raise ReadError(
+                f"an extended header has a size of {header.size:,} bytes; allowed are 0 to {_MAX_HEADER_BYTES:,}"
+            )
         return header
 
     def _proc_sparse(self, tarfile: Any) -> Any:
+        """Raise ReadError, because sparse members are not supported."""
         raise ReadError(f"{self.name} has holes (GNU's sparse format): write the archive without --sparse")
 
     def _proc_gnusparse_10(self, next: Any, *_: Any) -> Any:
+        """Raise ReadError, because sparse members are not supported."""
         raise ReadError(f"{next.name} has holes (GNU's sparse format): write the archive without --sparse")
 
 
 def read_tar_members(
     path: str, endings: tuple[str, ...], max_bytes: int = _MAX_MEMBER_BYTES
 ) -> Iterator[tuple[str, bytes | None]]:
-    """Yield name and content of each regular file with one of these endings, in the order of the archive.
+    """Yield name and content of each regular file with one of these name endings, in the order of the archive.
 
-    The content is None if it has more than `max_bytes`. Raises UserError if the archive is damaged.
+    The content of a file of more than `max_bytes` is None. Raises UserError if the archive is damaged or a file is
+    stored with holes.
     """
     try:
         with (
@@ -1044,7 +1107,7 @@ def read_tar_members(
             tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as tar,
         ):
             while (member := tar.next()) is not None:
-                cast(Any, tar).members = []  # tarfile keeps all headers in memory
+                cast(Any, tar).members = []  # Free the headers, because tarfile would keep all of them in memory.
                 if not member.isfile() or not member.name.endswith(endings):
                     continue
                 if member.issparse():
@@ -1066,27 +1129,29 @@ def read_tar_members(
 
 # -- the user's filter -----------------------------------------------------------------------------------
 #
-# `data.filter: MODULE:FUNCTION` names a Python function that returns whether a document is used:
+# `data.filter: MODULE:FUNCTION` names a Python function. It returns True if a document is used:
 #
 #     def keep(document: dict) -> bool:      # an object of a .jsonl file; for other formats {data.text_field: text}
 #         return len(document["text"]) > 200
 #
-# It may be called more than once for a document, and must return the same result each time. The module is one file,
-# beside the config or on Python's path. `prepare` copies it to `data/filter.py`. The tasks run the copy, and its hash
-# is part of the key of the shards.
+# The function may be called more than once for a document, and must return the same result each time. The module is one
+# file, in the folder of the config or on Python's path. `prepare` copies this file to `data/filter.py`. The array tasks
+# run the copy, and its hash is part of the key of the shards.
 
 FILTER_FILE = "filter.py"
+"""Name of the copy of the filter's module in the data folder."""
 DocumentFilter = Callable[[Mapping[str, Any]], bool]
+"""Function that returns True if a document is used."""
 
 
 class FilterError(Exception):
-    """The user's filter raised an exception, or returned neither True nor False."""
+    """Error for a user's filter that raised an exception, or returned neither True nor False."""
 
 
 def find_filter_file(target: str) -> Path:
-    """Return the file of a filter `FOLDER/MODULE:FUNCTION`.
+    """Return the file of a filter that is given as `FOLDER/MODULE:FUNCTION`.
 
-    Raises UserError if there is no such file, or it does not define the function.
+    Raises UserError if there is no such file, the file is not valid Python, or it does not define the function.
     """
     module, _, function = target.rpartition(":")
     folder, name = os.path.split(module)
@@ -1119,21 +1184,22 @@ def load_filter(file: Path, target: str) -> DocumentFilter:
     spec = importlib.util.spec_from_file_location("sluice_filter", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the decorator `dataclass` looks up the module there
+    sys.modules[spec.name] = module  # The decorator `dataclass` looks for the module in `sys.modules`.
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:  # The user's code may raise any exception.
         raise UserError(
             "data.invalid_filter", f"data.filter: {target} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     function = getattr(module, function_name)
 
     def keeps_document(document: Mapping[str, Any]) -> bool:
+        """Return the result of the user's function. Raises FilterError if the function fails."""
         try:
             result = function(document)
         except Exception as error:
             raise FilterError(f"it raised {type(error).__name__}: {shorten(str(error), 300)}") from error
-        if type(result).__name__ not in ("bool", "bool_"):  # Python's or NumPy's
+        if type(result).__name__ not in ("bool", "bool_"):  # These are the types of Python and NumPy.
             raise FilterError(f"it returned {shorten(repr(result), 100)}, neither True nor False")
         return bool(result)
 

@@ -1,11 +1,11 @@
 """Detect what a file contains by its first bytes and its name, open compressed files, and suggest conversions.
 
-The name decides first (data_prep/find_inputs.py). The content decides for names without a known ending, and messages
-describe it. The compression is always detected by content, because browsers and download tools unpack `.gz` files and
-keep the name.
+If a file name has a known ending, the name decides (data_prep/find_inputs.py). Otherwise the content decides. Error
+messages also describe the content. The compression is always detected by content, because browsers and download tools
+unpack `.gz` files and keep the name.
 
-gzip, bzip2 and xz are in Python's standard library; zstd needs pyarrow. A file may have several compressed streams one
-after another, as `pbzip2` and `cat` write them.
+Python's standard library supports gzip, bzip2 and xz. zstd needs pyarrow. A file may contain several compressed streams
+one after another, for example if it was written by `pbzip2` or `cat`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,21 @@ from pipeline.base.files import open_regular_file
 HEAD_BYTES = 1 << 16
 """Number of bytes at the start of a file that are used to detect what it contains."""
 COMPRESSION_ENDINGS = {"gzip": ".gz", "zstd": ".zst", "bzip2": ".bz2", "xz": ".xz"}
+"""The usual file name ending of each compression."""
 COMPRESSIONS = {".gz": 4, ".zst": 4, ".zstd": 4, ".bz2": 5, ".xz": 5}
-"""File name endings of compressed files, with the estimated bytes of text per compressed byte (to balance the work)."""
+"""For each file name ending of compressed files, the estimated bytes of text per compressed byte.
+
+The estimates only affect the balance between work units.
+"""
 _COMPRESSION_SIGNATURES = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
     "bzip2": re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)"),
     "xz": re.compile(rb"\xfd7zXZ\x00|\x5d\x00\x00[\x00-\xff]{2}(?:\xff{8}|[\x00-\xff]{5}\x00{3})", re.DOTALL),
 }
+"""The bytes with which a file of each compression begins."""
 _FIRST_BYTES = {b"\x1f", b"\x28", b"B", b"\xfd", b"\x5d", *(bytes([value]) for value in range(0x50, 0x60))}
-"""The first byte of each of these signatures."""
+"""The first bytes of these signatures, for a quick check."""
 _BLOCK_BYTES = 1 << 20
 """Number of bytes that are read at once."""
 _XZ_MEMORY_LIMIT = 1 << 31
@@ -47,7 +52,7 @@ _XZ_MEMORY_LIMIT = 1 << 31
 
 
 def detect_compression(head: bytes) -> str | None:
-    """Return `gzip`, `zstd`, `bzip2` or `xz` by the first bytes of a file; None if it has none of these formats."""
+    """Return the name of the compression (a key of `COMPRESSION_ENDINGS`) by the first bytes of a file, or None."""
     if head[:1] not in _FIRST_BYTES:
         return None
     return next((name for name, signature in _COMPRESSION_SIGNATURES.items() if signature.match(head)), None)
@@ -57,11 +62,12 @@ def detect_compression(head: bytes) -> str | None:
 def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]:
     """Open a file that may be compressed.
 
-    Yields: the uncompressed content as a buffered stream, its first bytes (at most `HEAD_BYTES`), and the name of the
-    compression. For an uncompressed file the compression is None, and the stream is the file itself, which can seek.
+    Yields: the uncompressed content as a buffered stream, the first bytes of this content (at most `HEAD_BYTES`), and
+    the name of the compression. For an uncompressed file the name is None, and the stream is the file itself, which can
+    seek.
 
-    Raises UserError, naming the file, for a pipe or device. Also raises it for zstd if pyarrow is not installed. Raises
-    OSError or EOFError if the compressed data are damaged.
+    Raises UserError with the path for a pipe or device, and for zstd if pyarrow is not installed. Raises OSError or
+    EOFError if the compressed data is damaged.
     """
     with open_regular_file(path) as file:
         head = file.read(HEAD_BYTES)
@@ -79,28 +85,30 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
 
 
 class _PrefixedReader(io.RawIOBase):
-    """Reads bytes that were already read from a stream, and then the rest of the stream."""
+    """Reads bytes that were already taken from a stream (`head`), and then the rest of the stream."""
 
     def __init__(self, head: bytes, rest: io.BufferedReader) -> None:
         self._head = head
         self._rest = rest
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read bytes into `buffer`, and return their number; 0 at the end."""
         if not self._head:
             return self._rest.readinto1(buffer)
-        part = self._head[: len(buffer)]
+        content = self._head[: len(buffer)]
         self._head = self._head[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
+        buffer[: len(content)] = content
+        return len(content)
 
 
 class _MultiStreamReader(io.RawIOBase):
     """Reads the content of several bzip2 or xz streams one after another.
 
-    Unlike Python's own reader, it reports a damaged stream after the first one.
+    Python's own reader silently ignores damaged data after the first stream. This class raises an error.
     """
 
     def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any], padding: bytes) -> None:
@@ -108,19 +116,24 @@ class _MultiStreamReader(io.RawIOBase):
 
         Args:
             file: the compressed file.
-            make_decompressor: returns a decompressor for one stream.
-            padding: the byte that may be repeated between streams; empty if there must be nothing between them.
+            make_decompressor: function that returns a decompressor for one stream.
+            padding: a byte that may be repeated between two streams; empty if no bytes are allowed between them.
         """
         self._file = file
         self._make_decompressor = make_decompressor
         self._padding = padding
         self._decompressor = make_decompressor()
-        self._compressed = b""  # read from the file, not yet given to the decompressor
+        self._compressed = b""  # bytes that were read from the file, but not yet given to the decompressor
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read uncompressed bytes into `buffer`, and return their number; 0 at the end.
+
+        Raises OSError or EOFError if the compressed data is damaged or incomplete.
+        """
         content = b""
         while not content:
             if self._decompressor.eof:
@@ -145,7 +158,7 @@ class _MultiStreamReader(io.RawIOBase):
 
 
 def _open_stream(compression: str, path: str, file: BinaryIO) -> Any:
-    """Return a stream of the uncompressed content of a file."""
+    """Return a stream of the uncompressed content of a file. Raises UserError for zstd if pyarrow is not installed."""
     if compression == "gzip":
         return gzip.GzipFile(fileobj=file)
     if compression == "bzip2":
@@ -158,15 +171,17 @@ def _open_stream(compression: str, path: str, file: BinaryIO) -> Any:
         raise UserError(
             "data.missing_package", f"{path}: zstd needs the package pyarrow: pip install pyarrow"
         ) from None
-    return pyarrow.input_stream(path, compression="zstd")  # reads all frames; an incomplete one is an error
+    return pyarrow.input_stream(path, compression="zstd")  # It reads all frames, and reports an incomplete frame.
 
 
 BOM = codecs.BOM_UTF8
+"""The byte order mark at the start of some UTF-8 files."""
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""The byte order marks at the start of UTF-16 files."""
 UTF16_HINT = "text in UTF-16: convert it, iconv -f UTF-16 -t UTF-8 FILE > NEW"
 
 _BINARY_SIGNATURES: list[tuple[str, bytes | re.Pattern[bytes]]] = [
-    ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # a text may also begin with PAR1, the name of a protein
+    ("Parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]")),  # Text may also begin with PAR1, the name of a protein.
     ("Arrow", re.compile(rb"ARROW1\0\0|\xff{4}[\x00-\xff]{2}[\x00-\x0f]\x00", re.DOTALL)),
     ("tar", re.compile(rb"[\x00-\xff]{257}ustar(?:\0|  \0)", re.DOTALL)),
     ("HDF5", b"\x89HDF\r\n\x1a\n"),
@@ -189,8 +204,11 @@ _BINARY_SIGNATURES: list[tuple[str, bytes | re.Pattern[bytes]]] = [
     ("Megatron index", b"MMIDIDX\0\0"),
     ("safetensors", re.compile(rb"[\x00-\xff]{5}\x00{3}\{[\" ]", re.DOTALL)),
 ]
-_MDS_NAME = re.compile(r"\.mds(\.\w+)?$")  # compressed: .mds.zstd
-_CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # except line ends, tabs, form feeds and escape
+"""Names of binary formats, with the bytes with which files of this format begin."""
+_MDS_NAME = re.compile(r"\.mds(\.\w+)?$")
+"""File name ending of a shard of MDS, also of a compressed one, such as `.mds.zstd`."""
+_CONTROL_CHARACTERS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+"""Control characters that do not occur in text: all except line ends, tabs, form feeds and escape."""
 
 CONVERSIONS = {
     "MosaicML MDS": (
@@ -225,27 +243,32 @@ CONVERSIONS = {
     "XML or HTML": "extract the text; to use the markup as text, set data.format: text",
     "UTF-16 text": "iconv -f UTF-16 -t UTF-8 FILE > NEW",
 }
-"""How to convert files that are not read, or only if the config says so. docs/data.md lists them."""
+"""By kind of file: advice on how to convert it, or on how to set the config so that it is read (see docs/data.md)."""
 
 
 class FileType(NamedTuple):
     """What a file seems to contain."""
 
     kind: str
-    """`JSON Lines`, `JSON`, `Parquet`, `text`, …, as in `CONVERSIONS`."""
+    """Kind of the content, such as `JSON Lines`, `JSON`, `Parquet`, `text` or a key of `CONVERSIONS`."""
     compression: str | None = None
+    """Name of the compression; None for an uncompressed file."""
 
     def __str__(self) -> str:
+        """Return kind and compression as text."""
         return f"{self.kind}, compressed with {self.compression}" if self.compression else self.kind
 
 
 def format_conversion_hint(kind: str) -> str:
-    """Return a sentence on how to convert files of a kind, to append to a message; "" if there is no advice."""
+    """Return a sentence with advice on how to convert files of a kind; "" if there is no advice.
+
+    The sentence begins with a full stop, so that it can be appended to a message.
+    """
     return f". To convert it: {CONVERSIONS[kind]}" if kind in CONVERSIONS else ""
 
 
 def detect_binary_format(head: bytes) -> str | None:
-    """Return the name of the binary format of a file by its first bytes; None if they are no known signature."""
+    """Return the name of the binary format of a file by its first bytes; None if the bytes match no known format."""
     for name, signature in _BINARY_SIGNATURES:
         if head.startswith(signature) if isinstance(signature, bytes) else signature.match(head):
             return name
@@ -253,7 +276,7 @@ def detect_binary_format(head: bytes) -> str | None:
 
 
 def detect_file_type(path: str) -> FileType:
-    """Return what a file seems to contain. If it cannot be read, return the reason as its type; never raise."""
+    """Return what a file seems to contain. If the file cannot be read, return the reason as the kind; never raise."""
     try:
         with open_decompressed(path) as (_, head, compression):
             return FileType(_detect_kind(path, head), compression)
@@ -264,7 +287,7 @@ def detect_file_type(path: str) -> FileType:
 
 
 def _detect_kind(path: str, head: bytes) -> str:
-    """Return the kind of a file by its name and first uncompressed bytes."""
+    """Return the kind of a file (see `FileType.kind`) by its name and its first uncompressed bytes."""
     if not head:
         return "empty"
     if is_mds(path):
@@ -287,7 +310,7 @@ def _detect_kind(path: str, head: bytes) -> str:
 
 
 def is_mds(path: str) -> bool:
-    """Return whether a file is a shard of MosaicML's MDS format or the index of such shards, by file names alone."""
+    """Return True if a file is a shard of MosaicML's MDS format or the index of such shards, by file names alone."""
     folder, name = os.path.split(path)
     if name == "index.json":
         return any(map(_MDS_NAME.search, os.listdir(folder or os.curdir)))
@@ -295,7 +318,7 @@ def is_mds(path: str) -> bool:
 
 
 def is_text(head: bytes) -> bool:
-    """Return whether the first bytes of a file are UTF-8 without control characters."""
+    """Return True if the first bytes of a file are UTF-8 without control characters."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
@@ -304,9 +327,9 @@ def is_text(head: bytes) -> bool:
 
 
 def detect_json_kind(head: bytes) -> str | None:
-    """Return the kind of JSON of a file by its first bytes.
+    """Return the kind of JSON in a file by its first bytes.
 
-    Returns: `JSON Lines`, `JSON` (an array, or objects that span lines), or None if it is neither.
+    Returns: `JSON Lines`, `JSON` (an array, or objects that span lines), or None if the bytes match neither kind.
     """
     start = head.removeprefix(BOM).decode(errors="ignore").lstrip()
     if not start.startswith(("{", "[")):
@@ -327,14 +350,14 @@ def detect_json_kind(head: bytes) -> str | None:
         has_another_value = line[end:].lstrip().startswith("{")
         return "JSON" if spans_lines or has_another_value else "JSON Lines"
     except (ValueError, RecursionError):
-        # The first line is invalid, or longer than the bytes that were read.
+        # The first line is invalid JSON, or longer than `head`.
         is_long = not rest and len(head) >= HEAD_BYTES
         has_object = any(isinstance(_parse_line(line), dict) for line in rest if line[:1] == "{")
         return "JSON Lines" if is_long or has_object else None
 
 
 def _parse_line(line: str) -> object:
-    """Return the JSON value in a line; None if there is none."""
+    """Return the JSON value in a line; None if the line is not valid JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -342,9 +365,9 @@ def _parse_line(line: str) -> object:
 
 
 def _is_tfrecord(head: bytes) -> bool:
-    """Return whether the first bytes are those of a TFRecord file.
+    """Return True if the first bytes are those of a TFRecord file.
 
-    Its first record begins with a length and the masked CRC-32C of that length
+    The first record of such a file begins with its length and the masked CRC-32C of the length
     (tensorflow/core/lib/io/record_writer.h).
     """
     if len(head) < 16:
@@ -352,7 +375,7 @@ def _is_tfrecord(head: bytes) -> bool:
     length: int
     masked_crc: int
     length, masked_crc = struct.unpack_from("<QI", head)
-    if length >= 1 << 40:
+    if length >= 1 << 40:  # No record has 1 TiB.
         return False
     crc = 0xFFFFFFFF
     for byte in head[:8]:

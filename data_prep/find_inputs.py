@@ -1,6 +1,6 @@
 """Find the files that a config names. Each item of `data.source` is `python-stdlib`, a glob, a file or a folder.
 
-Each folder is listed once, and files are not opened if their name decides what they are. On a parallel file system,
+Each folder is listed once. A file is opened only if its name does not show what it contains. On a parallel file system,
 opening a hundred thousand files takes minutes.
 """
 
@@ -22,15 +22,17 @@ from pipeline.base.files import read_json, translate_read_errors
 from pipeline.config.datasets import DataConfig
 
 PYTHON_STDLIB = "python-stdlib"
+"""Item of `data.source` that names the modules of Python's standard library."""
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders in the folder of Python's standard library that are not part of it."""
+"""Folders beside the modules of Python's standard library that are skipped: other packages and tests."""
 _INDEX_ENDINGS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
-"""Endings of the files beside a token file that contain its document boundaries and element type."""
+"""By ending of a token file: endings of the files beside it that contain document boundaries or the element type."""
 _DATASET_DICT_FILE = "dataset_dict.json"
+"""File that Hugging Face writes to the folder of a DatasetDict."""
 _DATASET_STATE_FILE = "state.json"
-"""Hugging Face's files in the folder of a DatasetDict and of a Dataset."""
+"""File that Hugging Face writes to the folder of a Dataset. It lists the data files."""
 _MAX_FILES_SHOWN = 20
-"""Maximum number of files that a message lists, and that are opened to see whether a folder has any documents."""
+"""Maximum number of files that a message lists, and of files that are opened to see if a folder has documents."""
 _OPENING_THREADS = 16
 """Number of threads that open files. Opening a file on a parallel file system takes milliseconds."""
 
@@ -38,13 +40,13 @@ _OPENING_THREADS = 16
 def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> list[Input]:
     """Return all inputs of a config, in the order of `data.source`, and sorted by path within each item.
 
-    A file that several items name is listed once, at its first position.
+    If several items name the same file, it is listed once, at its first position.
 
     Args:
-        data: the config.
+        data: the section `data` of the config.
         formats: allowed file name endings and their formats; None for the formats of documents.
 
-    Raises UserError like `find_named_files`. Also raises UserError, naming the file, if a file cannot be read, is not a
+    Raises UserError as `find_named_files` does. Also raises UserError with the path if a file cannot be read, is not a
     regular file, or is a text that is too long for one document.
     """
     inputs: dict[str, Input] = {}
@@ -83,10 +85,11 @@ def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None)
 
     The file name decides the format. Files of documents are opened in these cases only:
     - The name has no known ending, and a glob matches the file or its folder has no other documents.
-    - A JSON, CSV or TSV file is in a named folder. It may only describe the data, so it must have `data.text_field`.
+    - A JSON, CSV or TSV file is in a folder that `data.source` names. The file may only describe the data. Therefore
+      its first record must have `data.text_field`.
 
     Args:
-        data: the config.
+        data: the section `data` of the config.
         formats: allowed file name endings and their formats; None for the formats of documents.
 
     Raises UserError for an item without files and for files of unknown format. The message describes what the files
@@ -111,10 +114,11 @@ def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None)
 
 
 class _DocumentFiles:
-    """Decides which files contain documents, by their names and contents."""
+    """Recognizes files that contain documents, by their names and contents."""
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
+        # Plain text may come from any kind of file, records only from files of JSON objects.
         allowed_kinds = {"text": None, "tokens": ()}.get(data.records, ("jsonl", "json"))
         self.endings = {
             ending: name
@@ -125,7 +129,7 @@ class _DocumentFiles:
         self.fields = _RECORD_FIELDS.get(data.records, (data.text_field,))
 
     def detect_by_name(self, path: str) -> str | None:
-        """Return the format of a file by `data.format` or else by its name; None if neither decides."""
+        """Return the format of a file by `data.format` or, without this key, by its name; None if it is unknown."""
         kind = self.data.format
         if kind is None:
             file_format = _find_format(path, self.endings)
@@ -133,12 +137,13 @@ class _DocumentFiles:
             compression = next((ending for ending in COMPRESSIONS if path.endswith(ending)), "")
             compressed = compressed_format(kind, compression)
             file_format = compressed if compression and compressed in FORMATS else kind
+        # With `text_documents: line`, the format of a text file is `lines` instead of `text`.
         if file_format and FORMATS[file_format].kind == "text" and self.data.text_documents == "line":
             return f"lines{file_format.removeprefix('text')}"
         return file_format
 
     def detect_by_content(self, path: str) -> str | None:
-        """Return the format of a file by its content; None if it is not certain that it contains documents."""
+        """Return the format of a file by its content; None if it is not certain that the file contains documents."""
         file_type = detect_file_type(path)
         kind = _KINDS_BY_CONTENT.get(file_type.kind)
         if kind not in self.kinds:
@@ -149,7 +154,7 @@ class _DocumentFiles:
         return compressed if compressed in FORMATS else None
 
     def find_problem(self, path: str, file_format: str) -> str | None:
-        """Return why a file of objects has no documents, by its first record; None if it seems to have documents."""
+        """Return why the first record of a file of objects is no document; None if there is no problem."""
         kind = FORMATS[file_format].kind
         try:
             with translate_read_errors(path):
@@ -157,7 +162,7 @@ class _DocumentFiles:
                 first = next((record.result for record in records if record.result is not None), None)
             if isinstance(first, Exception):
                 return str(first)
-            if first is None:  # a CSV file may have a header only
+            if first is None:  # A CSV file is accepted even if it has only a header.
                 return None if kind in ("csv", "tsv") else "it has no object"
             if not any(field in first for field in self.fields):
                 get_field(first, self.fields[0])
@@ -167,15 +172,15 @@ class _DocumentFiles:
 
 
 _RECORD_FIELDS = {"prompts": ("prompt",), "messages": ("messages", "conversations")}
-"""By value of `data.records`: the fields of which an object must have at least one."""
+"""For two values of `data.records`: an object must have at least one of these fields."""
 _KINDS_BY_CONTENT = {"JSON Lines": "jsonl", "JSON": "json", "Parquet": "parquet", "Arrow": "arrow", "tar": "tar"}
-"""The kind (see data_prep/documents.py) for each `FileType.kind` that may contain documents."""
+"""For each `FileType.kind` that may contain documents: the kind of its format (see data_prep/documents.py)."""
 Selection = tuple[dict[str, str], dict[str, str]]
-"""The formats of accepted files by path, and the reasons (may be empty) for refused files by path."""
+"""The format of each accepted file by path, and the reason for each refused file by path (empty if unknown)."""
 
 
 def _select_in_folder(folder: str, recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
-    """Select the files of a folder. Files of unknown format are refused only if none is accepted."""
+    """Select the files of a folder. If at least one file is accepted, the other files are ignored, not refused."""
     if recognizer is None:
         return {path: _find_format(path, endings) or "" for path in _make_absolute(list_files(folder, endings))}, {}
     if recognizer.data.format is not None:
@@ -191,26 +196,29 @@ def _select_in_folder(folder: str, recognizer: _DocumentFiles | None, endings: M
     refused = {path: problem for path, problem in problems.items() if problem}
     if accepted := {path: name for path, name in named.items() if path not in refused}:
         return accepted, {}
-    others = sorted({*_make_absolute(list_files(folder, [""]))} - {*named})
-    detected = _map_files(recognizer.detect_by_content, others[:_MAX_FILES_SHOWN])
+    # No file name shows that there are documents, so the contents decide. If none of the first files has documents, the
+    # others are not opened.
+    unnamed = sorted({*_make_absolute(list_files(folder, [""]))} - {*named})
+    detected = _map_files(recognizer.detect_by_content, unnamed[:_MAX_FILES_SHOWN])
     if any(detected.values()):
-        detected |= _map_files(recognizer.detect_by_content, others[_MAX_FILES_SHOWN:])
+        detected |= _map_files(recognizer.detect_by_content, unnamed[_MAX_FILES_SHOWN:])
     accepted = {path: name for path, name in detected.items() if name}
-    return accepted, ({} if accepted else {path: refused.get(path, "") for path in sorted({*others, *refused})})
+    return accepted, ({} if accepted else {path: refused.get(path, "") for path in sorted({*unnamed, *refused})})
 
 
 def _select_matches(paths: Sequence[str], recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
-    """Select the files that a glob matches. Every file of unknown format is refused."""
+    """Select from the files that a glob matches. Every file of unknown format is refused."""
     formats: dict[str, str | None]
     if recognizer is None:
         formats = {path: _find_format(path, endings) for path in paths}
     else:
         formats = {path: recognizer.detect_by_name(path) for path in paths}
         unknown = [path for path, name in formats.items() if name is None]
-        formats |= dict.fromkeys(filter(is_mds, paths))  # MDS has an index.json, which contains no documents
+        formats |= dict.fromkeys(filter(is_mds, paths))  # The index.json of MDS contains no documents.
         for path, name in _map_files(recognizer.detect_by_content, unknown).items():
-            is_ignorable = name is None and len(paths) > 1 and detect_file_type(path).kind == "empty"
-            formats[path] = "jsonl" if is_ignorable else name  # an empty file is accepted as a file without lines
+            # An empty file among others is accepted as a file without lines.
+            is_empty = name is None and len(paths) > 1 and detect_file_type(path).kind == "empty"
+            formats[path] = "jsonl" if is_empty else name
     accepted = {path: name for path, name in formats.items() if name}
     return accepted, {path: "" for path, name in formats.items() if not name}
 
@@ -224,7 +232,7 @@ Result = TypeVar("Result")
 
 
 def _map_files(function: Callable[[str], Result], paths: Sequence[str]) -> dict[str, Result]:
-    """Return the result of a function that opens files for each path, several at once."""
+    """Return the result of `function` for each path. Several threads call the function, because it opens files."""
     if len(paths) < 2:
         return {path: function(path) for path in paths}
     with ThreadPoolExecutor(_OPENING_THREADS) as pool:
@@ -232,7 +240,7 @@ def _map_files(function: Callable[[str], Result], paths: Sequence[str]) -> dict[
 
 
 def _find_format(path: str, endings: Mapping[str, str]) -> str | None:
-    """Return the format of a file name by its ending; None if it has none of these endings."""
+    """Return the format of a file by the ending of its name; None if the name has none of the endings."""
     return next((file_format for ending, file_format in endings.items() if path.endswith(ending)), None)
 
 
@@ -247,9 +255,9 @@ def _make_no_files_error(
 
     Args:
         source: the item.
-        pattern: the item as a path or glob.
-        refused: the reasons (may be empty) for files of unknown format, by path; empty if there are no files.
-        recognizer: decides which files contain documents; None if the inputs are not documents.
+        pattern: the item as a path or glob, with `~` expanded.
+        refused: the reason for each refused file by path (an empty reason if unknown); empty if there are no files.
+        recognizer: recognizes files of documents; None if the inputs are not documents.
         endings: the allowed file name endings.
     """
     uncompressed = ", ".join(ending for ending in endings if not ending.endswith((*COMPRESSIONS,)))
@@ -284,11 +292,13 @@ def _make_no_files_error(
 
 
 def format_file_list(files: Iterable[str] | Mapping[str, str], folder: str) -> list[str]:
-    """Return lines that list the first files with what they seem to contain, and how to convert them.
+    """Return the lines of a message that lists files, says what they seem to contain, and how to convert them.
+
+    At most `_MAX_FILES_SHOWN` files are listed.
 
     Args:
-        files: paths; or a mapping from paths to reasons why the files are not used.
-        folder: paths are shown relative to it if it exists.
+        files: paths, or a mapping from paths to reasons why the files are not used.
+        folder: folder to which the listed paths are relative. If it does not exist, paths are shown unchanged.
     """
     shown = sorted(files)[:_MAX_FILES_SHOWN]
     types = _map_files(detect_file_type, shown)
@@ -311,11 +321,13 @@ def _strip_glob(pattern: str) -> str:
 
 
 def _check_permissions(source: str, pattern: str) -> None:
-    """Raise UserError if permissions hide what an item of `data.source` names, because a glob then matches nothing.
+    """Raise UserError if this user may not list the folder that an item of `data.source` names.
+
+    A glob would silently match nothing in such a folder.
 
     Args:
         source: the item.
-        pattern: the item as a path or glob. Of a glob, the leading folders without wildcards are checked.
+        pattern: the item as a path or glob. Only the part of a glob before the first wildcard is checked.
     """
     folder = _strip_glob(pattern) or os.curdir
     try:
@@ -326,14 +338,13 @@ def _check_permissions(source: str, pattern: str) -> None:
             f"data.source: {source!r}: {folder}: permission denied: check the owner and mode of the folders",
         ) from error
     except OSError:
-        return  # it does not exist, or is a file
+        return  # The path does not exist, or is a file.
 
 
 def list_files(folder: str, endings: Iterable[str]) -> list[str]:
-    """Return the files with one of these endings in a folder and its subfolders. Each folder is listed once.
+    """Return the files with one of these endings in a folder and its subfolders.
 
-    Symbolic links to folders are followed; a folder that is reached twice is listed once. Hidden files and folders are
-    skipped.
+    Symbolic links to folders are followed, but each folder is listed only once. Hidden files and folders are skipped.
 
     Raises UserError if a folder cannot be listed. Also raises it for the folder of a Hugging Face DatasetDict, because
     the splits of a dataset must not be mixed.
@@ -342,7 +353,7 @@ def list_files(folder: str, endings: Iterable[str]) -> list[str]:
     suffixes = (*endings,)
     pending = [folder]
     visited = set[str]()
-    while pending:  # first the folder itself, then the targets of links
+    while pending:  # `pending` contains the folder itself, then the links to folders that are found.
         for current, subfolders, names in os.walk(pending.pop(0), onerror=_raise_list_error):
             real_path = os.path.realpath(current)
             if real_path in visited:
@@ -365,9 +376,10 @@ def list_files(folder: str, endings: Iterable[str]) -> list[str]:
 
 
 def _select_dataset_files(folder: str, names: list[str]) -> list[str]:
-    """Return the names in a folder without the copies of the data that Hugging Face's `map` and `filter` leave there.
+    """Return the names of files in a folder, without the caches that Hugging Face's `map` and `filter` leave there.
 
-    If the folder has a `state.json`, only files that it lists are returned. Raises UserError if one of them is missing.
+    If the folder has a `state.json` with a list of data files, only the names in this list are returned. Raises
+    UserError if a listed file is missing.
     """
     state_file = os.path.join(folder, _DATASET_STATE_FILE)
     with translate_read_errors(state_file):
@@ -386,7 +398,7 @@ def _select_dataset_files(folder: str, names: list[str]) -> list[str]:
 
 
 def _raise_list_error(error: OSError) -> None:
-    """Raise UserError for a folder that cannot be listed."""
+    """Raise UserError with the name of a folder that cannot be listed, given the OSError from `os.walk`."""
     with translate_read_errors(error.filename):
         raise error
 

@@ -1,8 +1,8 @@
 """Read HDF5 files of the user in a child process, because a damaged file can crash libhdf5 and the calling process.
 
-This module describes contiguous datasets, and the caller maps them into memory. It reads chunked and compressed
-datasets itself. An error that may have another cause than the file is not reported as a damaged file. Examples are a
-missing h5py, too little memory and a killed process.
+The child process returns the descriptions of datasets. The caller memory-maps contiguous datasets. The child process
+also reads the rows of chunked and compressed datasets. An error that may have another cause than the file is not
+reported as a damaged file. Examples are a missing h5py, too little memory and a killed process.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _CPU_LIMIT_S = 600
-"""Processor time to describe a file, or to read one block of rows. Damaged metadata can make libhdf5 loop forever."""
+"""Maximum processor time, in seconds, to describe a file or to read one block of rows.
+
+Damaged metadata can make libhdf5 loop forever.
+"""
 _READER = WorkerPool(__name__, _CPU_LIMIT_S)
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGPROF)
-"""Signals by which a damaged file ends its reader: libhdf5 crashes, or the processor time is used up (SIGPROF)."""
+"""Signals that end the child process because of a damaged file: libhdf5 crashes or exceeds its time limit (SIGPROF)."""
 
 
 class Dataset(NamedTuple):
-    """A dataset as its file describes it."""
+    """Description of an HDF5 dataset, from the metadata of the file."""
 
     path: str
     """Path of the file."""
     name: str
+    """Name of the dataset at the top level of the file."""
     kind: str
     """Element type as numpy's `dtype.str`, such as `<u2`; `|O` if numpy has no such type."""
     shape: tuple[int, ...]
@@ -43,11 +47,13 @@ class Dataset(NamedTuple):
     stored_chunks: int
     """Number of chunks in the file."""
     offset: int | None
-    """Byte offset of the data in the file; None if they are not contiguous."""
+    """Byte at which the data begins in the file; None if the data is not contiguous."""
     stored_bytes: int
     """Size of the data in the file in bytes, after compression."""
     is_virtual: bool
+    """Whether the data is mapped from other datasets."""
     is_external: bool
+    """Whether the data is in another file."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -58,7 +64,7 @@ class Dataset(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in memory in bytes, by element type and shape."""
+        """Size in memory in bytes, which follows from element type and shape."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -69,12 +75,15 @@ class Dataset(NamedTuple):
         return math.prod(-(-size // step) for size, step in zip(self.shape, self.chunks, strict=True))
 
     def check(self) -> None:
-        """Raise UserError if the file stores more or less than type and shape require."""
+        """Raise UserError if the file stores more or less data than type and shape require.
+
+        Virtual and external datasets are not checked. Missing chunks are allowed.
+        """
         if self.is_virtual or self.is_external:
             return
         description = f"{self.path}: {self.name} is {self.dtype} of shape {self.shape}"
         advice = "it is damaged or incomplete: write the file again"
-        # A dataset that was never written has no stored bytes, and is read as zeros.
+        # A dataset that was never written has no stored bytes. HDF5 reads it as zeros.
         if self.chunks is None and self.stored_bytes not in (0, self.nbytes):
             raise UserError(
                 "data.damaged_file",
@@ -102,12 +111,13 @@ def describe_datasets(
     """Describe datasets at the top level of a file, and check that they are complete.
 
     Args:
-        names: the datasets to describe; names that the file does not have are left out.
+        path: the HDF5 file.
+        names: names of the datasets to describe. If the file has no dataset of a name, the name is ignored.
         follow_links: whether a name may be a soft or external link.
 
-    Returns: the datasets by name, and the names of everything at the top level.
+    Returns: the descriptions by name, and the names of all groups and datasets at the top level.
 
-    Raises UserError, naming the file, if it cannot be read or a dataset is incomplete.
+    Raises UserError with the path if the file cannot be read or a dataset is incomplete.
     """
     request = {"path": path, "names": [*names], "follow_links": follow_links}
     try:
@@ -126,7 +136,10 @@ def describe_datasets(
 
 
 def read_rows(path: str, name: str, rows: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield a dataset in blocks of `rows` rows. Raises UserError, naming the file, if it cannot be read."""
+    """Yield the content of a dataset in blocks of `rows` rows.
+
+    Raises UserError with the path if the dataset cannot be read.
+    """
     import numpy as np
 
     try:
@@ -138,7 +151,7 @@ def read_rows(path: str, name: str, rows: int) -> Iterator[npt.NDArray[Any]]:
 
 
 def _raise_reported_error(answer: dict[str, Any]) -> None:
-    """Raise the error that the child process reported, if it reported one."""
+    """Raise an error if the answer of the child process reports one."""
     if "error" in answer:
         raise (StorageError if answer["is_storage_error"] else UserError)(answer["code"], answer["error"])
 
@@ -146,7 +159,7 @@ def _raise_reported_error(answer: dict[str, Any]) -> None:
 def _explain_worker_death(path: str, content: str, error: WorkerDiedError) -> UserError:
     """Return the error for a child process that died while it read `content`, such as `dataset tokens`.
 
-    Only a crash of the child process means that the file is damaged.
+    The file is reported as damaged only if the child process ended by one of `_CRASH_SIGNALS`.
     """
     message = f"cannot read {path}: the process that read its {content} with the HDF5 library failed: {error}"
     if error.signal in _CRASH_SIGNALS:
@@ -158,7 +171,7 @@ def _explain_worker_death(path: str, content: str, error: WorkerDiedError) -> Us
 
 
 def _answer_request(request: Any) -> Iterable[AnswerPart]:
-    """Answer one request of `describe_datasets` or `read_rows`."""
+    """Yield the answer to a request of `describe_datasets` or `read_rows`. A request with a `name` asks for rows."""
     path = request["path"]
     try:
         import h5py
@@ -181,12 +194,12 @@ def _answer_request(request: Any) -> Iterable[AnswerPart]:
 
 
 def _report_error(code: str, message: str, is_storage_error: bool = False) -> AnswerPart:
-    """Return the answer that makes the calling process raise an error."""
+    """Return an answer that makes the calling process raise an error with this code and message."""
     return AnswerPart({"code": code, "error": message, "is_storage_error": is_storage_error})
 
 
 def _read_blocks(dataset: h5py.Dataset, rows: int) -> Iterator[AnswerPart]:
-    """Yield a dataset in blocks of `rows` rows; an empty dataset as one empty block."""
+    """Yield the content of a dataset in blocks of `rows` rows. An empty dataset is yielded as one empty block."""
     import numpy as np
 
     for start in range(0, max(1, len(dataset)), rows):
@@ -202,7 +215,7 @@ def _describe_dataset(file: h5py.File, name: str, follow_links: bool) -> dict[st
         return None
     if name not in file:
         return None
-    dataset = file[name]  # `file.get` would return None for a damaged dataset
+    dataset = file[name]  # `file.get` would return None for a damaged dataset instead of raising an error.
     if not isinstance(dataset, h5py.Dataset) or dataset.shape is None:
         return None
     return {

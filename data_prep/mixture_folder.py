@@ -1,8 +1,8 @@
-"""The data folder of a mixture: one subfolder for each source, which is a complete data folder, and one manifest.
+"""The data folder of a mixture. It contains a complete data folder for each source, and one manifest of all shards.
 
 data_dir/NAME/…           the data folder of one source (data_prep/text_folder.py, data_prep/tokens_folder.py)
 data_dir/tokenizer.json   the tokenizer that all sources share
-data_dir/manifest.json    the shards of all sources in order, and the source of each shard
+data_dir/manifest.json    the shards of all sources in order, and the number of shards of each source
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.data.manifest import Manifest, MixturePart, ShardEntry, load_manif
 
 
 def open_source_folder(data: DataConfig, path: Path, package: Path = PACKAGE) -> TextFolder:
-    """Return the data folder of text or tokens."""
+    """Return the data folder of a source of text or tokens."""
     return (TokensFolder if data.records == "tokens" else TextFolder)(data, path, package)
 
 
@@ -43,12 +43,15 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
 
     @property
     def key(self) -> str:
-        """Hash of the sources' keys."""
+        """Hash of the keys of all sources."""
         return sha256_json({name: folder.key for name, folder in self.sources.items()})
 
     @property
     def manifest_key(self) -> str:
-        """Hash of the keys of the sources' manifests. Raises InputError like `inputs`."""
+        """Key that `manifest.json` must have: the hash of the keys of the sources' manifests.
+
+        Raises InputError as `inputs` does.
+        """
         return sha256_json({name: folder.manifest_key for name, folder in self.sources.items()})
 
     @property
@@ -58,7 +61,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
 
     @cached_property
     def _source_units(self) -> list[tuple[TextFolder, int]]:
-        """For each work unit, the folder of its source and its number in this folder."""
+        """For each work unit of the mixture, the data folder of its source and its number in this folder."""
         return [(folder, number) for folder in self.sources.values() for number in range(folder.unit_count)]
 
     @property
@@ -72,21 +75,22 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         return sum(folder.quick_unit_count for folder in self.sources.values())
 
     def load_unit(self, number: int) -> UnitManifest | None:
-        """Return the manifest of a unit; None if it is missing, outdated, or a file of it has another size."""
+        """Return the manifest of a work unit; None if it is missing or outdated, or a file of it has another size."""
         folder, source_unit = self._source_units[number]
         return folder.load_unit(source_unit)
 
     def build_unit(self, unit: int) -> bool:
-        """Build one unit in the folder of its source. Return False if it exists already."""
+        """Build one work unit in the folder of its source. Return False if its files exist already."""
         folder, source_unit = self._source_units[unit]
         return folder.build_unit(source_unit)
 
     def prepare_inputs(self, log: Log) -> None:
         """Prepare each source.
 
-        Raises UserError if a file is in two sources: one source might train on documents that the other holds out.
+        Raises UserError if two sources contain the same file. The run might train on documents that are held out in the
+        other source.
         """
-        source_names: dict[str, str] = {}  # by resolved path
+        source_names: dict[str, str] = {}  # name of the source by the resolved path of a file
         for name, folder in self.sources.items():
             for source in find_inputs(folder.data, folder.endings):
                 path = os.path.realpath(source.path)
@@ -99,11 +103,11 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
             folder.prepare(_prefix_log(log, name))
 
     def has_same_inputs(self) -> bool:
-        """Return whether the inputs of all sources are unchanged."""
+        """Return True if the inputs of all sources are unchanged."""
         return all(folder.has_same_inputs() for folder in self.sources.values())
 
     def check_inputs(self) -> list[str]:
-        """Check the inputs of each source quickly, and return the files that the config names."""
+        """Return the files that the config names for all sources, after a quick check of each source."""
         return [path for folder in self.sources.values() for path in folder.check_inputs()]
 
     def list_named_files(self) -> list[str]:
@@ -111,7 +115,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         return [path for folder in self.sources.values() for path in folder.list_named_files()]
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
-        """Build the missing units of a task, which may belong to any source."""
+        """Build the missing work units of an array task, which may belong to any source."""
         for folder in self.sources.values():
             folder.create_shards_dir(log, striping)
             folder.task_of_tasks = task, tasks
@@ -120,7 +124,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write the manifest of each source, and then the manifest of the mixture.
 
-        Raises UserError if the sources' tokenizers differ.
+        Raises UserError if the tokenizers of the sources differ, or if the mixture has no training sample.
         """
         parts: list[MixturePart] = []
         train: list[ShardEntry] = []
@@ -135,8 +139,8 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
             parts.append(MixturePart(name=name, train=len(manifest.train), held_out=len(manifest.held_out)))
             train += [_relocate_entry(name, entry) for entry in manifest.train]
             held_out += [_relocate_entry(name, entry) for entry in manifest.held_out]
-        first = manifests[0]
-        if any(manifest.tokenizer_sha256 != first.tokenizer_sha256 for manifest in manifests):
+        first_manifest = manifests[0]
+        if any(manifest.tokenizer_sha256 != first_manifest.tokenizer_sha256 for manifest in manifests):
             raise UserError(
                 "data.tokenizer_changed",
                 "data.mixture: the tokenizer changed while the sources were prepared: start a new run",
@@ -153,7 +157,9 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
             if field.annotation is int and key.endswith(("documents", "tokens", "bytes"))
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
-        combined = first.model_copy(update={**totals, **lists, "parts": tuple(parts), "key": self.manifest_key})
+        combined = first_manifest.model_copy(
+            update={**totals, **lists, "parts": tuple(parts), "key": self.manifest_key}
+        )
         self.check_usable(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
         write_manifest(self.path / "manifest.json", combined)

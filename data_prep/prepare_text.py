@@ -1,8 +1,9 @@
-"""The prepare stage for text: choose the tokenizer and the work units in one process, before any task starts.
+"""The prepare stage for text: choose the tokenizer and the work units in one process, before the shard stage starts.
 
     1. Find the inputs.
     2. Take a sample of documents that are spread evenly over the inputs and not held out.
-    3. Train a byte-level BPE on the sample, or copy the given `tokenizer.json` (for dialogues also its chat template).
+    3. Train a byte-level BPE on the sample, or copy the given `tokenizer.json`. For dialogues, also copy the chat
+       template.
     4. Split the inputs into work units of about one shard each, based on the bytes per token of the sample.
 
 Each step depends only on config and inputs, so the stage writes the same bytes on every node.
@@ -38,13 +39,13 @@ from pipeline.data.manifest import CHAT_FILE
 from pipeline.data.special_tokens import find_end_of_turn
 
 _SAMPLE_POINTS = 256
-"""Number of places of the inputs from which the sample is taken."""
+"""Number of ranges of the inputs that contribute to the sample."""
 _MAX_FILTERED_RATIO = 64
-"""A filter may exclude this many times the bytes of the sample before sampling stops."""
+"""Sampling stops early if the user's filter has checked more than this many times the bytes of the sample."""
 _ESTIMATE_BYTES = 1 << 20
-"""Bytes of text from which the bytes per token are estimated."""
+"""Approximate bytes of text from which the bytes per token are estimated."""
 _MAX_UNKNOWN_FRACTION = 0.01
-"""Maximum fraction of unknown tokens with a given tokenizer."""
+"""Maximum fraction of tokens that stand for text that the given tokenizer cannot encode."""
 
 
 def prepare_tokenizer_and_units(
@@ -52,7 +53,13 @@ def prepare_tokenizer_and_units(
 ) -> tuple[Encoder, int, str]:
     """Write `tokenizer.json`, `units.json` and, for dialogues, `chat.json` to a data folder.
 
-    Returns: the tokenizer, the number of units, and a summary of the inputs and their problems.
+    Args:
+        data: the section `data` of the config.
+        folder: the data folder.
+        log: function that writes a message.
+        document_filter: the user's filter; None if no filter is set.
+
+    Returns: the encoder, the number of work units, and a summary of the inputs and their problems.
 
     Raises UserError if the inputs or the tokenizer cannot be used.
     """
@@ -98,7 +105,7 @@ def prepare_tokenizer_and_units(
 
 
 def _describe_ignored_files(data: DataConfig, inputs: Sequence[Input]) -> str:
-    """Return a description of files in the configured folders that are not inputs; empty if there are none."""
+    """Return text about files in the configured folders that are not inputs; empty if there are no such files."""
     folders = filter(os.path.isdir, map(os.path.expanduser, data.sources))
     paths = {os.path.abspath(path) for folder in folders for path in list_files(folder, [""])}
     ignored = paths - {source.path for source in inputs}
@@ -109,7 +116,11 @@ def _describe_ignored_files(data: DataConfig, inputs: Sequence[Input]) -> str:
 
 
 def _write_tokenizer(data: DataConfig, folder: Path, sample: Sequence[str], log: Callable[[str], None]) -> Encoder:
-    """Write `tokenizer.json`, trained on the sample or copied from `data.tokenizer.path`, and return its encoder."""
+    """Write `tokenizer.json`, and return an encoder with this tokenizer.
+
+    The tokenizer is copied from `data.tokenizer.path`. Without this key, it is trained on the texts of the sample.
+    Raises UserError if the file cannot be used.
+    """
     config = data.tokenizer
     if config.path is None:
         content = train_bpe(sample, config.vocab_size, config.eos_token).encode()
@@ -147,23 +158,32 @@ def take_sample(
 ) -> list[str]:
     """Return texts of at most `limit` bytes in total, spread evenly over the inputs, without held-out documents.
 
-    If the inputs are no larger than `limit`, all documents are returned. Otherwise the inputs are split into ranges,
+    If the inputs have at most `limit` bytes, all documents are returned. Otherwise the inputs are split into ranges,
     and each range contributes its first documents. If a range has too little text, later ranges contribute more. If the
     filter excludes nearly everything, the sample is smaller than `limit`.
+
+    Args:
+        data: the section `data` of the config.
+        inputs: the input files.
+        weights: the result of `measure_inputs`.
+        limit: maximum bytes of text.
+        record_reader: function that converts an object to a record; None for plain text.
+        document_filter: the user's filter; None if no filter is set.
     """
-    filtered_bytes = 0  # approximate size of the documents of this range that the filter has checked
+    filtered_bytes = 0  # approximate size of the documents of the current range that the filter has checked
 
     def count_and_filter(document: Mapping[str, Any]) -> bool:
+        """Return the result of the user's filter, and add the size of the document to `filtered_bytes`."""
         nonlocal filtered_bytes
         filtered_bytes += len(str(document))
         return document_filter is not None and document_filter(document)
 
-    places = split_into_units(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SAMPLE_POINTS)
-    max_filtered_bytes = _MAX_FILTERED_RATIO * limit // len(places)
+    sampled_units = split_into_units(inputs, weights, 1 if sum(map(sum, weights)) <= limit else _SAMPLE_POINTS)
+    max_filtered_bytes = _MAX_FILTERED_RATIO * limit // len(sampled_units)
     sample: list[str] = []
     remaining = limit
-    for index, ranges in enumerate(places):
-        share = remaining // (len(places) - index)
+    for index, ranges in enumerate(sampled_units):
+        share = remaining // (len(sampled_units) - index)
         filtered_bytes = 0
         documents = _read_ranges(data, inputs, ranges, record_reader, count_and_filter if document_filter else None)
         texts = (document.text.encode() for _, document in documents)
@@ -171,10 +191,10 @@ def take_sample(
             if (text := next(texts, None)) is None:
                 break
             if text and not is_held_out(text, data.held_out):
-                part = text[:share]
-                sample.append(part.decode(errors="ignore"))
-                share -= len(part)
-                remaining -= len(part)
+                used_text = text[:share]
+                sample.append(used_text.decode(errors="ignore"))
+                share -= len(used_text)
+                remaining -= len(used_text)
     return sample
 
 
@@ -185,7 +205,7 @@ def _read_ranges(
     record_reader: RecordReader | None,
     document_filter: DocumentFilter | None,
 ) -> Iterator[tuple[Input, Document]]:
-    """Yield the documents of input ranges in order, each with its input."""
+    """Yield the documents of input ranges in order, each with the input that contains it."""
     for index, start, end in ranges:
         for document in read_documents(inputs[index], start, end, data.text_field, record_reader, document_filter):
             yield inputs[index], document
@@ -198,7 +218,7 @@ def _make_no_documents_error(
     record_reader: RecordReader | None,
     document_filter: DocumentFilter | None,
 ) -> UserError:
-    """Return the error for inputs without a training document. It names the first unreadable document, if any."""
+    """Return the error for inputs without any training document. The message names the first unreadable document."""
     ranges = split_into_units(inputs, weights, 1)[0]
     for source, document in _read_ranges(data, inputs, ranges, record_reader, document_filter):
         if document.reason and document.reason != FILTERED:
@@ -215,23 +235,27 @@ def _make_no_documents_error(
                 f"data.source: there is no document to train on. {source.path} line {document.line}: "
                 f"{document.reason}. {advice}",
             )
-    or_filtered = f" or excluded by {data.filter}" if data.filter else ""
+    filter_text = f" or excluded by {data.filter}" if data.filter else ""
     return UserError(
         "data.no_documents",
-        f"data.source: all documents of {', '.join(data.sources)} are empty or held out{or_filtered}: add files, or "
+        f"data.source: all documents of {', '.join(data.sources)} are empty or held out{filter_text}: add files, or "
         f"reduce data.held_out ({data.held_out})",
     )
 
 
 def _measure_tokens(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
-    """Return the bytes of text per token and the fraction of unknown tokens, measured on a part of the sample."""
+    """Return the bytes of text per token and the fraction of unknown tokens, measured on some texts of the sample.
+
+    Without a token, the result is (1.0, 0.0).
+    """
     step = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
     texts = list(sample[::step])
     token_count = 0
     unknown_count = 0
     for tokens in encoder.encode(texts):
         token_count += len(tokens)
-        if encoder.unknown_id is not None:  # The last token is the end-of-text token and does not count.
+        # The last token of each text is the end-of-text token, so it is not checked.
+        if encoder.unknown_id is not None:
             unknown_count += int((tokens[:-1] == encoder.unknown_id).sum())
     if not token_count:
         return 1.0, 0.0

@@ -1,14 +1,16 @@
-"""Read prompts and dialogues (`data.records`): the text of a record, and which parts of it contribute to the loss.
+"""Convert objects to records (`data.records`): the text of a prompt or dialogue, and the parts that are learned.
 
     prompts     {"prompt": …, "response": …}               The text is the prompt followed by the response. The response
                                                            and the end-of-text token after it are learned.
     messages    {"messages": [{"role": …, "content": …}]}  The text is the output of the tokenizer's chat template. The
                                                            text of the assistant's messages is learned.
 
-pipeline/data/chat_template.py runs chat templates. If a template has `{% generation %}` marks, the marked text is
-learned. Otherwise the template also renders the dialogue before and after each answer, and both results must be
-prefixes of the whole text. The template is `data.chat_template` or is in the folder of `data.tokenizer.path`, which
-also has the special tokens. `prepare` saves both in `chat.json`.
+Text that is learned contributes to the loss. pipeline/data/chat_template.py runs chat templates. If a template has
+`{% generation %}` marks, the marked text is learned. Otherwise the dialogue is also rendered up to the start and up to
+the end of each answer. The difference is the answer. Both results must be prefixes of the whole text.
+
+The template is `data.chat_template`, or a file in the folder of `data.tokenizer.path`. This folder also has the special
+tokens. `prepare` saves template and special tokens in `chat.json`.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = 
     Args:
         tokenizer: path of `tokenizer.json`. Its folder has files with special tokens, and may have a chat template.
         eos_token: `data.tokenizer.eos_token`.
-        chat_template: `data.chat_template`; if it is empty, the template of the tokenizer's folder is used.
+        chat_template: `data.chat_template`. If this is empty, the template in the tokenizer's folder is used.
 
-    Raises UserError with the file if there is no chat template, or if it cannot be used.
+    Raises UserError with the file if there is no chat template, or if the template cannot be used.
     """
     folder = Path(tokenizer).parent
     settings_file = folder / "tokenizer_config.json"
@@ -82,21 +84,22 @@ def build_chat_json(tokenizer: str | Path, eos_token: str, chat_template: str = 
 
 
 def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: str) -> dict[str, str]:
-    """Return the values of `bos_token` and `eos_token` in the exported tokenizer, if the template uses them.
+    """Return the values of the variables `bos_token` and `eos_token`, if the template uses them.
 
-    They are defined by files in the folder of `tokenizer.json`. If they are not, `bos_token` is the single token that
-    the tokenizer adds before a text, and `eos_token` is `data.tokenizer.eos_token`.
+    Files in the folder of `tokenizer.json` usually define these variables. Otherwise `eos_token` is
+    `data.tokenizer.eos_token`, and `bos_token` is the token that the tokenizer adds before a text, if it adds exactly
+    one. The exported tokenizer has the same values.
 
     Args:
         template: the chat template.
         tokenizer: path of `tokenizer.json`.
-        settings: the content of tokenizer_config.json.
+        settings: the parsed content of tokenizer_config.json.
         eos_token: `data.tokenizer.eos_token`.
 
-    Raises UserError if a token is not defined.
+    Raises UserError if the template needs `bos_token`, but nothing defines this variable.
     """
-    used = [name for name in ("bos_token", "eos_token") if uses_variable(template, name)]
-    if not used:
+    used_names = [name for name in ("bos_token", "eos_token") if uses_variable(template, name)]
+    if not used_names:
         return {}
     folder = tokenizer.parent
     map_file = folder / "special_tokens_map.json"
@@ -107,10 +110,10 @@ def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: 
     settings = settings if isinstance(settings, dict) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
     defined = {**read_special_tokens(settings), **read_special_tokens(settings, mapping)}
-    tokens = {name: defined[name] for name in used if name in defined}
-    if "eos_token" in used:
+    tokens = {name: defined[name] for name in used_names if name in defined}
+    if "eos_token" in used_names:
         tokens.setdefault("eos_token", eos_token)
-    if "bos_token" in used and "bos_token" not in tokens:
+    if "bos_token" in used_names and "bos_token" not in tokens:
         loaded = load_tokenizer(tokenizer)
         ids_before_text, _ = get_added_tokens(loaded)
         bos_token = loaded.id_to_token(ids_before_text[0]) if len(ids_before_text) == 1 else None
@@ -127,9 +130,9 @@ def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: 
 
 
 def make_record_reader(data: DataConfig, chat: bytes | None) -> RecordReader | None:
-    """Return the function that converts an object to a record; None if the data are plain text.
+    """Return the function that converts an object to a record; None if the data is plain text.
 
-    `chat` is the content of `chat.json` if the data are dialogues.
+    `chat` is the content of `chat.json` if the data is dialogues, otherwise None.
     """
     if data.records == "messages":
         return DialogueReader(json.loads(chat or b"")).read_dialogue
@@ -137,7 +140,10 @@ def make_record_reader(data: DataConfig, chat: bytes | None) -> RecordReader | N
 
 
 def _read_prompt(value: Mapping[str, Any]) -> Record:
-    """Return the record of a prompt and its response. Raises RejectedError if one is missing."""
+    """Return the record of an object with a prompt and its response.
+
+    Raises RejectedError if a field is missing or not text, or if the response is empty.
+    """
     prompt = get_text_field(value, "prompt")
     response = get_text_field(value, "response")
     if not response:
@@ -146,7 +152,11 @@ def _read_prompt(value: Mapping[str, Any]) -> Record:
 
 
 class DialogueReader:
-    """Render dialogues with a chat template. `chat` is the parsed content of `chat.json`."""
+    """Converts objects to records of dialogues with a chat template.
+
+    Args:
+        chat: the parsed content of `chat.json`.
+    """
 
     def __init__(self, chat: Mapping[str, Any]) -> None:
         self.template = ChatTemplate(chat["template"], chat["tokens"])
@@ -154,38 +164,48 @@ class DialogueReader:
         """Texts that a message must not contain, because they would become special tokens or marks."""
 
     def check_template(self) -> None:
-        """Render two dialogues. Raises UnusableTemplateError if the template cannot be used for any dialogue."""
+        """Raise UnusableTemplateError if the template cannot be used for any dialogue, by rendering two dialogues."""
         dialogue = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
         for messages in (dialogue, dialogue[1:]):
             try:
                 self.template.render(messages)
             except UnusableTemplateError:
                 raise
-            except ChatTemplateError:  # The template may require other roles.
+            except ChatTemplateError:  # The template may not accept these roles.
                 continue
 
     def read_dialogue(self, value: dict[str, Any]) -> Record:
-        """Return the record of an object. Raises RejectedError if it has no dialogue, or if no text is learned."""
+        """Return the record of an object with a dialogue.
+
+        Raises RejectedError if the object has no valid dialogue, the template rejects it, or no text is learned.
+        """
         messages = self._check_messages(value)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.has_marks:
             answers = []
-        prefixes = [(len(messages), False)]  # pairs: number of messages, and whether to add the generation prompt
+        # Each prefix is a pair: number of messages, and whether to add the generation prompt. The first is the whole
+        # text.
+        prefixes = [(len(messages), False)]
         for index in answers:
             prefixes += [(index, True), (index + 1, False)]
-        whole, *parts = self._render_prefixes(messages, prefixes)
-        text, learned = split_marks(whole)
+        whole_text, *prefix_texts = self._render_prefixes(messages, prefixes)
+        text, learned = split_marks(whole_text)
         if not self.template.has_marks:
-            learned = self._find_answers(text, answers, parts)
+            learned = self._find_answers(text, answers, prefix_texts)
         if not learned:
             raise RejectedError("no message of the role 'assistant': nothing to learn")
         return text, tuple(learned)
 
     def _check_messages(self, value: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return role and content of each message of an object. Raises RejectedError if a message is not supported."""
+        """Return role and content of each message of an object.
+
+        Raises RejectedError if the object has no messages, or if a message is malformed or not supported.
+        """
         messages = value.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise RejectedError(f"no field 'messages' with a list of them; there are {shorten(str(list(value)), 200)}")
+            raise RejectedError(
+                f"no field 'messages' with a list of messages; the fields are {shorten(str(list(value)), 200)}"
+            )
         if value.get("tools"):
             raise RejectedError("field 'tools' is not supported")
         checked: list[dict[str, str]] = []
@@ -196,7 +216,7 @@ class DialogueReader:
                 fields = {field: get_text_field(message, field) for field in ("role", "content")}
             except RejectedError as error:
                 raise RejectedError(f"message {number}: {error}") from None
-            if unsupported := [key for key, item in message.items() if item is not None and key not in fields]:
+            if unsupported := [key for key, content in message.items() if content is not None and key not in fields]:
                 raise RejectedError(f"message {number}: field {unsupported[0]!r} is not supported")
             for text in fields.values():
                 if forbidden := [token for token in self.forbidden_texts if token in text]:
@@ -209,7 +229,10 @@ class DialogueReader:
     def _render_prefixes(
         self, messages: Sequence[Mapping[str, str]], prefixes: Sequence[tuple[int, bool]]
     ) -> list[str]:
-        """Render the dialogue up to each of several messages, with or without the generation prompt."""
+        """Return the texts of several prefixes of a dialogue (see `ChatTemplate.render_prefixes`).
+
+        Raises RejectedError if the template fails on this dialogue, and UserError if it fails on any dialogue.
+        """
         try:
             return self.template.render_prefixes(messages, prefixes)
         except UnusableTemplateError as error:
@@ -220,18 +243,18 @@ class DialogueReader:
             raise RejectedError(f"the chat template rejects the dialogue: {error}") from None
 
     @staticmethod
-    def _find_answers(text: str, answers: Sequence[int], parts: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the spans of answers in the whole text.
+    def _find_answers(text: str, answers: Sequence[int], prefix_texts: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the spans [start, end) of the answers in the text of a dialogue.
 
         Args:
             text: the rendered dialogue.
             answers: the indices of the assistant's messages.
-            parts: for each answer, the rendered text before the answer, and the rendered text with the answer.
+            prefix_texts: two texts for each answer: the dialogue up to the start, and up to the end of the answer.
 
-        Raises RejectedError if one of the parts is not a prefix of the whole text.
+        Raises RejectedError if one of these texts is not a prefix of the whole text.
         """
         spans = []
-        for index, before, after in zip(answers, parts[::2], parts[1::2], strict=True):
+        for index, before, after in zip(answers, prefix_texts[::2], prefix_texts[1::2], strict=True):
             if not text.startswith(before) or not text.startswith(after) or len(before) >= len(after):
                 raise RejectedError(
                     f"the chat template writes message {index + 1}, or the text before it, differently if more "

@@ -1,15 +1,15 @@
-"""The data folder of a run with a custom model: HDF5 files of samples, which are used in place.
+"""The data folder of a run with a custom model. The samples are in HDF5 files of the user, which are used in place.
 
-    data_dir/prepare.json            each file: its size, modification time and arrays (offset, type, shape)
-    data_dir/shards/unit-00003.json  one file with its SHA-256, written by a task of the shard stage
-    data_dir/manifest.json           all files, and the number of held-out samples
+    data_dir/prepare.json            size, modification time and arrays (offset, type, shape) of each file
+    data_dir/shards/unit-00003.json  the same for one file, with its SHA-256; written by an array task of the shard
+    stage data_dir/manifest.json           all files with their hashes, and the number of held-out samples
 
-All three are a :class:`SampleManifest`. A sample is one row of each array. The loader maps contiguous datasets in the
-user's file, and reports a file that was truncated or changed later. If a file has chunked or compressed arrays, the
-shard stage copies it to `data_dir/shards/unit-00003.h5`, with contiguous arrays.
+Each of these three files is a :class:`SampleManifest`. A sample is one row of each array. Training memory-maps
+contiguous datasets in the user's file, and reports a file that was truncated or changed later. If a file has chunked or
+compressed arrays, the shard stage copies it to `data_dir/shards/unit-00003.h5` with contiguous arrays.
 
-The samples at the last positions of one fixed permutation of all rows (`SPLIT_SEED`) are held out. They are an exact
-fraction, are spread over all files, and are the same for every seed of a run.
+The samples at the last positions of one fixed permutation of all rows (`SPLIT_SEED`) are held out. The held-out samples
+are an exact fraction, are spread over all files, and are the same for every `run.seed`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from pipeline.data.manifest import (
 from pipeline.run.code import call_in_child_process
 
 MAX_FILES_CHECKED = 100
-"""Number of files that are checked before a run exists. `prepare` checks all."""
+"""Maximum number of files that are checked before a run exists. `prepare` checks all files."""
 _BLOCK_BYTES = 1 << 26
-"""Bytes of an array that are copied at once."""
+"""Maximum number of bytes of an array that are copied at once."""
 _MIN_DAMAGED_BYTES = 1 << 28
 """The size of an array is compared with the size of its stored data only if the array is larger than this."""
+# numpy's names of the types that arrays may have.
 _SUPPORTED_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 
@@ -61,7 +62,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
 
     @property
     def key(self) -> str:
-        """Hash of the config, the arrays that the model needs, and the code."""
+        """Key that `prepare.json` must have: the hash of the config, the arrays that the model needs, and the code."""
         data = self.data
         model = self.model
         content = {"sources": data.sources, "held_out": data.held_out, "arrays": model.arrays, "padded": model.padded}
@@ -69,16 +70,19 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
 
     @property
     def inputs(self) -> list[Input]:
-        """Files of samples."""
+        """The files of samples, as `prepare` recorded them."""
         return [Input(entry.file, entry.size, entry.mtime_ns, "hdf5") for entry in self.prepared.train]
 
     @property
     def unit_count(self) -> int:
-        """Number of files."""
+        """Number of work units, which is the number of files."""
         return len(self.prepared.train)
 
     def prepare_inputs(self, log: Log) -> None:
-        """Write `prepare.json`. Raises UserError with file and dataset if the model cannot use an array."""
+        """Describe all files and write `prepare.json`.
+
+        Raises UserError with file and dataset if the model cannot use an array.
+        """
         files = _describe_files(find_inputs(self.data, self.endings), self.model)
         prepared = SampleManifest(key=self.key, train=files)
         write_manifest(self.path / "prepare.json", prepared)
@@ -88,13 +92,16 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
             log(f"prepare: {len(packed_bytes)} files have chunked arrays: the stage shard unpacks {total:,.3f} GB")
 
     def check_inputs(self) -> list[str]:
-        """Check the inputs and, in a child process, whether the first files have the arrays that the model needs."""
+        """Return the files that the config names, and check whether the first files have the arrays of the model.
+
+        The check runs in a child process, and covers at most `MAX_FILES_CHECKED` files.
+        """
         files = super().check_inputs()
-        first, *others = files[:MAX_FILES_CHECKED]
+        first_file, *others = files[:MAX_FILES_CHECKED]
         call_in_child_process(
             "data_prep.samples_folder",
             "check_sample_files",
-            first,
+            first_file,
             self.model.target,
             str(self.model.root.parent),
             *others,
@@ -102,7 +109,10 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         return files
 
     def load_unit(self, number: int) -> SampleManifest | None:
-        """Return the manifest of one file with its hash; None if it does not exist or the file has changed."""
+        """Return the manifest of one file with its hash.
+
+        Return None if the manifest is missing or outdated, or if it does not match the file that `prepare` described.
+        """
         try:
             manifest = self.load_matching(self.unit_path(number), SampleManifest, self.prepared.key)
             prepared = self.prepared.train[number]
@@ -115,7 +125,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         return manifest if entry.model_copy(update={"sha256": ""}) == prepared else None
 
     def build_unit(self, unit: int) -> bool:
-        """Hash or unpack one file. Return False if this is already done."""
+        """Hash or unpack one file and write its manifest. Return False if this was done before."""
         if self.load_unit(unit) is not None:
             return False
         self.remove_leftovers(unit)
@@ -130,7 +140,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         return True
 
     def combine_units(self, units: Sequence[SampleManifest], log: Log) -> None:
-        """Write the manifest of all files. Raises UserError if no sample is left to train on."""
+        """Write the manifest of all files. Raises UserError if all samples would be held out."""
         samples = self.prepared.samples
         held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
         if held_out >= samples:
@@ -154,12 +164,13 @@ def _describe_files(sources: Sequence[Input], model: UserModel) -> tuple[SampleF
     files = tuple(_describe_file(source, model) for source in sources)
     for entry in files[1:]:
         for name, array in entry.arrays.items():
-            first = files[0].arrays[name]
-            if (array.dtype, array.shape[1:]) != (first.dtype, first.shape[1:]):
+            expected = files[0].arrays[name]
+            if (array.dtype, array.shape[1:]) != (expected.dtype, expected.shape[1:]):
                 raise UserError(
                     "data.shape_mismatch",
-                    f"{entry.file}: {name} is {array.dtype} {array.shape}, but in {files[0].file} it is {first.dtype} "
-                    f"{first.shape}: all files need the same type and, except for the number of samples, shape",
+                    f"{entry.file}: {name} is {array.dtype} {array.shape}, but in {files[0].file} it is "
+                    f"{expected.dtype} {expected.shape}: all files need the same type and, except for the number of "
+                    "samples, shape",
                 )
     return files
 
@@ -202,12 +213,18 @@ def _describe_file(source: Input, model: UserModel) -> SampleFile:
                 "data.wrong_type",
                 f"{path}: {LENGTHS_ARRAY} must have one integer per sample, not {arrays[LENGTHS_ARRAY]}",
             )
+        # The second dimension of a padded array is padded. It is 0 if the array has one dimension only.
         _check_lengths(path, min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None))
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=sample_counts.pop(), arrays=arrays)
 
 
 def _check_lengths(path: str, max_length: int | None) -> None:
-    """Raise UserError if a length is not from 1 to `max_length`, which is the shortest padded dimension."""
+    """Raise UserError if the length of a sample is not from 1 to `max_length`.
+
+    Args:
+        path: the file.
+        max_length: size of the shortest padded dimension; None if no array is padded.
+    """
     blocks = [(block.min(), block.max()) for block in read_rows(path, LENGTHS_ARRAY, _BLOCK_BYTES // 8)]
     shortest = min(low for low, _ in blocks)
     longest = max(high for _, high in blocks)
@@ -219,22 +236,29 @@ def _check_lengths(path: str, max_length: int | None) -> None:
 
 
 def _hash_entry(entry: SampleFile) -> str:
-    """Return the hash of a file's entry in `prepare.json`."""
+    """Return the hash of the entry of a file in `prepare.json`."""
     return sha256_json(entry.model_dump())
 
 
 def _count_bytes(entry: SampleFile) -> int:
-    """Return the bytes of a file's arrays in memory."""
+    """Return the size in memory of all arrays of a file, in bytes."""
     import numpy as np
 
     return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in entry.arrays.values())
 
 
 def _unpack_file(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
-    """Write the arrays of a file contiguously to the file `name` in the data folder, and return its entry.
+    """Write the arrays of a file contiguously to a new file, and return the manifest entry of the new file.
 
-    This needs memory for one chunk of the file, or `_BLOCK_BYTES`. Raises UserError if the file cannot be read, for
-    example because an HDF5 filter is not installed. Raises OSError if writing fails.
+    This needs memory for a row of chunks of an array, or for `_BLOCK_BYTES` if that is more.
+
+    Args:
+        entry: entry of the user's file.
+        data_dir: the data folder.
+        name: path of the new file, relative to the data folder.
+
+    Raises UserError if the user's file cannot be read, for example because an HDF5 filter is not installed. Raises
+    OSError if writing fails.
     """
     import h5py
 

@@ -1,4 +1,4 @@
-"""Write HDF5 shards: files of tokens that any HDF5 tool can read, and that a loader can map into memory.
+"""Write HDF5 shards: files of tokens that any HDF5 tool can read, and that training can memory-map.
 
     tokens      uint16 or uint32, little-endian, shape (tokens,), contiguous: neither chunked nor compressed
     mask        uint8, same shape, only for prompts and dialogues: whether a token is learned (bit 1) and whether it
@@ -6,15 +6,16 @@
     documents   int64, shape (documents + 1,): start of each document in `tokens`; the last is the number of tokens
     attributes  format_version, tokenizer_sha256, source
 
-A document ends with the end-of-text token. If it does not fit into a file, it continues in the unit's next file, but
-counts only in the file in which it starts. The first tokens of a file may therefore belong to an earlier document, and
-a file inside one long document has `documents` = [tokens].
+A document ends with the end-of-text token. If a document does not fit into a file, it continues in the next file of the
+work unit, but is counted only in the file in which it starts. The first tokens of a file may therefore belong to an
+earlier document. A file inside one long document has `documents` = [number of tokens].
 
 Prompts and dialogues are not split across windows of `data.sequence_length` tokens, so that an answer stays with its
-question. If a record does not fit, the rest of the window is padded with end-of-text tokens that are not learned. The
-last window of a file is padded as well, and has one more token as its last target. Only longer records are split.
+question. If a record does not fit into the rest of a window, this rest is padded with end-of-text tokens that are not
+learned. The last window of a file is also padded, and is followed by one more token, the target of its last token. Only
+records that are longer than a window are split.
 
-Equal tokens give equal bytes, because the files contain no times and have a fixed version of the HDF5 format.
+Equal tokens give equal files, because the files contain no times and have a fixed version of the HDF5 format.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pipeline.base.files import replace_atomically
 from pipeline.data.manifest import SHARDS_DIR, FileEntry, ShardEntry
 
 _BLOCK_TOKENS = 1 << 21
+"""Number of elements that are copied at once."""
 
 
 class ShardWriter:
@@ -45,12 +47,12 @@ class ShardWriter:
 
     Args:
         data_dir: the data folder.
-        prefix: the beginning of the file names.
+        prefix: beginning of the file names.
         limit: maximum number of tokens per file.
         dtype: element type of the tokens.
-        attributes: attributes of each file.
-        window: window size in tokens for documents with a mask; None for documents without.
-        eos_id: the end-of-text token, which also pads windows.
+        attributes: HDF5 attributes of each file.
+        window: size of a window in tokens, for documents with a mask; None for documents without a mask.
+        eos_id: id of the end-of-text token, which pads windows.
     """
 
     def __init__(
@@ -77,18 +79,19 @@ class ShardWriter:
             name: (tempfile.TemporaryFile(dir=data_dir / SHARDS_DIR, buffering=1 << 20), element_type)  # noqa: SIM115
             for name, element_type in types.items()
         }
+        # State of the current file: number of tokens, start of each document, and bytes of text.
         self._token_count = 0
         self._document_starts = array("q")
         self._text_bytes = 0
         self._entries: list[ShardEntry] = []
 
     def add(self, tokens: npt.NDArray[Any], text_bytes: int, mask: npt.NDArray[np.uint8] | None = None) -> None:
-        """Append a document.
+        """Append a document. If the current file becomes full, write it and continue in the next file.
 
         Args:
             tokens: tokens of the document with the end-of-text token, shape (n,).
             text_bytes: size of the document's text in UTF-8.
-            mask: mask of the document, shape (n,), if the writer has windows.
+            mask: mask of the document, shape (n,); None if the writer has no windows.
         """
         if self._window is not None:
             remaining = -self._token_count % self._window
@@ -107,7 +110,7 @@ class ShardWriter:
                 self._write_file()
 
     def _append_tokens(self, tokens: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
-        """Append tokens, and the first values of the mask, to the temporary files."""
+        """Append tokens to their temporary file, and as many values of `mask` to its temporary file."""
         for name, values in (("tokens", tokens), ("mask", mask)):
             if name in self._buffers and values is not None:
                 file, dtype = self._buffers[name]
@@ -119,7 +122,7 @@ class ShardWriter:
         self._append_tokens(np.full(count, self._eos_id), np.zeros(count, np.uint8))
 
     def close(self) -> tuple[ShardEntry, ...]:
-        """Write the remaining tokens, if any, and return the entries of all files."""
+        """Write the last file if tokens remain, and return the manifest entries of all files."""
         if self._token_count:
             self._write_file()
         for file, _ in self._buffers.values():
@@ -127,7 +130,7 @@ class ShardWriter:
         return tuple(self._entries)
 
     def _write_file(self) -> None:
-        """Write the collected tokens to the next file, and start a new one."""
+        """Write the collected tokens to a shard, and empty the temporary files."""
         name = f"{SHARDS_DIR}/{self._prefix}-{len(self._entries):02d}.h5"
         if self._window is not None:
             self._append_padding(-self._token_count % self._window + 1)
@@ -155,15 +158,15 @@ class ShardWriter:
 class DeferredErrorFile(io.FileIO):
     """A file that stores its first write error in `error`, and ignores all later writes.
 
-    HDF5 also writes while it closes a file. h5py does not report such an error as OSError. The file then stays open
-    inside the library, which tries to write again when the process exits. Here HDF5 can close the file, and the caller
-    raises `error` afterwards.
+    HDF5 also writes when it closes a file. h5py does not report an error of such a write as OSError. The file then
+    stays open inside the library, which tries to write again when the process exits. With this class, HDF5 can close
+    the file, and the caller raises `error` afterwards.
     """
 
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, with several system calls if needed, because one call writes at most 2 GiB."""
+        """Write all of `data` and return its size. One system call writes at most 2 GiB, so several may be needed."""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -174,7 +177,7 @@ class DeferredErrorFile(io.FileIO):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size of the file."""
+        """Set the size of the file, and return the new size. After an error, return the current position."""
         try:
             return self.tell() if self.error else super().truncate(size)
         except OSError as error:
@@ -189,14 +192,14 @@ def write_shard(
     documents: npt.NDArray[np.int64],
     attributes: Mapping[str, str | int],
 ) -> list[int]:
-    """Write one shard under a temporary name, sync it and rename it.
+    """Write one shard under a temporary name, flush it to storage and rename it.
 
     Args:
-        path: the file.
+        path: path of the shard.
         buffers: for each dataset, a file with its content, and the element type.
         count: number of elements of each dataset, greater than 0.
-        documents: start of each document, shape (documents + 1,).
-        attributes: attributes of the file.
+        documents: start of each document, and the number of tokens, shape (documents + 1,).
+        attributes: HDF5 attributes of the file.
 
     Returns: the byte offsets of the datasets in the file.
 

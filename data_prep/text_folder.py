@@ -1,15 +1,15 @@
 """The data folder of a run on text: the files of `prepare`, the shards of each work unit, and the manifest.
 
     data_dir/tokenizer.json, units.json           written by `prepare`; for dialogues also chat.json
-    data_dir/prepare.json                         their sizes and hashes, written last   (:class:`TextPrepared`)
-    data_dir/shards/unit-00003-train-00.h5, ...   the shards of one work unit
-    data_dir/shards/unit-00003.json               their sizes and hashes, written last   (:class:`UnitManifest`)
-    data_dir/manifest.json                        all shards in unit order               (:class:`Manifest`)
+    data_dir/prepare.json                         sizes and hashes of these files (:class:`TextPrepared`), written last
+    data_dir/shards/unit-00003-train-00.h5, …     the shards of one work unit
+    data_dir/shards/unit-00003.json               their sizes and hashes (:class:`UnitManifest`), written last
+    data_dir/manifest.json                        all shards in the order of their work units (:class:`Manifest`)
     data_dir/rejected.jsonl                       documents that could not be read, by file and line
 
-Unit u belongs to Slurm array task u mod tasks. Its shards depend only on its input ranges, the tokenizer and the
-config. Any number of tasks therefore writes the same bytes, and a rerun overwrites the files of a killed task. Only
-missing units are built.
+Work unit u belongs to Slurm array task u mod tasks. The shards of a unit depend only on its input ranges, the tokenizer
+and the config. Any number of tasks therefore writes the same bytes, and a rerun overwrites the files of a killed task.
+Only missing units are built.
 """
 
 from __future__ import annotations
@@ -65,32 +65,32 @@ class UnitManifest(KeyedManifest):
 
     unit: int
     documents: int
-    """Documents with text, held-out ones included."""
+    """Number of documents with text in the shards, including held-out documents."""
     held_out_documents: int
     lines: tuple[int, ...]
-    """Number of lines (parquet: rows) that start in each input range. Line numbers of later ranges follow from it."""
+    """Number of lines (for tables: rows) that start in each input range, to compute line numbers in the whole file."""
     filtered: int = 0
-    """Documents that the user's filter excluded."""
+    """Number of documents that the user's filter excluded."""
     duplicates: int = 0
-    """Documents whose text occurs earlier in the inputs."""
+    """Number of documents that were left out because the same text occurs earlier in the inputs."""
     long: int = 0
-    """Prompts and dialogues with more tokens than a sample, for any value of `data.long_dialogues`."""
+    """Number of prompts and dialogues with more tokens than a sample, for any value of `data.long_dialogues`."""
     long_left_out: int = 0
-    """Number of these prompts and dialogues that are in no shard."""
+    """Number of these long prompts and dialogues that are in no shard."""
     rejected: tuple[tuple[int, int, str], ...]
-    """Input range, line within it (from 1) and reason of each document that could not be read."""
+    """For each unreadable document: index of the input range, number of the line in this range (from 1), and reason."""
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
 
 
 class TextPrepared(KeyedManifest):
-    """`prepare.json`: the files that `prepare` has written, and facts about them."""
+    """`prepare.json`: the files that `prepare` has written, and facts about the tokenizer and the work units."""
 
     tokenizer: FileEntry
     units: FileEntry
     unit_count: int
     told: str = ""
-    """Summary of the inputs and their problems, for `status`. (The name of the field is part of the file format.)"""
+    """Summary of the inputs and their problems, for `status`. The name of this field is part of the file format."""
     vocab_size: int
     eos_id: int
     bos_ids: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class TextPrepared(KeyedManifest):
 _NEWER_KEYS = ("records", "deduplicate", "filter", "chat_template", "long_dialogues", "format")
 """Keys of `data` that older versions did not have.
 
-If they have their default values, they are not part of `TextFolder.key`, so folders of older versions stay valid.
+A key that has its default value is not part of `TextFolder.key`, so that data folders of older versions stay valid.
 """
 
 
@@ -117,7 +117,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @property
     def key(self) -> str:
-        """Hash of the code of `data_prep` and of the config keys that affect the shards."""
+        """Key that `prepare.json` must have: the hash of the code and of the config keys that affect the shards."""
         excluded = {key.removeprefix("data.") for key in list_keys_with(Policy.KEEPS_SHARDS)}
         if self.data.has_loss_mask:
             excluded.remove("sequence_length")
@@ -129,7 +129,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @property
     def manifest_key(self) -> str:
-        """Hash of everything from which the shards are made. `units.json` has path, size and time of each input."""
+        """Hash of everything from which the shards are made.
+
+        This includes the path, size and modification time of each input, because these are in `units.json`.
+        """
         prepared = self.prepared
         hashes = {"prepare": prepared.key, "tokenizer": prepared.tokenizer.sha256, "units": prepared.units.sha256}
         optional = {"chat": prepared.chat, "filter": prepared.filter}
@@ -137,7 +140,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def plan(self) -> WorkPlan:
-        """Work units of the run. Raises InputError if a file of `prepare` is missing or damaged."""
+        """The inputs and the work units. Raises InputError if a file of `prepare` is missing or damaged."""
         prepared = self.prepared
         entries = {
             "tokenizer.json": prepared.tokenizer,
@@ -152,12 +155,12 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """Files with the documents."""
+        """The files with the documents, as `prepare` recorded them."""
         return self.plan.inputs
 
     @property
     def unit_count(self) -> int:
-        """Number of work units. Each is about one shard."""
+        """Number of work units. Each fills about one shard."""
         return len(self.plan.units)
 
     @property
@@ -167,7 +170,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Tokenizer of the data folder."""
+        """Encoder with the tokenizer of the data folder."""
         from data_prep.tokenizer import load_encoder
 
         data = self.data
@@ -175,23 +178,26 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def record_reader(self) -> RecordReader | None:
-        """Function that parses records such as dialogues; None for plain text."""
+        """Function that converts objects to records such as dialogues; None for plain text."""
         from data_prep.records import make_record_reader
 
         return make_record_reader(self.data, (self.path / CHAT_FILE).read_bytes() if self.prepared.chat else None)
 
     @cached_property
     def document_filter(self) -> DocumentFilter | None:
-        """Filter of the user (`data.filter`); None without one."""
+        """The user's filter (`data.filter`); None if no filter is set."""
         return load_filter(self.path / FILTER_FILE, self.data.filter) if self.data.filter else None
 
     @property
     def _chat_template(self) -> str:
-        """`data.chat_template` as text; empty if the tokenizer's own template is used."""
+        """Value of `data.chat_template`; empty if the template beside the tokenizer is used."""
         return str(self.data.chat_template or "")
 
     def check_inputs(self) -> list[str]:
-        """Check the inputs, the filter and the tokenizer file. The tokenizer is loaded in a child process."""
+        """Check the filter, the tokenizer and the inputs, and return the files that the config names.
+
+        The tokenizer is loaded in a child process, so that this process does not import the package tokenizers.
+        """
         if self.data.filter:
             find_filter_file(self.data.filter)
         if self.data.tokenizer.path is not None:
@@ -225,7 +231,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return super().has_same_inputs()
 
     def prepare_inputs(self, log: Log) -> None:
-        """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with their sizes and hashes."""
+        """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with the sizes and hashes of these files."""
         from data_prep.prepare_text import prepare_tokenizer_and_units
 
         document_filter = None
@@ -235,7 +241,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         self.write_prepared(*prepare_tokenizer_and_units(self.data, self.path, log, document_filter))
 
     def write_prepared(self, encoder: Encoder, units: int, summary: str) -> None:
-        """Write `prepare.json` with the sizes and hashes of the other files of `prepare`."""
+        """Write `prepare.json` with the sizes and hashes of the other files of `prepare`.
+
+        Args:
+            encoder: encoder with the tokenizer.
+            units: number of work units.
+            summary: description of the inputs, for `status`.
+        """
         prepared = TextPrepared(
             key=self.key,
             tokenizer=FileEntry.from_path(self.path / "tokenizer.json"),
@@ -254,10 +266,10 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     # -- work units --------------------------------------------------------------------------------------
 
     def _unit_key(self, number: int) -> str:
-        """Return the hash of everything from which the unit's shards are made.
+        """Return the hash of everything from which the shards of a work unit are made.
 
-        It covers only the inputs of the unit, so a repaired input invalidates only the units that contain it. If
-        documents are deduplicated, each unit depends on all inputs.
+        The hash covers only the inputs of this unit, so a repaired input invalidates only the units that contain parts
+        of this input. If documents are deduplicated, each unit depends on all inputs.
         """
         prepared = self.prepared
         ranges = ([self.inputs[index], *span] for index, *span in self.plan.units[number])
@@ -266,7 +278,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return sha256_json([prepared.key, prepared.tokenizer.sha256, *optional, *ranges])
 
     def load_unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
-        """Return the manifest of a unit; None if a shard differs from it in size or, with `hashes`, in content."""
+        """Return the manifest of a work unit.
+
+        Return None if the manifest is missing, damaged or outdated, or if a shard is missing or differs from it. Sizes
+        are compared and, if `hashes`, also hashes.
+        """
         try:
             manifest = self.load_matching(self.unit_path(number), UnitManifest, self._unit_key(number))
             for entry in (*manifest.train, *manifest.held_out):
@@ -276,7 +292,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return manifest
 
     def build_unit(self, unit: int) -> bool:
-        """Write the shards of one unit and, last, its manifest. Return False if they exist already."""
+        """Write the shards of one work unit and, last, its manifest. Return False if these files exist already."""
         if self.load_unit(unit, hashes=True) is not None:
             return False
         ranges = self.plan.units[unit]
@@ -285,14 +301,14 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         lines = [0] * len(ranges)
         filtered = [0] * len(ranges)
         rejected: list[tuple[int, int, str]] = []
-        documents = self._documents(ranges, lines, filtered, rejected)
+        documents = self._read_documents(ranges, lines, filtered, rejected)
         duplicates = 0
         if self._duplicates is not None:
-            kept = self._duplicates.find_first_occurrences(unit)
-            duplicates = int(len(kept) - kept.sum())
-            documents = select_kept(documents, kept.tolist())
+            is_first = self._duplicates.find_first_occurrences(unit)
+            duplicates = int(len(is_first) - is_first.sum())
+            documents = select_first_occurrences(documents, is_first.tolist())
         train, held_out, long, long_left_out = self._write_shards(unit, documents)
-        self._check_inputs(ranges)  # If an input changed meanwhile, there must be no manifest of the unit.
+        self._check_inputs(ranges)  # If an input has changed meanwhile, the manifest must not be written.
         self._write_unit_manifest(
             unit,
             train,
@@ -309,7 +325,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def _write_shards(
         self, unit: int, documents: Iterator[Document]
     ) -> tuple[tuple[ShardEntry, ...], tuple[ShardEntry, ...], int, int]:
-        """Tokenize documents and write them in order to shards. Held-out documents have separate shards.
+        """Tokenize the documents of a work unit and write them to shards, in order.
+
+        Held-out documents have separate shards.
 
         Returns:
             The entries of training shards, the entries of held-out shards, the number of records with more tokens than
@@ -321,7 +339,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         attributes: dict[str, str | int] = {
             "format_version": FORMAT_VERSION,
             "tokenizer_sha256": self.prepared.tokenizer.sha256,
-            "source": ", ".join(self.data.sources)[:1000],  # HDF5 allows 64 KB of attributes
+            "source": ", ".join(self.data.sources)[:1000],  # HDF5 allows 64 KB of attributes.
         }
         window = self.data.sequence_length if self.data.has_loss_mask else None
         options = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
@@ -336,9 +354,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                     continue
                 if record.full_length > self.data.sequence_length:
                     long += 1
-                    # A truncated record may have no learned token left.
-                    is_useless = self.data.long_dialogues == "truncate" and not (record.mask & MASK_LEARNED).any()
-                    if is_useless or self.data.long_dialogues == "drop":
+                    # A truncated record may have no learned token.
+                    has_no_target = self.data.long_dialogues == "truncate" and not (record.mask & MASK_LEARNED).any()
+                    if has_no_target or self.data.long_dialogues == "drop":
                         left_out += 1
                         continue
                 learned = (
@@ -361,7 +379,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         long_left_out: int = 0,
         rejected: tuple[tuple[int, int, str], ...] = (),
     ) -> None:
-        """Write the manifest of a unit whose shards are complete. The arguments are fields of `UnitManifest`."""
+        """Write the manifest of a work unit after its shards. The arguments are fields of `UnitManifest`."""
         manifest = UnitManifest(
             key=self._unit_key(unit),
             unit=unit,
@@ -379,7 +397,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         write_manifest(self.unit_path(unit), manifest)
 
     def _encode_batch(self, batch: Sequence[Document]) -> Sequence[np.ndarray | EncodedRecord]:
-        """Return the tokens of each document; for records also their masks."""
+        """Return the tokens of each document; for records, the tokens with their mask."""
         if not self.data.has_loss_mask:
             return self.encoder.encode([document.text for document in batch])
         max_tokens = self.data.sequence_length if self.data.long_dialogues == "truncate" else None
@@ -387,7 +405,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
     @cached_property
     def _duplicates(self) -> Duplicates | None:
-        """The duplicate documents of the units; None if `data.deduplicate` is off."""
+        """Finds the duplicate documents of all work units; None if `data.deduplicate` is off."""
         if not self.data.deduplicate:
             return None
         from data_prep.duplicates import Duplicates
@@ -396,9 +414,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return Duplicates(self.path / SHARDS_DIR, keys, self._iterate_texts, *self.task_of_tasks)
 
     def _iterate_texts(self, unit: int) -> Iterator[bytes]:
-        """Yield the UTF-8 bytes of each document of a unit. Raises InputError if an input changes meanwhile."""
+        """Yield the UTF-8 bytes of each document of a work unit. Raises InputError if an input changes meanwhile."""
         ranges = self.plan.units[unit]
-        for document in self._documents(ranges, [0] * len(ranges), [0] * len(ranges), []):
+        for document in self._read_documents(ranges, [0] * len(ranges), [0] * len(ranges), []):
             yield document.text.encode()
         self._check_inputs(ranges)
 
@@ -407,20 +425,20 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         for index in {input_range.input for input_range in ranges}:
             self.inputs[index].check()
 
-    def _documents(
+    def _read_documents(
         self,
         ranges: tuple[InputRange, ...],
         lines: list[int],
         filtered: list[int],
         rejected: list[tuple[int, int, str]],
     ) -> Iterator[Document]:
-        """Yield the documents of input ranges in order, and count lines and excluded documents.
+        """Yield the documents with text of input ranges, in order, and count lines and excluded documents.
 
         Args:
             ranges: the input ranges.
-            lines: set to the number of lines of each range.
-            filtered: increased by the number of documents of each range that the filter excludes.
-            rejected: receives range, line and reason of each unreadable document.
+            lines: output: the number of lines (for tables: rows) of each range.
+            filtered: output: the number of documents of each range that the filter excludes is added to this list.
+            rejected: output: index of the range, line and reason of each unreadable document are appended.
         """
         for number, (index, start, end) in enumerate(ranges):
             for document in read_documents(
@@ -435,7 +453,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                     yield document
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
-        """Write `rejected.jsonl` and `manifest.json`, and remove files that belong to no unit.
+        """Write `rejected.jsonl` and `manifest.json`, and remove shards that belong to no work unit.
 
         Raises UserError if more documents are unreadable than `data.max_rejected` allows, if no document is held out
         although `data.held_out` is not 0, or if there is no training sample.
@@ -491,7 +509,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         log(f"shard: {manifest}")
 
 
-# -- documents on their way to the tokenizer -------------------------------------------------------------
+# -- batches of documents for the tokenizer --------------------------------------------------------------
 
 Encoded = TypeVar("Encoded")
 _BATCH_CHARACTERS = 1 << 18
@@ -500,24 +518,25 @@ _MAX_CORES = 16
 """Number of cores above which batches do not become larger.
 
 The memory grows with the batch: 32 to 43 bytes per character of short documents. With 100 MB of documents of 4,000
-characters, the peak was 83 MB for 2 cores and 248 MB for 16. Without this limit it was 1,502 MB for 128 cores. (The
-numbers of cores were simulated on a machine with 2 cores. The speed on more than 16 cores was not measured.)
+characters, the peak was 83 MB for 2 cores and 248 MB for 16 cores. Without this limit, the peak was 1,502 MB for 128
+cores. (The numbers of cores were simulated on a machine with 2 cores. The speed on more than 16 cores was not
+measured.)
 """
 
 
-def select_kept(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator[Document]:
-    """Yield each document for which the entry in `kept` is True.
+def select_first_occurrences(documents: Iterator[Document], is_first: Sequence[bool]) -> Iterator[Document]:
+    """Yield each document for which the element of `is_first` is True.
 
-    Raises UserError if the number of documents is not `len(kept)`, which is their number when they were hashed.
+    `is_first` was computed when the documents were read before. Raises UserError if their number has changed.
     """
     number = 0
     for number, document in enumerate(documents, 1):
-        if number <= len(kept) and kept[number - 1]:
+        if number <= len(is_first) and is_first[number - 1]:
             yield document
-    if number != len(kept):
+    if number != len(is_first):
         raise UserError(
             "data.filter_not_repeatable",
-            f"the inputs had {len(kept)} documents when they were hashed and {number} when they were read again: "
+            f"the inputs had {len(is_first)} documents when they were hashed and {number} when they were read again: "
             "data.filter must return the same result for the same document",
         )
 
@@ -525,9 +544,9 @@ def select_kept(documents: Iterator[Document], kept: Sequence[bool]) -> Iterator
 def encode_ahead(
     encode: Callable[[list[Document]], Encoded], documents: Iterator[list[Document]]
 ) -> Iterator[tuple[list[Document], Encoded]]:
-    """Yield each batch with its tokens.
+    """Yield each batch of documents with the result of `encode`.
 
-    A batch is tokenized on all cores while the next batch is read and the previous batch is written.
+    A batch is encoded in another thread while the next batch is read and the caller writes the previous batch.
     """
     with ThreadPoolExecutor(1) as pool:
         current = None
@@ -541,7 +560,7 @@ def encode_ahead(
 
 
 def make_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches for the tokenizer. The last batch may be empty."""
+    """Group documents into batches for the tokenizer. The last batch may be small or empty."""
     batch: list[Document] = []
     characters = 0
     max_characters = _BATCH_CHARACTERS * min(len(os.sched_getaffinity(0)), _MAX_CORES)
@@ -558,23 +577,23 @@ def make_batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 # -- documents that could not be read --------------------------------------------------------------------
 
 _ALWAYS_ALLOWED = 5
-"""Small inputs may have this many unreadable documents, if at least half of all documents can be read."""
+"""Small inputs may have this many unreadable documents, as long as at least half of all documents can be read."""
 
 
 def allowed_rejections(limit: float, total: int) -> float:
     """Return how many of `total` documents may be unreadable.
 
-    This is the fraction `limit`, but at least :data:`_ALWAYS_ALLOWED` or half of the documents, whichever is smaller.
-    If `limit` is 0, no document may be unreadable.
+    This is the fraction `limit` (`data.max_rejected`) of the documents. For small inputs it is more: `_ALWAYS_ALLOWED`
+    documents, but at most half of all documents. If `limit` is 0, no document may be unreadable.
     """
     return max(limit * total, min(_ALWAYS_ALLOWED, total / 2)) if limit else 0
 
 
 def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[UnitManifest], documents: int, limit: float) -> None:
-    """Write `rejected.jsonl`: file, line number from 1 (parquet: row) and reason of each unreadable document.
+    """Write `rejected.jsonl`: file, line (for tables: row) from 1, and reason of each unreadable document.
 
-    A Slurm array task cannot know how many lines of a file precede its range. The numbers follow from the line counts
-    of all units.
+    A Slurm array task cannot know how many lines of a file precede an input range. Therefore the line numbers are
+    computed here, from the line counts of all work units.
 
     Args:
         listing: path of `rejected.jsonl`.
@@ -585,7 +604,8 @@ def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[UnitManifest], 
 
     Raises UserError if there are more unreadable documents than `allowed_rejections`.
     """
-    lines_before = [0] * len(plan.inputs)  # Lines of each input before the current range; ranges are in order.
+    # For each input, the number of lines before the current range. Ranges are in the order of the file.
+    lines_before = [0] * len(plan.inputs)
     rows: list[dict[str, str | int]] = []
     for unit, ranges in zip(units, plan.units, strict=True):
         first_lines = []
@@ -598,10 +618,10 @@ def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[UnitManifest], 
     write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     total = documents + len(rows)
     if len(rows) > allowed_rejections(limit, total):
-        first = rows[0]
+        first_row = rows[0]
         raise UserError(
             "data.too_many_rejected",
             f"{len(rows)} of {total} documents ({len(rows) / total:.2%}) cannot be read, more than "
-            f"data.max_rejected ({limit:.2%}) allows. The first is {first['file']} line {first['line']}: "
-            f"{first['reason']}. All are in {listing}. Repair or remove them, or increase data.max_rejected",
+            f"data.max_rejected ({limit:.2%}) allows. The first is {first_row['file']} line {first_row['line']}: "
+            f"{first_row['reason']}. All are in {listing}. Repair or remove them, or increase data.max_rejected",
         )

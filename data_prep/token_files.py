@@ -1,6 +1,6 @@
 """Token files of other programs: recognize the format, describe a file by its header or index, and read its tokens.
 
-Training maps some formats in place. `data import` copies the others first:
+Training memory-maps files of some formats where they are. `data import` must copy files of the other formats first:
 
 Megatron      NAME.bin with NAME.idx                        mapped in place
 llm.c         .bin with a header                            mapped in place
@@ -8,7 +8,7 @@ HDF5          dataset `tokens` or `input_ids`               mapped in place if c
 datatrove     NAME.ds with .ds.index, .ds.metadata          mapped in place
 Arrow         lists in `input_ids` (Hugging Face datasets)  copied by `data import`
 WebDataset    .npy in a tar                                 copied by `data import`
-nanoGPT       .bin of bare uint16                           mapped in place
+nanoGPT       .bin of uint16 tokens without a header        mapped in place
 """
 
 from __future__ import annotations
@@ -42,19 +42,24 @@ from pipeline.base.files import open_regular_file, translate_read_errors
 
 Ids = npt.NDArray[np.integer]
 BLOCK_TOKENS = 1 << 22
-"""Number of tokens, or of elements of an index, that are read at once."""
+"""Maximum number of tokens, or of elements of an index, that are read at once."""
 NANO_GPT = "nanoGPT .bin"
+"""Name of the format of .bin files without header and index."""
 MAX_DOCUMENT_TOKENS = 1 << 28
-"""Maximum number of tokens of a document. If there is no end within them, the end-of-text token is probably wrong."""
+"""Maximum number of tokens of a document. If a document seems longer, the end-of-text token is probably wrong."""
 MAPPABLE_TYPES = {"uint16": "uint16", "uint32": "uint32", "int32": "uint32"}
-"""Types that training can map, and the type as which it maps them. A check ensures that no id is negative."""
+"""For each type that training can memory-map, the type as which it is mapped.
+
+int32 can be mapped as uint32, because `scan_tokens` ensures that no id is negative.
+"""
 
 
 class DocumentEnds:
-    """An index file with the ends of documents, as token positions from the start of the token file.
+    """An index file with the end of each document, as a token position from the start of the token file.
 
-    The index may be larger than memory, so only the needed elements are read. A range of tokens is found by bisection,
-    with about a hundred small reads. The index is not mapped, because truncating a mapped file would kill the process.
+    The index may be larger than memory, so only the needed elements are read. The ends in a range of tokens are found
+    by bisection, with about a hundred small reads. The index is not memory-mapped, because the process would be killed
+    if another program truncated the file.
     """
 
     def __init__(self, path: str, documents: int) -> None:
@@ -71,18 +76,21 @@ class DocumentEnds:
         return int(self.read_ends(document, document + 1)[0])
 
     def read_ends(self, start: int, stop: int) -> Ids:
-        """Return the ends of documents [start, stop): shape (stop - start,)."""
+        """Return the ends of the documents with the numbers [start, stop): shape (stop - start,)."""
         return self.read_numbers(0, start, stop)
 
     def check(self) -> None:
-        """Check the whole index. Raises UserError if it is damaged or belongs to another file."""
+        """Check the whole index. Raises UserError if it is damaged or belongs to another token file."""
         last = 0
         for start in range(0, len(self), BLOCK_TOKENS):
             ends = self.read_ends(start, min(start + BLOCK_TOKENS, len(self)))
             last = self.check_order(ends, last, sys.maxsize)[-1]
 
     def find_ends(self, start: int, stop: int) -> Ids:
-        """Return the ends in (start, stop]: shape (documents,). Raises UserError if they are out of order."""
+        """Return the document ends at token positions in (start, stop]: shape (documents,).
+
+        Raises UserError if the ends are out of order.
+        """
         first = bisect_right(self, start)
         return self.check_order(self.read_ends(first, bisect_right(self, stop, first)), start + 1, stop)
 
@@ -97,9 +105,9 @@ class DocumentEnds:
         return values
 
     def read_numbers(self, offset: int, start: int, stop: int, dtype: str = "<i8") -> Ids:
-        """Return elements [start, stop) of the array at byte `offset` of the index.
+        """Return elements [start, stop) of an array of the type `dtype` that begins at byte `offset` of the index file.
 
-        Raises UserError if the index is too short.
+        Raises UserError if the file is too short.
         """
         size = np.dtype(dtype).itemsize
         content = os.pread(self._file.fileno(), (stop - start) * size, offset + start * size)
@@ -116,38 +124,45 @@ class TokenFile(NamedTuple):
     path: str
     """Absolute path of the file with the tokens."""
     format: str
+    """Name of the format, for messages."""
     dtype: str
-    """Name of the tokens' type, little-endian."""
+    """numpy's name of the tokens' type. Values are little-endian."""
     tokens: int | None = None
     """Number of tokens; None if it is unknown until the file is read."""
     offset: int | None = None
     """Byte at which the tokens start; None if they are not contiguous."""
     document_ends: DocumentEnds | None = None
-    """Index of the document ends of the whole file; None without an index."""
+    """Index of the document ends of the whole file; None if the file has no index."""
     read_rows: Callable[[], Iterator[Ids]] | None = None
-    """Function that yields the tokens in rows, for a file without an `offset`."""
+    """Function that yields the tokens row by row; None for a file with an `offset`."""
     row_is_document: bool = True
     """Whether each row of `read_rows` is a document."""
     first_token: int = 0
-    """Position of the first token of the range in the file."""
+    """Position in the file of the first token of the range."""
     note: str = ""
-    """Note for the user, which starts with a semicolon; empty without a note."""
+    """Note for the user, which is appended to a description and starts with a semicolon; empty without a note."""
 
     @property
     def unmappable_reason(self) -> str | None:
-        """Reason why training cannot map the file; None if it can."""
+        """Reason why training cannot memory-map the tokens (`their type is int64`); None if it can."""
         if self.offset is None:
             return f"{self.format} does not store them contiguously"
         return None if self.dtype in MAPPABLE_TYPES else f"their type is {self.dtype}"
 
     def select_range(self, start: int, stop: int) -> TokenFile:
-        """Return the range of tokens [start, stop) of a contiguous file. A document belongs to the range of its end."""
+        """Return the range of tokens [start, stop) of a contiguous file as a token file.
+
+        A document belongs to the range in which it ends.
+        """
         assert self.offset is not None
         offset = self.offset + start * np.dtype(self.dtype).itemsize
         return self._replace(offset=offset, tokens=stop - start, first_token=self.first_token + start)
 
     def find_document_ends(self, start: int, stop: int) -> Ids | None:
-        """Return the document ends in (start, stop], relative to `start`: shape (documents,); None without an index."""
+        """Return the document ends in (start, stop] as distances from `start`: shape (documents,).
+
+        `start` and `stop` are token positions in this range. Return None if the file has no index.
+        """
         if self.document_ends is None:
             return None
         first = self.first_token + start
@@ -175,11 +190,12 @@ class TokenFile(NamedTuple):
             yield self.read_tokens(start, min(start + BLOCK_TOKENS, self.tokens))
 
     def iterate_documents(self, eos_id: int) -> Iterator[Ids]:
-        """Yield the documents.
+        """Yield the tokens of each document.
 
-        Without an index, a document ends after a token `eos_id`, and the last document may lack this token.
+        A document is a row of the file or ends where the index says. Without rows and index, a document ends after a
+        token `eos_id`, and the last document may lack this token.
 
-        Raises UserError if a document does not end within `MAX_DOCUMENT_TOKENS`.
+        Raises UserError if a document does not end within about `MAX_DOCUMENT_TOKENS`.
         """
         if self.read_rows is not None and self.row_is_document:
             yield from self.read_rows()
@@ -218,14 +234,19 @@ class TokenStatistics(NamedTuple):
     eos_tokens: int
     """Number of end-of-text tokens."""
     unended_documents: int
-    """Number of documents (of the index, or rows) that do not end with an end-of-text token."""
+    """Number of documents, by the index or the rows of the file, that do not end with an end-of-text token."""
 
 
 def scan_tokens(file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
     """Read all tokens of a file and return statistics.
 
-    Raises UserError if an id is outside [0, vocab_size), if there is no token, or if the file has bare uint16 tokens
-    but the tokenizer (of fewer than 2**32 ids) has more than 2**16 ids.
+    Args:
+        file: the token file.
+        eos_id: id of the end-of-text token.
+        vocab_size: largest id of the tokenizer plus one; 2**32 if the tokenizer is unknown.
+
+    Raises UserError if an id is outside [0, vocab_size) or there is no token. Also raises it for uint16 tokens without
+    a header if the tokenizer has more than 2**16 ids.
     """
     if file.format == NANO_GPT and 1 << 16 < vocab_size < 1 << 32:
         raise UserError(
@@ -263,7 +284,10 @@ def read_file_size(path: str) -> int:
 
 
 def read_head(path: str, count: int) -> bytes:
-    """Return the first `count` bytes of a file; b"" if it does not exist. Raises UserError for a pipe or a device."""
+    """Return the first `count` bytes of a file; b"" if the path does not exist or is a folder.
+
+    Raises UserError for a pipe or a device.
+    """
     try:
         with open_regular_file(path) as file:
             return file.read(count)
@@ -274,21 +298,24 @@ def read_head(path: str, count: int) -> bytes:
 # -- Megatron-LM -----------------------------------------------------------------------------------------------
 #
 # NAME.bin contains the tokens, NAME.idx the index (megatron/core/datasets/indexed_dataset.py, `_IndexWriter`). The
-# index is little-endian: `MMIDIDX\0\0`, uint64 version 1, uint8 type, uint64 number of sequences n, uint64 number of
-# document boundaries d. Then follow int32 lengths (n,), int64 byte offsets (n,) and int64 document boundaries (d,): the
-# first sequence of each document, and n at the end. Multimodal data also has uint8 modes (n,).
+# index is little-endian. Its header is `MMIDIDX\0\0`, uint64 version 1, uint8 type, uint64 number of sequences n,
+# uint64 number of document boundaries d. These arrays follow: int32 lengths (n,), int64 byte offsets (n,) and int64
+# document boundaries (d,). The boundaries are the first sequence of each document, and n at the end. Multimodal data
+# also has uint8 modes (n,).
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""The type of the tokens by its code in the header."""
 
 
 def _megatron_index_path(path: str) -> str:
+    """Return the path of the index, given the path of either of Megatron's two files."""
     return path if path.endswith(".idx") else f"{path.removesuffix('.bin')}.idx"
 
 
 def _is_megatron(path: str, head: bytes) -> bool:
-    """Return True if the path is one of the two files of Megatron."""
+    """Return True if the path is one of Megatron's two files, by the magic number of the index."""
     return (
         path.endswith((".bin", ".idx"))
         and read_head(_megatron_index_path(path), len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
@@ -296,7 +323,10 @@ def _is_megatron(path: str, head: bytes) -> bool:
 
 
 def _inspect_megatron(path: str) -> TokenFile:
-    """Describe the file by the header of its index. Raises UserError if the index has another size than it states."""
+    """Describe a Megatron file by the header of its index.
+
+    Raises UserError if the version or type is not supported, or if the index is too short or too long for its header.
+    """
     index_path = _megatron_index_path(path)
     data_path = f"{index_path.removesuffix('.idx')}.bin"
     index_size = read_file_size(index_path)
@@ -331,16 +361,27 @@ class _MegatronDocumentEnds(DocumentEnds):
     def __init__(
         self, index_path: str, documents: int, data_path: str, data_size: int, sequences: int, width: int
     ) -> None:
-        """Open the index of `sequences` sequences in the `data_size` bytes of `data_path`, `width` bytes per token."""
+        """Open an index.
+
+        Args:
+            index_path: the index.
+            documents: number of documents.
+            data_path: the file with the tokens.
+            data_size: size of this file in bytes.
+            sequences: number of sequences in the index.
+            width: bytes per token.
+        """
         super().__init__(index_path, documents)
         self._data_path = data_path
         self._data_size = data_size
         self._sequences = sequences
         self._width = width
-        self._offsets_at = _MEGATRON_HEADER.size + 4 * sequences  # byte of the array of sequence offsets
-        self._documents_at = _MEGATRON_HEADER.size + 12 * sequences  # byte of the array of first sequences
+        # Positions in the index, in bytes, of the array of byte offsets and of the array of document boundaries.
+        self._offsets_at = _MEGATRON_HEADER.size + 4 * sequences
+        self._documents_at = _MEGATRON_HEADER.size + 12 * sequences
 
     def read_ends(self, start: int, stop: int) -> Ids:
+        """Return the ends of the documents with the numbers [start, stop) in tokens: shape (stop - start,)."""
         # A document ends at the byte offset of the next document's first sequence.
         next_sequences = self.check_order(
             self.read_numbers(self._documents_at, start + 1, stop + 1), 0, self._sequences
@@ -350,7 +391,11 @@ class _MegatronDocumentEnds(DocumentEnds):
         return offsets[next_sequences - low] // self._width
 
     def check(self) -> None:
-        damaged = UserError(
+        """Check the whole index.
+
+        Raises UserError if the sequences do not cover the token file, or the documents do not cover the sequences.
+        """
+        damaged_error = UserError(
             "data.damaged_file",
             f"{self.path} is damaged, or is not the index of {self._data_path}: its sequences do not cover the "
             f"{self._data_size} bytes there",
@@ -362,10 +407,10 @@ class _MegatronDocumentEnds(DocumentEnds):
             starts = self.read_numbers(self._offsets_at, start, stop)
             ends = end + np.cumsum(lengths, dtype=np.int64) * self._width
             if (lengths < 0).any() or starts[0] != end or (starts[1:] != ends[:-1]).any():
-                raise damaged
+                raise damaged_error
             end = int(ends[-1])
         if end != self._data_size:
-            raise damaged
+            raise damaged_error
         bounds = [self.read_numbers(self._documents_at, number, number + 1)[0] for number in (0, len(self))]
         if bounds != [0, self._sequences]:
             raise UserError(
@@ -377,19 +422,21 @@ class _MegatronDocumentEnds(DocumentEnds):
 
 # -- llm.c -----------------------------------------------------------------------------------------------------
 #
-# A .bin file has a header of 256 int32 and then the tokens (llm.c, dev/data/data_common.py). The header has a magic
-# number for the type, a version and the number of tokens. Documents begin with the end-of-text token, so this token
-# also marks the end of the previous document.
+# A .bin file has a header of 256 int32 and then the tokens (llm.c, dev/data/data_common.py). The header begins with a
+# magic number, a version and the number of tokens. The magic number is a date and stands for the type of the tokens.
+# Documents begin with the end-of-text token, so this token also marks the end of the previous document.
 
 _LLM_C_HEADER_BYTES = 1024
 _LLM_C_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+"""The type of the tokens by magic number and version."""
 _LLM_C_OTHER_FILES = {
     20240522: "an evaluation file (as for HellaSwag or MMLU): questions with answers",
     20240326: "a model",
     20240327: "a model's state for debugging",
     20240328: "a tokenizer",
-    20240527: "a training's state",
+    20240527: "the state of a training run",
 }
+"""Descriptions of llm.c's other files by magic number."""
 
 
 def _is_llm_c(path: str, head: bytes) -> bool:
@@ -397,12 +444,18 @@ def _is_llm_c(path: str, head: bytes) -> bool:
     if len(head) < 12:
         return False
     magic, version = struct.unpack_from("<2i", head)
-    is_dated = 20230101 <= magic <= 20391231 and 0 < version < 100 and len(head) >= 512 and not any(head[64:512])
-    return magic in {number for number, _ in _LLM_C_TYPES} or is_dated
+    # A header begins with a date and a small version, and is mostly empty. This also recognizes unknown formats of
+    # llm.c.
+    is_dated = 20230101 <= magic <= 20391231 and 0 < version < 100
+    has_empty_header = len(head) >= 512 and not any(head[64:512])
+    return magic in {number for number, _ in _LLM_C_TYPES} or (is_dated and has_empty_header)
 
 
 def _inspect_llm_c(path: str) -> TokenFile:
-    """Describe the file by its header. Raises UserError if the file has another size than the header states."""
+    """Describe a file of llm.c by its header.
+
+    Raises UserError if the file does not contain tokens, its version is unknown, or its size does not match the header.
+    """
     with open(path, "rb") as file:
         magic, version, tokens = struct.unpack("<3i", file.read(12))
     if magic not in {number for number, _ in _LLM_C_TYPES}:
@@ -421,20 +474,25 @@ def _inspect_llm_c(path: str) -> TokenFile:
 
 # -- HDF5 ------------------------------------------------------------------------------------------------------
 #
-# A dataset of integers of shape (tokens,), or (rows, T) for consecutive rows. Sluice's shards (data_prep/
-# shard_writer.py) and files of other programs have this form. A contiguous dataset is mapped; a chunked or compressed
-# one is read in blocks of rows. Links, external and virtual data are not followed. A child process reads the file
-# (data_prep/hdf5_reader.py).
+# The tokens are a dataset of integers, of shape (tokens,), or (rows, T) for consecutive rows. Sluice's shards
+# (data_prep/shard_writer.py) and files of other programs have this form. A contiguous dataset is mapped. A chunked or
+# compressed dataset is read in blocks of rows. Links, external and virtual datasets are not supported. A child process
+# reads the file (data_prep/hdf5_reader.py).
 
 _HDF5_DATASETS = ("tokens", "input_ids")
+"""Names of datasets with tokens, in the order in which they are tried."""
 
 
 def _is_hdf5(path: str, head: bytes) -> bool:
+    """Return True if the file begins with the magic number of HDF5."""
     return head.startswith(b"\x89HDF\r\n\x1a\n")
 
 
 def _inspect_hdf5(path: str) -> TokenFile:
-    """Describe the dataset of tokens. Raises UserError if there is none."""
+    """Describe an HDF5 file by its dataset of tokens.
+
+    Raises UserError if there is no such dataset, or if it is incomplete, not supported or stored in too large chunks.
+    """
     datasets, names = describe_datasets(path, _HDF5_DATASETS, follow_links=False)
     dataset = next((datasets[name] for name in _HDF5_DATASETS if name in datasets), None)
     if dataset is None:
@@ -449,7 +507,7 @@ def _inspect_hdf5(path: str) -> TokenFile:
             f"{path}: {dataset.name} is {dtype} of shape {dataset.shape}; tokens are integers with one or two axes",
         )
     tokens = dataset.nbytes // dtype.itemsize
-    # A chunk that was never written would be read as zeros.
+    # Chunks that were never written are not stored, and would be read as zeros.
     has_all_chunks = dataset.stored_chunks >= dataset.expected_chunks
     if not has_all_chunks or dataset.nbytes > MAX_COMPRESSION_RATIO * dataset.stored_bytes:
         raise UserError(
@@ -469,7 +527,7 @@ def _inspect_hdf5(path: str) -> TokenFile:
 
 
 def _read_hdf5_blocks(dataset: Dataset) -> Iterator[Ids]:
-    """Yield the tokens of a dataset that cannot be mapped."""
+    """Yield the tokens of a dataset that cannot be mapped, in blocks of rows."""
     rows_at_once = max(1, BLOCK_TOKENS // max(1, int(np.prod(dataset.shape[1:]))))
     for block in read_rows(dataset.path, dataset.name, rows_at_once):
         yield block.ravel()
@@ -477,20 +535,21 @@ def _read_hdf5_blocks(dataset: Dataset) -> Iterator[Ids]:
 
 # -- datatrove -------------------------------------------------------------------------------------------------
 #
-# NAME.ds contains the raw tokens, and NAME.ds.index a uint64 array (documents,) of document ends. NAME.ds.metadata is
-# text: the first line ends with the bytes per token (`|2` or `|4`), and the second line is the number of tokens
-# (datatrove, pipeline/tokens/tokenizer.py, `TokenizedFile`). Old versions omit the bytes per token, and shuffled files
-# may have no index. The bytes per token then follow from the sizes.
+# NAME.ds contains the tokens without a header, and NAME.ds.index a uint64 array (documents,) of document ends.
+# NAME.ds.metadata is text: the first line ends with the bytes per token (`|2` or `|4`), and the second line is the
+# number of tokens (datatrove, pipeline/tokens/tokenizer.py, `TokenizedFile`). Old versions omit the bytes per token.
+# Then this number is computed from the size of NAME.ds and the number of tokens. Shuffled files may have no index.
 
 _DATATROVE_METADATA = re.compile(rb"[^\n]*?(?:\|([24]))?\r?\n(\d{1,18})(?:\r?\n.*)?", re.DOTALL)
 
 
 def _is_datatrove(path: str, head: bytes) -> bool:
+    """Return True if the file has the ending of datatrove, and an index or metadata."""
     return path.endswith(".ds") and (os.path.exists(f"{path}.index") or os.path.exists(f"{path}.metadata"))
 
 
 def _inspect_datatrove(path: str) -> TokenFile:
-    """Describe the file by its metadata and index. Raises UserError if they do not match the file."""
+    """Describe a datatrove file by its metadata and index. Raises UserError if they do not match the file."""
     size = read_file_size(path)
     ends = None
     if os.path.exists(f"{path}.index"):
@@ -520,19 +579,20 @@ def _inspect_datatrove(path: str) -> TokenFile:
 
 # -- Arrow -----------------------------------------------------------------------------------------------------
 #
-# Streams or files of record batches, as Hugging Face's `datasets` writes them. A row is a document, with a list of ids
-# in the column `input_ids` or `tokens`. data_prep/documents.py reads Arrow files of texts.
+# Files of record batches in Arrow's streaming or file format, as Hugging Face's `datasets` writes them. A row is a
+# document, with a list of ids in the column `input_ids` or `tokens`. data_prep/documents.py reads Arrow files of texts.
 
 _ARROW_COLUMNS = ("input_ids", "tokens")
+"""Names of columns with lists of ids, in the order in which they are tried."""
 
 
 def _is_arrow(path: str, head: bytes) -> bool:
-    """Return True for the magic number of an Arrow file, or the continuation marker of a stream's first message."""
+    """Return True for the magic number of Arrow's file format, or the first bytes of its streaming format."""
     return head.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
 
 
 def _inspect_arrow(path: str) -> TokenFile:
-    """Describe the file by its schema. Raises UserError if no column contains ids."""
+    """Describe an Arrow file by its schema. Raises UserError if no column of `_ARROW_COLUMNS` has lists of integers."""
     import pyarrow
 
     schema, _ = read_arrow_batches(path)
@@ -547,11 +607,12 @@ def _inspect_arrow(path: str) -> TokenFile:
     raise UserError(
         "data.no_column",
         f"{path}: no column {' or '.join(_ARROW_COLUMNS)} with lists of integers; the columns are {schema.names}. "
-        "If it is text, name it in data.source of a run, with data.text_field",
+        "If the file contains text, set data.source of a run to this file, and data.text_field to the column of text",
     )
 
 
 def _read_arrow_rows(path: str, name: str) -> Iterator[Ids]:
+    """Yield the ids in each row of the column `name`. Raises UserError if a row is null."""
     for batch in read_arrow_batches(path)[1]:
         column = batch.column(batch.schema.names.index(name))
         values = column.flatten()
@@ -569,22 +630,23 @@ def _read_arrow_rows(path: str, name: str) -> Iterator[Ids]:
 
 
 def _is_web_dataset(path: str, head: bytes) -> bool:
-    """Return True for a tar, or for a compressed file with the name of a tar."""
+    """Return True for a tar by its magic number, or for any file with the name of a tar, which may be compressed."""
     return head[257:262] == b"ustar" or path.endswith((".tar", ".tar.gz", ".tgz"))
 
 
 def _inspect_web_dataset(path: str) -> TokenFile:
-    """Describe the file by its first array. Raises UserError if there is no array."""
-    first = next(_read_web_dataset_rows(path), None)
-    if first is None:
+    """Describe a tar by its first array. Raises UserError if there is no array of ids."""
+    first_array = next(_read_web_dataset_rows(path), None)
+    if first_array is None:
         raise UserError(
             "data.not_tokens",
-            f"{path}: no member .npy with token ids; if it contains texts, name it in data.source of a run",
+            f"{path}: no member .npy with token ids; if the file contains texts, set data.source of a run to this file",
         )
-    return TokenFile(path, "WebDataset tar", first.dtype.name, read_rows=lambda: _read_web_dataset_rows(path))
+    return TokenFile(path, "WebDataset tar", first_array.dtype.name, read_rows=lambda: _read_web_dataset_rows(path))
 
 
 def _read_web_dataset_rows(path: str) -> Iterator[Ids]:
+    """Yield the ids in each array of a tar. Raises UserError if an array is invalid or too large."""
     for name, content in read_tar_members(path, (".npy",)):
         if name.endswith((".tokens.npy", ".input_ids.npy")) or name.rpartition("/")[2].count(".") == 1:
             if content is None:
@@ -595,9 +657,15 @@ def _read_web_dataset_rows(path: str) -> Iterator[Ids]:
 
 
 def _parse_npy(name: str, content: bytes) -> Ids:
-    """Return the array of a .npy file, flattened in row-major order. `name` names the file in errors.
+    """Return the array of a .npy file, flattened in row-major order.
 
-    numpy's reader is not used, because it allocates as much memory as the header claims, even if the file is short.
+    numpy's reader is not used, because it allocates as much memory as the header states, even if the file is short.
+
+    Args:
+        name: name of the file for error messages.
+        content: the file.
+
+    Raises UserError if the file is malformed or does not contain integers.
     """
     file = io.BytesIO(content)
     try:
@@ -616,26 +684,30 @@ def _parse_npy(name: str, content: bytes) -> Ids:
         return np.frombuffer(values, dtype).reshape(shape, order="F" if is_column_major else "C").ravel()
     except UserError:
         raise
-    except Exception as error:  # numpy parses the header as Python, and raises many types if it is malformed.
+    except Exception as error:  # numpy parses the header as Python, and may raise many types of exceptions.
         raise UserError("data.damaged_file", f"{name} is not a readable .npy file: {error}") from error
 
 
 # -- nanoGPT ---------------------------------------------------------------------------------------------------
 #
-# A .bin file of bare uint16 tokens, in which documents end with the end-of-text token (nanoGPT, data/*/prepare.py:
-# `arr.tofile`). The format has no magic number. It is therefore tried last, and rejects files of other formats.
+# A .bin file has uint16 tokens without a header. Documents end with the end-of-text token (nanoGPT, data/*/prepare.py:
+# `arr.tofile`). The format has no magic number. It is therefore tried last, and files that seem to have another format
+# are errors.
 
 
 def _is_raw(path: str, head: bytes) -> bool:
+    """Return True if the file has the ending of nanoGPT's files."""
     return path.endswith(".bin")
 
 
 def _inspect_raw(path: str) -> TokenFile:
-    """Describe the file by its size.
+    """Describe a file without a header by its size.
 
-    Raises UserError if the file has an odd number of bytes, an invalid Megatron index, text, or the magic number of
-    another format. Also raises it if ids seem to be wider than uint16: nearly every second uint16 of the first megabyte
-    is then small.
+    Raises UserError in these cases:
+    - The file has an odd number of bytes.
+    - The file has an invalid Megatron index.
+    - The file begins with text, or with the magic number of another format.
+    - The ids seem to have 4 or 8 bytes. Nearly every second uint16 is then small, because it is a high part of an id.
     """
     size = read_file_size(path)
     index_path = f"{path.removesuffix('.bin')}.idx"
@@ -644,7 +716,7 @@ def _inspect_raw(path: str) -> TokenFile:
             "data.damaged_file", f"{path}: its index {index_path} is damaged, or is not an index of Megatron"
         )
     head = read_head(path, 1 << 20)
-    # The magic number of the old LZMA format is not checked, because it also consists of likely tokens.
+    # The magic number of the old LZMA format begins with 0x5d. It is not checked, because common tokens look like it.
     compression = detect_compression(head) if not head.startswith(b"\x5d") else None
     is_like_text = len(head) >= 64 and is_text(head[:1024])
     if other_format := detect_binary_format(head) or compression or ("text" if is_like_text else None):
@@ -657,6 +729,7 @@ def _inspect_raw(path: str) -> TokenFile:
             "data.damaged_file", f"{path} has {size} bytes, an odd number: it is cut short, or is not uint16 tokens"
         )
     values = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
+    # `low` and `high` are the even and odd elements, which would be the low and high halves of ids of 4 bytes.
     low, high = values[: len(values) // 2 * 2].reshape(-1, 2).T
     if len(high) >= 32 and np.mean(high < 16) >= 0.99 and low.mean() > 8 * high.mean():
         raise UserError(
@@ -671,12 +744,12 @@ def _inspect_raw(path: str) -> TokenFile:
 
 
 class TokenFormat(NamedTuple):
-    """Functions that recognize and describe a format of token files."""
+    """Two functions that recognize and describe files of one format."""
 
     matches: Callable[[str, bytes], bool]
-    """Function of a path and the first 512 bytes of the file: returns True if the file has this format."""
+    """Function that returns True if a file has this format, given its path and its first 512 bytes."""
     inspect: Callable[[str], TokenFile]
-    """Function that describes a file by its header or index. Raises UserError if the file is damaged."""
+    """Function that describes a file by its header or index. It raises UserError if the file is damaged."""
 
 
 TOKEN_FORMATS = (
@@ -688,17 +761,17 @@ TOKEN_FORMATS = (
     TokenFormat(_is_web_dataset, _inspect_web_dataset),
     TokenFormat(_is_raw, _inspect_raw),
 )
-"""Formats in the order in which they are tried. The first one that matches is used."""
+"""The formats in the order in which they are tried. The first format that matches is used."""
 
 
 def inspect_token_file(path: str, check: bool = True) -> TokenFile:
-    """Describe a token file.
+    """Return the description of a token file.
 
     Args:
         path: the file.
-        check: whether to check the whole index of documents, if there is one.
+        check: whether to read and check the whole index of documents, if the file has an index.
 
-    Raises UserError with the file if it has no known format or is damaged.
+    Raises UserError with the path if the file has no known format or is damaged.
     """
     with translate_read_errors(path):
         head = read_head(path, 512)
@@ -719,7 +792,10 @@ def inspect_token_file(path: str, check: bool = True) -> TokenFile:
 
 
 def require_mappable(path: str, check: bool = True) -> TokenFile:
-    """Describe a token file that training can map. If it cannot, raise UserError with the command that copies it."""
+    """Return the description of a token file, as `inspect_token_file` does, if training can memory-map the tokens.
+
+    Raises UserError if they cannot be mapped. The message names the command that converts the file to shards.
+    """
     file = inspect_token_file(path, check)
     if file.unmappable_reason:
         command = format_command("data", "import", path, "--to", "DIR", "--tokenizer", "FILE")
@@ -731,6 +807,6 @@ def require_mappable(path: str, check: bool = True) -> TokenFile:
 
 
 def check_mappable(*paths: str) -> None:
-    """Raise UserError if training cannot map one of the files. Only headers are checked."""
+    """Raise UserError if training cannot memory-map one of the token files. Only headers and sizes are checked."""
     for path in paths:
         require_mappable(path, check=False)

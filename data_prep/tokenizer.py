@@ -1,12 +1,12 @@
 """The tokenizer: train a byte-level BPE or load a `tokenizer.json`, then encode documents.
 
-Byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2): the alphabet is all 256 bytes, so any text can
-be encoded and decoded exactly. Training and encoding use the package `tokenizers`.
+The alphabet of a byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2) is all 256 bytes, so any text
+can be encoded and decoded exactly. Training and encoding use the package `tokenizers`.
 
-The end-of-text token follows each document and has no other use. If a text contains the name of the token, the name is
-encoded as plain characters (`encode_special_tokens` in `tokenizers`, a property of the loaded object, not of the file).
-With `data.add_special_tokens`, documents also get the special tokens of the tokenizer's post-processor, as in
-transformers. An example is the beginning-of-sequence token of Llama and Mistral.
+The end-of-text token follows each document and has no other use. If a text contains the characters of this token (such
+as `<|endoftext|>`), they are encoded as plain characters. The property `encode_special_tokens` of the loaded tokenizer
+ensures this; it is not part of the file. With `data.add_special_tokens`, documents also get the special tokens of the
+tokenizer's post-processor, as in transformers. An example is the beginning-of-sequence token of Llama and Mistral.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pipeline.data.special_tokens import get_added_tokens
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
-    """Train a byte-level BPE and return its JSON, which is the same for the same texts in the same order.
+    """Train a byte-level BPE and return the content of its `tokenizer.json`.
 
-    Id 0 is the end-of-text token, ids 1 to 256 are the bytes. If there is little text, the vocabulary has fewer tokens
-    than `vocab_size`.
+    The result is the same for the same texts in the same order. Id 0 is the end-of-text token, ids 1 to 256 are the
+    bytes. If there is little text, the vocabulary has fewer tokens than `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,50 +48,52 @@ def train_bpe(texts: Sequence[str], vocab_size: int, eos_token: str) -> str:
 
 
 class EncodedRecord(NamedTuple):
-    """The tokens of a prompt with its response, or of a dialogue."""
+    """The tokens and the mask of a record: of a prompt with its response, or of a dialogue."""
 
     tokens: np.ndarray
     """Integers of the encoder's `dtype`, shape (tokens,)."""
     mask: np.ndarray
-    """The `mask` of a shard (pipeline/data/manifest.py): uint8, shape (tokens,)."""
+    """Bits `MASK_LEARNED` and `MASK_DOCUMENT_START` (pipeline/data/manifest.py) for each token: uint8, (tokens,)."""
     full_length: int
     """Number of tokens of the whole record, before truncation."""
     covered_characters: int
-    """Number of characters of the text that `tokens` cover."""
+    """Number of characters at the start of the text that `tokens` represent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """A tokenizer ready to encode documents."""
+    """A tokenizer that encodes documents with their special tokens."""
 
     tokenizer: Tokenizer
     eos_id: int
+    """Id of the end-of-text token."""
     vocab_size: int
     """Largest token id plus one."""
     dtype: str
     """`uint16` if the ids fit, otherwise `uint32`."""
     bos_ids: tuple[int, ...] = ()
-    """Tokens added before each document."""
+    """Ids that the tokenizer's post-processor adds before each document; empty if `data.add_special_tokens` is off."""
     closing_ids: tuple[int, ...] = ()
-    """Tokens that the tokenizer's post-processor adds after each document."""
+    """Ids that the post-processor adds after each document; empty if `data.add_special_tokens` is off."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a document: `closing_ids`, and the end-of-text token once."""
+        """Ids at the end of a document: `closing_ids`, then the end-of-text token unless it is already the last id."""
         return self.closing_ids if self.closing_ids[-1:] == (self.eos_id,) else (*self.closing_ids, self.eos_id)
 
     @cached_property
     def unknown_id(self) -> int | None:
-        """Id of text that the tokenizer cannot encode; None if there is no such id."""
-        # The JSON is parsed because the object of a Unigram model has no attribute for it.
+        """Id of the token for text that the tokenizer cannot encode; None if there is no such token."""
+        # The JSON is parsed, because the Python object of a Unigram model has no attribute for this id.
         model = json.loads(self.tokenizer.to_str())["model"]
         name = model.get("unk_token")
         return model.get("unk_id") if name is None else self.tokenizer.token_to_id(name)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text as 1-d arrays of `dtype`, with special tokens and the end-of-text token.
+        """Return the tokens of each text with special tokens and the end-of-text token: 1-d arrays of `dtype`.
 
-        If the same token begins and ends documents, there is only one between two documents.
+        If the end-of-text token is also the only token before a document, it is not added before documents. Otherwise
+        there would be two of it between two documents.
         """
         bos_ids = () if self.bos_ids == (self.eos_id,) else self.bos_ids
         end_ids = self.end_ids
@@ -113,9 +115,10 @@ class Encoder:
 
         Args:
             records: prompts with responses, or dialogues.
-            chat: whether the records are dialogues. The chat template has then written the names of all special tokens,
-                so no token is added. Otherwise special tokens are added as to any text. Those at the end are learned.
-            max_tokens: number of tokens after which a record is truncated; None: never.
+            chat: whether the records are dialogues. The chat template has then written the texts of all special tokens,
+                so no token is added. For other records, special tokens are added as to any text, and those at the end
+                are learned.
+            max_tokens: number of tokens after which a record is truncated; None: records are not truncated.
         """
         bos_ids, end_ids = ((), ()) if chat else (self.bos_ids, self.end_ids)
         self.tokenizer.encode_special_tokens = not chat
@@ -124,7 +127,8 @@ class Encoder:
         for record, encoding in zip(records, encodings, strict=True):
             tokens = np.array([*bos_ids, *encoding.ids, *end_ids], dtype=self.dtype)
             offsets = [*[(0, 0)] * len(bos_ids), *encoding.offsets, *[(0, 0)] * len(end_ids)]
-            starts, ends = np.array(offsets).reshape(-1, 2).T  # character span of each token; (0, 0) for added tokens
+            # The character span of each token; (0, 0) for added tokens.
+            starts, ends = np.array(offsets).reshape(-1, 2).T
             mask = np.zeros(len(tokens), np.uint8)
             for first, last in record.learned:
                 mask[(starts < last) & (ends > first)] = MASK_LEARNED
@@ -141,24 +145,24 @@ class Encoder:
 
 
 def check_tokenizer(path: str, eos_token: str, add_special_tokens: str) -> None:
-    """Raise UserError as `load_encoder` does. `add_special_tokens` is JSON."""
+    """Raise UserError as `load_encoder` does. `add_special_tokens` is a value as JSON text."""
     load_encoder(path, eos_token, json.loads(add_special_tokens))
 
 
 def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["auto"] | bool = False) -> Encoder:
-    """Load a `tokenizer.json`.
+    """Load a `tokenizer.json` and return an encoder.
 
     Args:
         path: the file.
-        eos_token: name of the end-of-text token.
+        eos_token: text of the end-of-text token.
         add_special_tokens: value of `data.add_special_tokens`.
 
-    Raises UserError with the file if:
+    Raises UserError with the path in these cases:
 
-    - the file cannot be read or has no `eos_token`,
-    - it encodes the name of this token in a text as the token itself,
-    - `add_special_tokens` is True, but the post-processor adds no token,
-    - the post-processor adds an id that is not in the vocabulary.
+    - The file cannot be read or has no `eos_token`.
+    - The tokenizer encodes the characters of this token in a text as the token itself.
+    - `add_special_tokens` is True, but the post-processor adds no token.
+    - The post-processor adds an id that is not in the vocabulary.
     """
     try:
         tokenizer = Tokenizer.from_str(open_regular_file(path).read().decode())
@@ -168,7 +172,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
         raise UserError(
             "data.no_tokenizer", f"data.tokenizer.path: {path} is a folder: name the tokenizer.json in it"
         ) from None
-    except Exception as error:  # The package raises Exception itself if it cannot parse a file.
+    except Exception as error:  # The package tokenizers raises plain Exception if it cannot parse a file.
         raise UserError(
             "data.invalid_tokenizer",
             f"{path} is not a readable tokenizer.json: {error}. For a SentencePiece model, or vocab.json with "
@@ -177,7 +181,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     eos_id = tokenizer.token_to_id(eos_token)
     if eos_id is None:
         raise UserError(
-            "data.no_eos_token", f"{path} has no token {eos_token!r}: set data.tokenizer.eos_token to one that it has"
+            "data.no_eos_token", f"{path} has no token {eos_token!r}: set data.tokenizer.eos_token to a token of it"
         )
     tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # The token keeps its id.
     tokenizer.encode_special_tokens = True

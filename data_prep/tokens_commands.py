@@ -1,9 +1,9 @@
-"""The commands `data inspect|verify|import PATH…`: describe files of tokens, check them, and copy them into shards.
+"""The commands `data inspect|verify|import PATH…`: describe token files, check them, and copy their tokens into shards.
 
-The copy is a folder of HDF5 shards (data_prep/shard_writer.py) with an end-of-text token after each document and an
-index `documents`. A run uses it with `data.source: DIR` and `data.records: tokens`. It is built in `.DIR.part` and
-renamed when it is complete. `.DIR.part` has a note for each file that was copied, so a repeated command continues after
-these files.
+`import` creates a folder of HDF5 shards (data_prep/shard_writer.py) with an end-of-text token after each document and
+an index `documents`. A run uses the folder with `data.source: DIR` and `data.records: tokens`. `import` works in the
+folder `.DIR.part` and renames it when it is complete. A file in this folder records which token files have been copied,
+so that a repeated command does not copy them again.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from pipeline.data.manifest import FORMAT_VERSION, SHARDS_DIR, ShardEntry
 
 _LOCK = ".lock"
 _NOTES = "copied.jsonl"
+"""File in the working folder with a line for each token file that has been copied: its key and its shards."""
 _OUR_FILE_NAMES = re.compile(
     r"tokens-\d{5,}-\d\d+\.h5|\.tokens-\d{5,}-\d\d+\.h5\.\d+\.[0-9a-f]{8}\.tmp|tmp[a-z0-9_]{8}"
 )
-"""Names of shards, of shards that are being written (files.replace_atomically), and of temporary files (tempfile)."""
+"""Names of shards, of incomplete shards (files.replace_atomically), and of temporary files (tempfile)."""
 _MAX_VOCAB_SIZE = 1 << 32
-"""Size of the vocabulary if no tokenizer is given: all token ids of 32 bits are valid."""
+"""Size of the vocabulary if no tokenizer is given. All token ids of 32 bits are then valid."""
 _SHARD_TOKENS = 500_000_000
-"""Tokens per file, the default of data.shard_tokens."""
+"""Maximum number of tokens per shard, which is also the default of data.shard_tokens."""
 
 
 def run_data_command(
@@ -56,7 +57,15 @@ def run_data_command(
 ) -> None:
     """Run `inspect`, `verify` or `import`.
 
-    Raises UserError; for `inspect` and `verify` only after all paths have been examined.
+    Args:
+        action: name of the command.
+        paths: token files, or folders of them.
+        to: the new folder for `import`; None for other commands.
+        tokenizer: path of the `tokenizer.json`; None if the option is not given.
+        eos: text of the end-of-text token.
+        packed: for `import`, whether documents can continue in the next row of a file.
+
+    Raises UserError if a path cannot be used. `inspect` and `verify` examine all paths first.
     """
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
     if action != "import":
@@ -66,13 +75,16 @@ def run_data_command(
     if to is None or encoder is None or tokenizer is None:
         raise UserError(
             "data.missing_option",
-            "data import: --to DIR (the new folder) and --tokenizer FILE (the one that made the tokens) are required",
+            "data import: --to DIR (the new folder) and --tokenizer FILE (the tokenizer of the tokens) are required",
         )
     import_tokens(files, Path(to).absolute(), encoder, sha256_file(tokenizer), packed)
 
 
 def _print_report(action: str, paths: Sequence[str], encoder: Encoder | None) -> None:
-    """Print a description of each file, then the number of usable ones. Raises UserError if a path is not usable."""
+    """Print a description of each token file, then the numbers of usable and unusable files.
+
+    Raises UserError at the end if a path cannot be used.
+    """
     files: list[str] = []
     unusable = mappable = to_copy = 0
     for path in paths:
@@ -103,7 +115,10 @@ def _print_report(action: str, paths: Sequence[str], encoder: Encoder | None) ->
 
 
 def _list_token_files(path: str) -> list[str]:
-    """Return a file, or all files of a folder whose names may be those of token files. Raises UserError if none."""
+    """Return the absolute path of a file, or the paths of all files in a folder with an ending of `TOKEN_ENDINGS`.
+
+    Raises UserError if the path does not exist or the folder has no such files.
+    """
     if not os.path.isdir(path):
         if not os.path.lexists(path):
             raise UserError("data.missing_file", f"{path}: there is no such file or folder")
@@ -118,9 +133,9 @@ def _list_token_files(path: str) -> list[str]:
 
 
 def _remove_repeated(files: Iterable[str]) -> list[str]:
-    """Return each token file once, and print the files that are left out.
+    """Return each token file once, and print which repeated files are left out.
 
-    An index of Megatron (.idx) counts as the .bin file beside it.
+    Megatron's index (.idx) is treated as the .bin file beside it.
     """
     by_real_path: dict[str, str] = {}
     for path in files:
@@ -133,7 +148,7 @@ def _remove_repeated(files: Iterable[str]) -> list[str]:
 
 
 def _describe_file(file: TokenFile) -> str:
-    """Describe a file by its header and index."""
+    """Return a description of a token file, based on its header and index."""
     count = "" if file.tokens is None else f"{file.tokens:,} "
     documents = "" if file.document_ends is None else f" in {len(file.document_ends):,} documents"
     reason = file.unmappable_reason
@@ -142,7 +157,7 @@ def _describe_file(file: TokenFile) -> str:
 
 
 def _describe_content(file: TokenFile, encoder: Encoder | None) -> str:
-    """Read a whole file and describe its content."""
+    """Read a whole token file and return a description of its tokens, with its SHA-256."""
     eos_id = encoder.eos_id if encoder else -1
     vocab_size = encoder.vocab_size if encoder else _MAX_VOCAB_SIZE
     statistics = scan_tokens(file, eos_id, vocab_size)
@@ -156,15 +171,15 @@ def _describe_content(file: TokenFile, encoder: Encoder | None) -> str:
 def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sha256: str, packed: bool) -> None:
     """Write the tokens of `files` as shards in a new folder `to`.
 
-    If an earlier call with the same arguments was interrupted, the files that it copied are kept.
+    If an earlier call with the same arguments was interrupted, the shards that it completed are kept.
 
     Args:
         files: paths of token files.
         to: the new folder.
-        encoder: gives the end-of-text token, the size of the vocabulary and the element type of the shards.
-        tokenizer_sha256: hash of the tokenizer file. Each shard contains it as an attribute.
-        packed: whether rows continue in the next row. Otherwise each row is a document, and gets an end-of-text token
-            if it does not end with one.
+        encoder: encoder with the end-of-text token, the size of the vocabulary and the element type of the shards.
+        tokenizer_sha256: hash of the tokenizer file. Each shard contains this hash as an attribute.
+        packed: whether a document can continue in the next row of a file. Otherwise each document that does not end
+            with an end-of-text token gets one.
 
     Raises UserError in these cases:
     - `to` exists, or another process is building it.
@@ -177,7 +192,7 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
     to.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    # `opened` is a path to the open folder: it stays the same folder even if another one is moved to `folder`.
+    # `opened` is a path to the open folder. It still leads to this folder if another folder is moved to `folder`.
     with open_own_folder(folder) as opened:
         _require_working_folder(opened)
         with open(open_lock_file(opened / _LOCK), "rb") as lock:
@@ -205,7 +220,8 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
                 )
             apply_umask(opened, read_umask())
             fsync(to.parent)
-            for name in (_NOTES, _LOCK):  # deleted last, because an import that is killed earlier needs them again
+            # These files are deleted last, because they are needed again if the import is killed earlier.
+            for name in (_NOTES, _LOCK):
                 (opened / name).unlink()
     tokens = sum(shard.tokens for shard in shards)
     documents = sum(shard.documents for shard in shards)
@@ -214,7 +230,7 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
 
 
 def _is_same_folder(path: Path, opened: Path) -> bool:
-    """Return whether `path`, without following a link, is the folder that is open as `opened`."""
+    """Return True if `path` is the folder that is open as `opened`. A symbolic link to the folder is not accepted."""
     try:
         return os.path.samestat(path.lstat(), opened.stat())
     except FileNotFoundError:
@@ -230,9 +246,10 @@ def _require_working_folder(folder: Path) -> None:
 
 
 def _check_content(folder: Path) -> None:
-    """Raise UserError for a file that no import writes, because it would become data or be deleted.
+    """Raise UserError if the working folder has a file that no import writes, because it could be mistaken for data.
 
-    Files with a name that begins with a dot are accepted, because they never become data.
+    Files with a name that begins with a dot are accepted, because they are never read as data. This function also
+    creates the folder of shards.
     """
     shards = folder / SHARDS_DIR
     with suppress(FileExistsError):
@@ -250,7 +267,7 @@ def _foreign_file_error(path: Path) -> UserError:
 
 
 def _is_own_shard(path: Path) -> bool:
-    """Return whether this is a regular file of this user with a name that an import gives to its files."""
+    """Return True if `path` is a regular file of this user with a name that an import gives to its files."""
     status = path.lstat()
     is_own_name = _OUR_FILE_NAMES.fullmatch(path.name) is not None
     return is_own_name and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
@@ -259,25 +276,26 @@ def _is_own_shard(path: Path) -> bool:
 def _copy_files(
     folder: Path, files: Sequence[str], encoder: Encoder, tokenizer_sha256: str, packed: bool
 ) -> list[ShardEntry]:
-    """Copy the files that an earlier call did not copy, and return the shards of all files.
+    """Copy the tokens of the files that an earlier call did not copy, and return the shards of all files.
 
-    Shards that belong to none of `files` are deleted.
+    Shards that belong to none of `files` are deleted. The arguments are those of `import_tokens`; `folder` is the
+    working folder.
     """
     dtype = np.dtype(encoder.dtype)
     eos = np.array([encoder.eos_id], encoder.dtype)
     attributes: dict[str, str | int] = {"format_version": FORMAT_VERSION, "tokenizer_sha256": tokenizer_sha256}
-    notes = _read_notes(folder / _NOTES)
+    shards_by_key = _read_notes(folder / _NOTES)
     shards = list[ShardEntry]()
     for number, path in enumerate(files):
         source = attributes | {"source": path[-1000:]}
         prefix = f"tokens-{number:05d}"
         key = sha256_json([number, source, encoder.eos_id, packed, stamp_file(path), stamp_index_files(path)])
-        entries = notes.get(key, [])
+        entries = shards_by_key.get(key, [])
         result = "copied before"
         if not entries or not all(_is_intact_shard(folder, entry, prefix) for entry in entries):
             writer = ShardWriter(folder, prefix, _SHARD_TOKENS, encoder.dtype, source)
             file = inspect_token_file(path)
-            scan_tokens(file, encoder.eos_id, encoder.vocab_size)  # raises for ids outside the vocabulary
+            scan_tokens(file, encoder.eos_id, encoder.vocab_size)  # This checks that all ids are in the vocabulary.
             for document in file.iterate_documents(encoder.eos_id):
                 if len(document):
                     tokens = document.astype(dtype)
@@ -296,22 +314,22 @@ def _copy_files(
 
 
 def _read_notes(path: Path) -> dict[str, list[ShardEntry]]:
-    """Return the shards of each file that an earlier call copied, by the key of the file.
+    """Return the shards of each token file that an earlier call copied, by the key of the token file.
 
-    Create the file of notes if there is none. Raises UserError if another user may have written it.
+    If the file `path` does not exist, create it. Raises UserError if another user may have written it.
     """
     with suppress(FileExistsError):
         path.touch(mode=0o600, exist_ok=False)
-    notes: dict[str, list[ShardEntry]] = {}
+    shards_by_key: dict[str, list[ShardEntry]] = {}
     with open_own_file(path) as file:
         for line in map(parse_json_or_none, file):
-            with suppress(TypeError, KeyError, ValueError):  # a line that was not written completely
-                notes[line["key"]] = [ShardEntry(**entry) for entry in line["shards"]]
-    return notes
+            with suppress(TypeError, KeyError, ValueError):  # The line was not written completely.
+                shards_by_key[line["key"]] = [ShardEntry(**entry) for entry in line["shards"]]
+    return shards_by_key
 
 
 def _is_intact_shard(folder: Path, entry: ShardEntry, prefix: str) -> bool:
-    """Return whether a shard of the notes exists, was written by an import, and has the right size and hash."""
+    """Return True if the shard of an entry in the notes exists, was written by an import, and has the right hash."""
     path = folder / entry.file
     has_shard_name = re.fullmatch(rf"{SHARDS_DIR}/{prefix}-\d+\.h5", entry.file) is not None
     return has_shard_name and path.exists() and _is_own_shard(path) and entry.find_problem(path) is None

@@ -1,13 +1,15 @@
-"""The data folder of a run on existing tokens (`data.records: tokens`): files are used in place, not copied.
+"""The data folder of a run on existing tokens (`data.records: tokens`). Token files are used in place, not copied.
 
-    data_dir/tokenizer.json, units.json, prepare.json   as for text; a unit is a range of tokens of a file
-    data_dir/shards/unit-00003.json                     the SHA-256 of the range and its position in the file
-    data_dir/manifest.json                              all ranges
+    data_dir/tokenizer.json, units.json, prepare.json   as for text; a work unit is one or more ranges of tokens
+    data_dir/shards/unit-00003.json                     the SHA-256 of each range of the unit and its position in the
+    file data_dir/manifest.json                              all ranges
 
-A range has at most `data.shard_tokens` tokens, so that several tasks can read a large file and several ranks can verify
-it. Many small files share a unit. The end of each file is held out: about the last `data.held_out` of its tokens, from
-the nearest end of a document on. Training separates documents by their end-of-text token. If documents of a file's
-index do not have this token, the file is an error; `data import` copies it and adds the token.
+A range has at most `data.shard_tokens` tokens, so that several array tasks can read a large file and several ranks can
+verify it. If there are many small files, they share work units. The end of each file is held out: about the fraction
+`data.held_out` of its tokens, starting at the nearest end of a document.
+
+Training separates documents by their end-of-text token. If the index of a file lists documents without this token, the
+file is rejected. `data import` can copy the file and add the token.
 """
 
 from __future__ import annotations
@@ -33,19 +35,20 @@ if TYPE_CHECKING:
     from data_prep.tokenizer import Encoder
 
 MAX_FILES_CHECKED_EARLY = 100
-"""Number of files that are checked before the run is created. The prepare stage checks all files."""
+"""Maximum number of files that are checked before the run is created. The prepare stage checks all files."""
 TOKEN_ENDINGS = dict.fromkeys((".bin", ".ds", ".h5", ".hdf5", ".arrow", ".tar", ".tar.gz"), "tokens")
+"""The name endings of token files, with the format of inputs (`Input.format`)."""
 _SEARCH_BLOCK = 1 << 20
 """Number of tokens that are searched at once for the end of a document."""
 MANY_UNITS = 512
-"""If there are more ranges than this, small ones share a unit, because each unit costs a file and an fsync."""
+"""If there are more ranges than this, small ranges share work units, because each unit needs a file and an fsync."""
 
 
 def group_into_units(ranges: Sequence[InputRange], max_tokens: int) -> tuple[tuple[InputRange, ...], ...]:
-    """Group ranges into units, in order.
+    """Group ranges of tokens into work units, in order.
 
-    A unit has one range. If there are more than `MANY_UNITS` ranges, a unit has several ranges, with at most
-    `max_tokens` tokens in total.
+    Each unit has one range. But if there are more than `MANY_UNITS` ranges, consecutive ranges with at most
+    `max_tokens` tokens in total share a unit. A larger range has its own unit.
     """
     if len(ranges) <= MANY_UNITS:
         return tuple((token_range,) for token_range in ranges)
@@ -68,13 +71,20 @@ class TokensFolder(TextFolder):
     endings = TOKEN_ENDINGS
 
     def check_inputs(self) -> list[str]:
-        """Check the inputs and, in a child process with h5py and numpy, whether the first files can be mapped."""
+        """Return the files that the config names, and check whether training can memory-map the first files.
+
+        The check runs in a child process, because it needs h5py and numpy. It covers at most `MAX_FILES_CHECKED_EARLY`
+        files.
+        """
         files = super().check_inputs()
         call_in_child_process("data_prep.token_files", "check_mappable", *files[:MAX_FILES_CHECKED_EARLY])
         return files
 
     def prepare_inputs(self, log: Log) -> None:
-        """Check all files, split them into ranges and copy the tokenizer. Raises UserError for an unusable file."""
+        """Check all files, split them into ranges, and write the files of `prepare`.
+
+        Raises UserError if a file cannot be used, or if no tokens would be held out although `data.held_out` is not 0.
+        """
         from data_prep.token_files import require_mappable
         from data_prep.tokenizer import load_encoder
 
@@ -84,25 +94,30 @@ class TokensFolder(TextFolder):
         # Load the user's file, not the copy, so that errors name it.
         encoder = load_encoder(tokenizer.path, tokenizer.eos_token, self.data.add_special_tokens)
         formats: set[str] = set()
-        have_bos: set[bool] = set()
+        bos_results: set[bool] = set()
         total_tokens = 0
-        is_split = not self.data.held_out
+        has_held_out_tokens = False
         ranges = list[InputRange]()
         for number, source in enumerate(inputs):
             file = require_mappable(source.path)
             if file.note:
                 log(f"warning: {source.path}{file.note}")
             assert file.tokens is not None
-            have_bos.add(self._starts_with_bos(file, encoder))
+            bos_results.add(self._starts_with_bos(file, encoder))
             total_tokens += file.tokens
             formats.add(file.format)
-            split = self._find_held_out_start(file, encoder.eos_id)
-            starts = [*self._list_range_starts(0, split), *self._list_range_starts(split, file.tokens), file.tokens]
-            # A file without tokens has one empty range, which is an error when it is read.
+            held_out_start = self._find_held_out_start(file, encoder.eos_id)
+            starts = [
+                *self._list_range_starts(0, held_out_start),
+                *self._list_range_starts(held_out_start, file.tokens),
+                file.tokens,
+            ]
+            # A file without tokens gets one empty range, so that the shard stage reads the file and reports the error.
             spans = [span for span in pairwise(starts) if span[0] < span[1]] or [(0, 0)]
             ranges += [InputRange(number, *span) for span in spans]
-            is_split = is_split or split < file.tokens
-        if not is_split:
+            has_held_out_tokens = has_held_out_tokens or held_out_start < file.tokens
+        if self.data.held_out and not has_held_out_tokens:
+            # Unusable tokens are reported first, because a wrong tokenizer is a likely reason.
             for source in inputs:
                 self._scan_tokens(require_mappable(source.path), encoder.eos_id, encoder.vocab_size)
             raise UserError(
@@ -116,32 +131,34 @@ class TokensFolder(TextFolder):
         write_plan(self.path / "units.json", WorkPlan(tuple(inputs), units))
         files = f"{len(inputs)} file{'s' * (len(inputs) != 1)}"
         summary = f"{total_tokens:,} tokens in {files}, {', '.join(sorted(formats))}"
-        self.write_prepared(replace(encoder, bos_ids=self._choose_bos_ids(encoder, have_bos, log)), len(units), summary)
+        encoder = replace(encoder, bos_ids=self._choose_bos_ids(encoder, bos_results, log))
+        self.write_prepared(encoder, len(units), summary)
         log(f"prepare: {summary}")
 
     def _starts_with_bos(self, file: TokenFile, encoder: Encoder) -> bool:
         """Return True if the file's first document starts with the tokens that the tokenizer adds before a text."""
         assert file.tokens is not None
         count = len(encoder.bos_ids)
-        first = file.read_tokens(0, min(count + 1, file.tokens)).tolist()
-        if first[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):  # llm.c begins documents with this token.
-            first = first[1:]
-        return tuple(first[:count]) == encoder.bos_ids
+        first_tokens = file.read_tokens(0, min(count + 1, file.tokens)).tolist()
+        # Files of llm.c begin with the end-of-text token.
+        if first_tokens[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):
+            first_tokens = first_tokens[1:]
+        return tuple(first_tokens[:count]) == encoder.bos_ids
 
-    def _choose_bos_ids(self, encoder: Encoder, have_bos: Set[bool], log: Log) -> tuple[int, ...]:
-        """Return the special tokens with which documents start.
+    def _choose_bos_ids(self, encoder: Encoder, bos_results: Set[bool], log: Log) -> tuple[int, ...]:
+        """Return the special tokens to put before prompts, and log a warning if files do not start with these tokens.
 
-        `have_bos` contains the result of `_starts_with_bos` for each file.
+        `bos_results` contains the results of `_starts_with_bos` for all files.
         """
         setting = self.data.add_special_tokens
-        if encoder.bos_ids and (False in have_bos if setting is True else len(have_bos) > 1):
+        if encoder.bos_ids and (False in bos_results if setting is True else len(bos_results) > 1):
             names = " ".join(str(encoder.tokenizer.id_to_token(token_id)) for token_id in encoder.bos_ids)
             log(
                 f"warning: some files do not start with {names}, which the tokenizer adds before a text. Prompts of "
                 f"evaluation tasks and of `generate` get {'it' if setting is True else 'nothing'} anyway "
                 f"(data.add_special_tokens: {json.dumps(setting)})"
             )
-        return encoder.bos_ids if setting is True or have_bos == {True} else ()
+        return encoder.bos_ids if setting is True or bos_results == {True} else ()
 
     def _list_range_starts(self, start: int, stop: int) -> list[int]:
         """Return the starts of equal ranges of at most `data.shard_tokens` tokens that cover [start, stop)."""
@@ -149,7 +166,10 @@ class TokensFolder(TextFolder):
         return [start + (stop - start) * number // count for number in range(count)]
 
     def build_unit(self, unit: int) -> bool:
-        """Check the ranges of one unit and write its manifest. Raises UserError if an id is outside the vocabulary."""
+        """Check the ranges of one work unit and write its manifest. Return False if the manifest exists already.
+
+        Raises UserError if a token id is outside the vocabulary, and InputError if a file has changed.
+        """
         from data_prep.token_files import require_mappable
 
         if self.load_unit(unit) is not None:
@@ -164,12 +184,12 @@ class TokensFolder(TextFolder):
             for token_range in ranges_of_file:
                 entry, is_held_out = self._describe_range(file, token_range)
                 (held_out if is_held_out else train).append(entry)
-        self._check_inputs(ranges)  # If an input changed meanwhile, there must be no manifest of the unit.
+        self._check_inputs(ranges)  # If an input has changed meanwhile, the manifest must not be written.
         self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(ranges))
         return True
 
     def _describe_range(self, file: TokenFile, input_range: InputRange) -> tuple[ShardEntry, bool]:
-        """Return the manifest entry of a range of tokens, and whether the range is held out. Reads all its tokens."""
+        """Read all tokens of a range, and return its manifest entry and whether it is held out."""
         from data_prep.token_files import MAPPABLE_TYPES
 
         index, start, end = input_range
@@ -201,9 +221,9 @@ class TokensFolder(TextFolder):
         return entry, held_out
 
     def _scan_tokens(self, file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
-        """Read all tokens and return statistics.
+        """Read all tokens of a file or range and return statistics.
 
-        Raises UserError as `scan_tokens` does, and if a document of the index does not end with `eos_id`.
+        Raises UserError as `scan_tokens` does, and if the index lists a document that does not end with `eos_id`.
         """
         from data_prep.token_files import scan_tokens
 
@@ -219,21 +239,23 @@ class TokensFolder(TextFolder):
 
     @cached_property
     def _held_out_starts(self) -> dict[str, int]:
-        """Cache of `_find_held_out_start` by file, because a file has several ranges."""
+        """Cache of the results of `_find_held_out_start` by path, because a file can have several ranges."""
         return {}
 
     def _find_held_out_start(self, file: TokenFile, eos_id: int) -> int:
-        """Return the position of the first held-out token: the document end that is nearest to the desired position.
+        """Return the position of the first held-out token of a file.
 
-        Return the number of tokens (nothing is held out) if `data.held_out` is 0. Also return it if the nearest end
-        would hold out nothing, or twice as much as desired.
+        This is the document end that is nearest to the desired position. Return the number of tokens, so that nothing
+        is held out, if `data.held_out` is 0 or no document ends near the desired position. An end is near if at least
+        one token, and at most twice the desired number of tokens, would be held out.
         """
         import numpy as np
 
         assert file.tokens is not None
         held_out_tokens = int(file.tokens * self.data.held_out)
         desired = file.tokens - held_out_tokens
-        last = file.tokens - 1  # If the only end is here, nothing would be held out.
+        last = file.tokens - 1  # A document that ends with the last token would leave nothing to hold out.
+        # Search blocks before and after the desired position at growing distances, from `near` to `far` tokens.
         for near in range(0, held_out_tokens, _SEARCH_BLOCK):
             far = min(near + _SEARCH_BLOCK, held_out_tokens)
             ends: list[int] = []
@@ -248,7 +270,7 @@ class TokensFolder(TextFolder):
         return file.tokens
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
-        """Write the manifest, and log the files without held-out tokens if `data.held_out` is not 0."""
+        """Write the manifest. If `data.held_out` is not 0, log how many files have no held-out tokens."""
         split_files = {entry.file for unit in units for entry in unit.held_out}
         if self.data.held_out and (files := [source.path for source in self.inputs if source.path not in split_files]):
             log(
@@ -258,7 +280,7 @@ class TokensFolder(TextFolder):
         super().combine_units(units, log)
 
     def _count_text_bytes(self, tokens: TokenFile) -> int:
-        """Return the UTF-8 bytes of the text of held-out tokens, for bits per byte."""
+        """Return the number of UTF-8 bytes of the text of held-out tokens. Evaluation needs it for bits per byte."""
         decode = self.encoder.tokenizer.decode
         documents = tokens._replace(document_ends=None).iterate_documents(self.prepared.eos_id)
         return sum(len(decode(document.tolist(), skip_special_tokens=True).encode()) for document in documents)

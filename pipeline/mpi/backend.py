@@ -1,14 +1,14 @@
-"""torch.distributed over MPI with the stock torch wheel: start MPI, create groups, finalize MPI.
+"""torch.distributed over MPI with torch's standard wheels: start MPI, create groups, finalize MPI.
 
-HPC sites start programs with mpirun or `srun --mpi`, and their MPI is configured for the site's network. The wheels of
-torch contain no MPI backend. This module provides one with mpi4py. Every rank calls:
+HPC sites start programs with mpirun or `srun --mpi`, and their MPI is configured for the network of the site. The
+wheels of torch contain no MPI backend. This module provides an MPI backend with mpi4py. Every rank calls:
 
     start_mpi(rank_info, timeout)    instead of dist.init_process_group
     finalize_mpi()                   after dist.destroy_process_group, unless the rank fails
 
-`finalize_mpi` waits for all ranks without a time limit. If a rank exits without calling it, an exit handler waits a few
-seconds for the other ranks to exit. If they do not exit, or if an exception ended this rank, the handler aborts all
-ranks. Otherwise they might wait forever for a rank that has exited.
+`finalize_mpi` waits for all ranks without a time limit. If a rank exits without calling `finalize_mpi`, an exit handler
+waits a few seconds for the other ranks to exit. If the other ranks do not exit, or if an exception ended this rank, the
+handler aborts all ranks. Otherwise the other ranks might wait forever for this rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ mpi4py.rc.finalize = False
 # Ranks that share cores yield while they wait. Open MPI reads this variable when it starts.
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
-from mpi4py import MPI  # noqa: E402  (starts MPI, with the settings above)
+from mpi4py import MPI  # noqa: E402  (This import starts MPI with the settings above.)
 
 from pipeline.mpi.ops import is_cuda_aware  # noqa: E402
 from pipeline.mpi.process_group import BACKEND_NAME, MESSAGE_WATCHER, MpiProcessGroup  # noqa: E402
@@ -43,7 +43,7 @@ from pipeline.mpi.work import MpiTimeout  # noqa: E402
 from pipeline.mpi.worker_thread import CollectiveThread, format_ranks, watch_deadlines  # noqa: E402
 
 EXIT_TIMEOUT_S = 10.0
-"""Seconds that a rank waits for the others if it exits without calling `finalize_mpi`."""
+"""Seconds that a rank waits for the other ranks if it exits without calling `finalize_mpi`."""
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def start_mpi(rank_info: RankInfo, timeout: timedelta, accurate_sums: bool = Fal
 
 
 def all_gather_objects(rank_info: RankInfo, value: T) -> list[T]:
-    """Return the values of all ranks, in rank order. All ranks must call this, before or after `start_mpi`.
+    """Return the values of all ranks, in rank order. All ranks must call this. It works before and after `start_mpi`.
 
     Raises:
         UserError: if MPI and the launcher disagree about rank or world size.
@@ -107,7 +107,7 @@ def mpi_library() -> str:
 
 
 def describe_transport() -> str:
-    """Describe the MPI library and how it accesses tensors on a GPU."""
+    """Return text that names the MPI library and how it accesses tensors on a GPU."""
     return f"{mpi_library()}, GPU memory {'directly' if is_cuda_aware() else 'through copies in pinned host memory'}"
 
 
@@ -119,14 +119,15 @@ def finalize_mpi() -> None:
 
 
 def _finalize_or_abort(waits_for_all_ranks: bool = False) -> None:
-    """Finalize MPI together with all ranks.
+    """Finalize MPI together with all ranks, or abort all ranks.
 
-    Abort all ranks if this rank has failed. Also abort if another rank does not finalize MPI within `EXIT_TIMEOUT_S`,
-    unless `waits_for_all_ranks`.
+    All ranks are aborted if this rank or one of its groups has failed. They are also aborted after `EXIT_TIMEOUT_S` if
+    a message of this rank is still pending or another rank has not reached this function. With `waits_for_all_ranks`,
+    this rank waits for other ranks without a time limit.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python sets `sys.last_value` if an exception ends the process.
+    # Python sets `sys.last_value` if an unhandled exception ends the process.
     if hasattr(sys, "last_value") or CollectiveThread.has_failed_group:
         MPI.COMM_WORLD.Abort(1)
     all_ranks_exit = MPI.COMM_WORLD.Ibarrier()
@@ -140,20 +141,25 @@ def _finalize_or_abort(waits_for_all_ranks: bool = False) -> None:
 
 
 def _create_group(options: Any, _: Any) -> MpiProcessGroup:
-    """Create a group. torch calls it in every member, with its `_DistributedBackendOptions`."""
+    """Create a process group. torch calls this function in every member.
+
+    Args:
+        options: torch's `_DistributedBackendOptions` of the group.
+    """
     world = MPI.COMM_WORLD
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     _wait_for_members(options, ranks)
-    # Only members call this. torch creates groups in the same order on all ranks; the tag detects violations.
+    # Only members call this function. torch creates groups in the same order on all ranks. If ranks create different
+    # groups at the same time, their tags differ and MPI does not connect them.
     tag = zlib.crc32(options.group_id.encode()) % 32768  # MPI guarantees tags up to 32767.
     comm = world.Create_group(world.group.Incl(ranks), tag)
     return MpiProcessGroup(comm, options.group_id, options.store, ranks, options.timeout)
 
 
 def _wait_for_members(options: Any, ranks: Sequence[int]) -> None:
-    """Wait until all members create the group, because MPI's `Create_group` has no timeout.
+    """Wait until all members are creating the group, because MPI's `Create_group` has no timeout.
 
-    Raises MpiTimeout if a member does not join in time.
+    Raises MpiTimeout with the missing ranks if a member does not call this in time.
     """
     store = options.store
     store.set(f"joined/{options.group_rank}", "")

@@ -1,13 +1,13 @@
 """Map tensors and reductions to MPI: datatypes, operations, buffers, and host copies if MPI cannot use a tensor.
 
-MPI has datatypes for most of torch's types. It has none for 16-bit floats, so these are reduced by custom operations
-that run in torch (`MPI.Op.Create`). They round at every hop, as Gloo and NCCL do. With `accurate_sums` they sum in fp32
-and round once, at twice the bytes. Types that MPI cannot reduce (float8) can still be sent. AVG is a sum and a
-division.
+MPI has datatypes for most of torch's types, but not for 16-bit floats. 16-bit floats are reduced by custom operations
+that run in torch (`MPI.Op.Create`). These operations round each time a rank adds its values, as Gloo and NCCL do. With
+`accurate_sums`, 16-bit floats are sent and summed in fp32 and rounded once, which doubles the traffic. Types that MPI
+cannot reduce (float8) can still be sent. AVG is a sum followed by a division.
 
 `HostBuffer` copies tensors that MPI cannot use in place to contiguous host memory, which is pinned for a GPU. These are
-strided tensors, lists of tensors, and GPU tensors if MPI is not CUDA-aware. 16-bit floats on a GPU are copied for a
-reduction, because the custom operations read host memory. Copies are synchronous, because MPI does not support CUDA
+strided tensors, lists of tensors, and GPU tensors if MPI is not CUDA-aware. 16-bit floats on a GPU are also copied for
+a reduction, because the custom operations read host memory. Copies are synchronous, because MPI does not support CUDA
 streams.
 """
 
@@ -34,6 +34,7 @@ _TYPES = {
         for kind in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
     },
 }
+"""MPI's datatype for each type of torch that can be reduced. 16-bit floats are sent as integers of the same size."""
 _OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
     "SUM": (MPI.SUM, MPI.LOR, torch.add),
     "AVG": (MPI.SUM, MPI.OP_NULL, torch.add),
@@ -45,7 +46,7 @@ _OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
 
 
 def mpi_reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
-    """Return the MPI operation for a `dist.ReduceOp.RedOpType`. Raise ValueError if it does not support `dtype`."""
+    """Return the MPI operation for a `dist.ReduceOp.RedOpType`. Raise ValueError if `dtype` cannot be reduced so."""
     if dtype not in _TYPES or op.name not in _OPS or (op.name == "AVG" and not dtype.is_floating_point):
         raise ValueError(f"the MPI backend cannot reduce {dtype} with {op.name}")
     number_op, boolean_op, torch_function = _OPS[op.name]
@@ -56,10 +57,11 @@ def mpi_reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
 
 @functools.cache
 def _make_16_bit_op(torch_function: Callable[..., torch.Tensor], dtype: torch.dtype) -> MPI.Op:
-    """Create an operation on 16-bit floats. The result is cached, because MPI supports only a few operations."""
+    """Create an operation on 16-bit floats. The result is cached, because MPI supports only a few custom operations."""
 
     def reduce(source: Any, target: Any, _: MPI.Datatype) -> None:
-        if len(target):  # Some algorithms reduce empty parts.
+        """Combine the values of both buffers, and write the result to `target`."""
+        if len(target):  # Some algorithms of MPI reduce empty ranges.
             source_values = torch.frombuffer(source, dtype=dtype)
             target_values = torch.frombuffer(target, dtype=dtype)
             torch_function(source_values, target_values, out=target_values)
@@ -68,25 +70,29 @@ def _make_16_bit_op(torch_function: Callable[..., torch.Tensor], dtype: torch.dt
 
 
 def list_tensors(operand: Operand) -> Sequence[torch.Tensor]:
-    """Return the tensors of an operand."""
+    """Return the tensors of an operand as a sequence."""
     return [operand] if isinstance(operand, torch.Tensor) else operand
 
 
 class HostBuffer:
-    """Memory that MPI can read and write: `host` is the tensor itself, or a contiguous copy in host memory.
+    """Memory that MPI can read and write.
+
+    `host` is the tensor itself if MPI can use it in place, otherwise a contiguous copy in host memory.
 
     Args:
-        tensors: a tensor, or tensors of one type that are concatenated.
-        read: whether MPI reads the current values.
+        tensors: a tensor, or tensors of the same type, which are concatenated.
+        read: whether MPI reads the current values, so that they must be copied.
         reduces: whether MPI computes with the values.
         accurate_sums: whether MPI computes with 16-bit floats in fp32.
     """
 
     def __init__(self, tensors: Operand, read: bool = True, reduces: bool = False, accurate_sums: bool = False) -> None:
-        parts = list_tensors(tensors)
-        first = parts[0] if parts else torch.empty(0)
-        self.counts = [tensor.numel() for tensor in parts]
+        tensor_list = list_tensors(tensors)
+        first = tensor_list[0] if tensor_list else torch.empty(0)
+        self.counts = [tensor.numel() for tensor in tensor_list]
+        """Number of elements of each tensor."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """For each tensor that was copied: the part of `host`, and the tensor."""
         uses_16_bit_op = reduces and first.dtype in _FLOATS_16
         dtype = torch.float32 if uses_16_bit_op and accurate_sums else first.dtype
         is_accessible = not first.is_cuda or (is_cuda_aware() and not uses_16_bit_op)
@@ -94,37 +100,38 @@ class HostBuffer:
             self.host = first.detach()
             return
         self.host = torch.empty(sum(self.counts), dtype=dtype, pin_memory=first.is_cuda)
-        for part, tensor in zip(self.host.split(self.counts), parts, strict=True):
-            self._copies.append((part.view(tensor.shape), tensor.detach()))
+        for host_values, tensor in zip(self.host.split(self.counts), tensor_list, strict=True):
+            self._copies.append((host_values.view(tensor.shape), tensor.detach()))
             if read:
-                part.view(tensor.shape).copy_(tensor.detach())
+                host_values.view(tensor.shape).copy_(tensor.detach())
 
     def buffer_spec(self, counts: Sequence[int] = ()) -> list[Any] | None:
-        """Return mpi4py's buffer specification; None without tensors.
+        """Return mpi4py's buffer specification: memory, counts and datatype; None without tensors.
 
         Args:
-            counts: number of elements to or from each rank, or a single number if it is the same for all ranks; by
-                default the size of each tensor. mpi4py does not check bounds: a wrong count overwrites memory.
+            counts: number of elements to or from each rank, or one number for all ranks; by default the size of each
+                tensor. mpi4py does not check these numbers, so a wrong number overwrites memory.
         """
         if not self.counts:
             return None
         datatype = _TYPES.get(self.host.dtype)
-        units = [count * (1 if datatype else self.host.element_size()) for count in counts or self.counts]
+        # Values of other types are sent as bytes.
+        mpi_counts = [count * (1 if datatype else self.host.element_size()) for count in counts or self.counts]
         memory = MPI.buffer.fromaddress(self.host.data_ptr(), self.host.nbytes)
-        return [memory, units if len(units) > 1 else units[0], datatype or MPI.BYTE]
+        return [memory, mpi_counts if len(mpi_counts) > 1 else mpi_counts[0], datatype or MPI.BYTE]
 
     def copy_back(self) -> None:
-        """Copy the values that MPI wrote to `host` into the tensors."""
-        for part, tensor in self._copies:
-            tensor.copy_(part)
+        """Copy the values that MPI wrote to `host` into the tensors, if `host` is a copy."""
+        for host_values, tensor in self._copies:
+            tensor.copy_(host_values)
 
 
 def split_rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[int]:
-    """Return the number of elements for each rank.
+    """Return the number of elements that each rank gets if a tensor is split along its first dimension.
 
     Args:
-        tensor: its first dimension is split.
-        splits: rows for each rank; empty for equal parts.
+        tensor: the tensor.
+        splits: number of rows for each rank; empty for equal parts.
         ranks: number of ranks.
 
     Raises:
@@ -142,7 +149,10 @@ def split_rows(tensor: torch.Tensor, splits: Sequence[int], ranks: int) -> list[
 
 
 def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
-    """Return types and numbers of elements. Shapes are omitted, because they may differ between ranks."""
+    """Return the type and number of elements of each tensor as text, such as `float32x10`.
+
+    Shapes are omitted, because they may differ between ranks.
+    """
     return " ".join(f"{str(tensor.dtype)[6:]}x{tensor.numel()}" for tensor in tensors)
 
 
@@ -150,7 +160,7 @@ def describe_tensors(tensors: Sequence[torch.Tensor]) -> str:
 def is_cuda_aware() -> bool:
     """Return True if MPI can access GPU memory (MPIX_Query_cuda_support of Open MPI, MPICH and Cray MPICH).
 
-    Return False for a library without this function, such as Intel MPI. Copies in host memory work with any library.
+    If the library does not have this function, as Intel MPI, return False. Copies in host memory work with any library.
     """
     query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return bool(query is not None and query())

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="override, assignment"
 """`MpiProcessGroup`: a torch.distributed process group with its own MPI communicator.
 
-It implements every operation that torch's parallelisms, checkpoints and object collectives call. Operations are
-available under their names in torch 2.11 (`_allgather_base`, …) and in torch 2.13 (`all_gather_single`, …). torch calls
-them from Python and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A
-method only checks its arguments and describes the MPI call. A thread then makes this call
-(pipeline/mpi/worker_thread.py).
+It implements every operation that torch's parallelism, checkpoints and object collectives call. Operations have their
+names of torch 2.11 (`_allgather_base`, …) and of torch 2.13 (`all_gather_single`, …). torch calls these methods from
+Python and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A method only
+checks its arguments and queues the operation. A thread then calls MPI (pipeline/mpi/worker_thread.py).
 """
 
 from __future__ import annotations
@@ -27,17 +26,18 @@ BACKEND_NAME = "mpi4py"
 """Name of the backend in torch. The name `mpi` is taken by torch's own backend."""
 
 MESSAGE_WATCHER = MessageWatcher()
-"""Completes all point-to-point messages of this process."""
+"""The watcher that completes all point-to-point messages of this process."""
 
 MAX_ELEMENTS = 2**31 - 1
-"""Maximum number of elements of one rank in an MPI call, whose counts are of C's type int."""
+"""Maximum number of elements of one rank in an MPI call, because MPI's counts have C's type int."""
 
 
 class MpiProcessGroup(dist.ProcessGroup):
     """A process group with its own MPI communicator.
 
-    Signatures are torch's (torch/csrc/distributed/c10d/ProcessGroup.hpp); each operation returns an `MpiWork`. Buffers
-    stay alive until the work is complete. Tensors may be strided; if nothing is reduced, they may be of any type.
+    The signatures are those of torch (torch/csrc/distributed/c10d/ProcessGroup.hpp). Each operation returns an
+    `MpiWork`. Buffers stay alive until the work is finished. Tensors may be strided. If an operation does not reduce
+    values, its tensors may have any type.
 
     Args:
         comm: the communicator, which no other group uses.
@@ -48,7 +48,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     """
 
     accurate_sums = False
-    """Whether fp16 and bf16 are summed in fp32."""
+    """Whether all groups sum fp16 and bf16 in fp32."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: list[int], timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
@@ -61,7 +61,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     # -- collectives -------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Reduce each tensor over the ranks, in place."""
+        """Reduce each tensor over the ranks, in place. Without `opts`, the reduction is a sum."""
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
         def call(buffer: HostBuffer, _: HostBuffer) -> None:
@@ -71,7 +71,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._submit("all_reduce", call, pairs, opts, f"{op} {describe_tensors(tensors)}", op)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Send the tensors of rank `opts.rootRank` to all ranks."""
+        """Copy the tensors of rank `opts.rootRank` (default 0) into the tensors of all other ranks."""
         root = opts.rootRank if opts else 0
 
         def call(source: HostBuffer, target: HostBuffer) -> None:
@@ -81,13 +81,13 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._submit("broadcast", call, pairs, opts, f"from {root} {describe_tensors(tensors)}")
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """Set outputs[i][r] to inputs[i] of rank r. Sizes may differ between ranks."""
+        """Set outputs[i][r] to inputs[i] of rank r. The sizes of inputs may differ between ranks."""
 
         def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
             self.comm.Allgatherv(local.buffer_spec(), all_ranks.buffer_spec())
 
         self._check_lists(outputs, inputs)
-        facts = " ".join(describe_tensors(parts) for parts in outputs)
+        facts = " ".join(describe_tensors(tensors) for tensors in outputs)
         return self._submit("all_gather", call, [*zip(inputs, outputs, strict=True)], opts, facts)
 
     def all_gather_single_coalesced(
@@ -96,7 +96,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Set outputs[i] to the concatenated inputs[i] of all ranks."""
 
         def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
-            # The input of FSDP2 is this rank's part of the output. MPI then works in place.
+            # FSDP2 passes this rank's part of the output as the input. MPI then works in place.
             local_address = all_ranks.host.data_ptr() + self.rank() * local.host.nbytes
             send = MPI.IN_PLACE if local.host.data_ptr() == local_address else local.buffer_spec()
             self.comm.Allgather(send, all_ranks.buffer_spec(local.counts))
@@ -107,7 +107,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._submit("all_gather_single", call, pairs, opts, describe_tensors(outputs))
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> MpiWork:
-        """Set outputs[0][r] on rank `opts.rootRank` to inputs[0] of rank r. All have the same size."""
+        """Set outputs[0][r] on rank `opts.rootRank` to inputs[0] of rank r. All tensors have the same size."""
 
         def call(local: HostBuffer, all_ranks: HostBuffer) -> None:
             self.comm.Gatherv(local.buffer_spec(), all_ranks.buffer_spec(), opts.rootRank)
@@ -117,7 +117,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._submit("gather", call, [pair], opts, f"to {opts.rootRank} {describe_tensors(inputs)}")
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
-        """Set outputs[0] on rank r to inputs[0][r] of rank `opts.rootRank`. All have the same size."""
+        """Set outputs[0] on rank r to inputs[0][r] of rank `opts.rootRank`. All tensors have the same size."""
 
         def call(all_ranks: HostBuffer, local: HostBuffer) -> None:
             self.comm.Scatterv(all_ranks.buffer_spec(), local.buffer_spec(), opts.rootRank)
@@ -133,7 +133,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         op: Any = opts.reduceOp.op if opts else dist.ReduceOp.SUM
 
         def call(all_ranks: HostBuffer, local: HostBuffer) -> None:
-            send = all_ranks.buffer_spec(local.counts)  # mpi4py needs the size of a block here as well.
+            send = all_ranks.buffer_spec(local.counts)  # mpi4py expects the number of elements that each rank gets.
             self.comm.Reduce_scatter_block(send, local.buffer_spec(), mpi_reduction(op, local.host.dtype))
 
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -145,7 +145,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: list[int], input_splits: list[int],
         opts: Any = None,
     ) -> MpiWork:  # fmt: skip
-        """Send rows of `tensor` to each rank, and receive rows of `output` from each. Empty splits mean equal parts."""
+        """Send rows of `tensor` to each rank, and receive rows of `output` from each rank.
+
+        The splits are the numbers of rows for each rank. Empty splits mean equal parts.
+        """
         send = split_rows(tensor, input_splits, self.size())
         receive = split_rows(output, output_splits, self.size())
 
@@ -156,7 +159,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._submit("all_to_all_single", call, [(tensor, output)], opts, str(output.dtype))
 
     def barrier(self, opts: Any = None) -> MpiWork:
-        """Wait for all ranks, as every collective does before it moves data."""
+        """Wait for all ranks. Nothing else is done, because every collective first waits for all ranks."""
         return self._submit("barrier", lambda *_: None, [], opts, "")
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> MpiWork:
@@ -189,7 +192,16 @@ class MpiProcessGroup(dist.ProcessGroup):
         self, action: str, post: Callable[[Any, int, int], MPI.Request], tensors: list[torch.Tensor],
         rank: int, tag: int, is_receive: bool = False,
     ) -> MpiWork:  # fmt: skip
-        """Start to send or receive one tensor. `post` is the method of the communicator that does it."""
+        """Start to send or receive one tensor.
+
+        Args:
+            action: description of the operation, for messages.
+            post: method of the communicator that starts the operation and returns its request.
+            tensors: the tensor, as the only element.
+            rank: the other rank, as its rank in this group.
+            tag: MPI's tag of the message.
+            is_receive: whether the tensor is received.
+        """
         self.collective_thread.check()
         if tensors[0].is_cuda:  # MPI does not support CUDA streams.
             torch.cuda.current_stream(tensors[0].device).synchronize()
@@ -214,27 +226,28 @@ class MpiProcessGroup(dist.ProcessGroup):
 
         Args:
             name: name of the operation.
-            call: function that calls MPI with the buffers of one pair.
-            pairs: inputs and outputs of MPI. An operand is empty if this rank has none. Both are the same tensor if MPI
-                works in place.
+            call: function that calls MPI with the buffers of the input and the output of one pair.
+            pairs: pairs of input and output. The input or output is empty if this rank has none. Both are the same
+                tensor if MPI works in place.
             opts: torch's options of the operation.
-            facts: types and sizes, which must be the same on all ranks.
-            op: the reduction; None if nothing is reduced.
+            facts: text with types and sizes, which must be the same on all ranks.
+            op: the reduction; None if the operation does not reduce values.
 
         Raises:
-            ValueError: if MPI cannot reduce these values, or if they are too many.
+            ValueError: if MPI cannot reduce values of this type, or if a tensor is too large.
         """
         results = [tensor for source, target in pairs for tensor in list_tensors(target) or list_tensors(source)]
         max_elements = MAX_ELEMENTS * (self.size() if name == "all_gather_single" else 1)
         for tensor in results:
             if op is not None:
-                mpi_reduction(op, tensor.dtype)  # If this raises, it does so before any rank waits.
+                mpi_reduction(op, tensor.dtype)  # This call raises the ValueError before any rank waits.
             if tensor.numel() > max_elements:
                 raise ValueError(
                     f"{name} of {tensor.numel():,} elements: MPI supports at most {max_elements:,}; split the tensor"
                 )
 
         def prepare() -> Callable[[], None]:
+            """Allocate and fill the buffers of all pairs, and return the function that calls MPI."""
             buffers = []
             for source, target in pairs:
                 send = HostBuffer(source, True, op is not None, self.accurate_sums)
@@ -242,6 +255,7 @@ class MpiProcessGroup(dist.ProcessGroup):
                 buffers.append((send, receive))
 
             def call_mpi() -> None:
+                """Run the operation, and copy the results into the output tensors."""
                 for send, receive in buffers:
                     call(send, receive)
                     if op == dist.ReduceOp.AVG:
@@ -254,7 +268,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self.collective_thread.submit(f"{name} {facts}", prepare, results, timeout)
 
     def _check_sizes(self, name: str, large: torch.Tensor, small: torch.Tensor, factor: int = 1) -> None:
-        """Check that `large` has the type of `small` and `factor` times its size."""
+        """Raise ValueError if `large` does not have the type of `small` and `factor` times its number of elements."""
         if large.numel() != small.numel() * factor or large.dtype != small.dtype:
             raise ValueError(
                 f"{name} over {self.size()} ranks: {large.dtype} {tuple(large.shape)} does not fit "
@@ -262,17 +276,24 @@ class MpiProcessGroup(dist.ProcessGroup):
             )
 
     def _check_lists(self, lists: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-        """Check that each list has one tensor per rank, and that this rank's tensor has the size of `tensors[i]`."""
-        for parts, tensor in zip(lists, tensors, strict=True):
-            if len(parts) != self.size():
-                raise ValueError(f"{len(parts)} tensors for the {self.size()} ranks of group {self._name}")
-            self._check_sizes("a collective", parts[self.rank()], tensor)
+        """Raise ValueError if a list does not have one tensor per rank.
+
+        Also raise it if the tensor of this rank in `lists[i]` does not have the type and size of `tensors[i]`.
+        """
+        for tensors_of_ranks, tensor in zip(lists, tensors, strict=True):
+            if len(tensors_of_ranks) != self.size():
+                raise ValueError(f"{len(tensors_of_ranks)} tensors for the {self.size()} ranks of group {self._name}")
+            self._check_sizes("a collective", tensors_of_ranks[self.rank()], tensor)
 
     def _check_counts(self, send: list[int], receive: list[int]) -> None:
         """Raise MpiError on all ranks if a rank sends another number of elements than the receiver expects.
 
-        The check needs communication, so it is done only with TORCH_DISTRIBUTED_DEBUG=DETAIL. The checksum of types and
-        sizes cannot check `all_to_all`, because each pair of ranks has a different size.
+        The checksum that all collectives compare cannot cover these numbers, because they may differ for each pair of
+        ranks. This check needs additional communication. It is therefore done only with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+        Args:
+            send: number of elements that this rank sends to each rank.
+            receive: number of elements that this rank expects from each rank.
         """
         if dist.get_debug_level() != dist.DebugLevel.DETAIL:
             return
@@ -287,7 +308,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     # -- interface of the backend ------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Run the queued operations, then free the communicator."""
+        """Wait for the queued operations, then free the communicator. All ranks must call this."""
         self.collective_thread.close()
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,6 +1,6 @@
-"""Results and errors of operations of the MPI process group, and the record of the latest collectives.
+"""Results and errors of operations of the MPI process group, and records of the latest collectives.
 
-This module does not import mpi4py, which would start MPI, because the watchdog and the profiler import it in every run.
+The watchdog and the profiler import this module in every run. It must therefore not import mpi4py, which starts MPI.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class MpiError(dist.DistBackendError):
-    """A communication over MPI failed: a rank is missing, or the ranks called different operations."""
+    """Error of an operation over MPI, for example because the ranks called different operations."""
 
 
 class MpiTimeout(MpiError):
-    """Another rank did not call the operation in time."""
+    """Error of an operation that did not end in time, usually because another rank did not call it."""
 
 
 @dataclass
 class CollectiveRecord:
-    """A collective that this rank called. The fields are those of the watchdog's report."""
+    """A collective that this rank has called. The watchdog's report has the same fields."""
 
     operation: str
+    """Name of the operation, such as `all_reduce over MPI`."""
     group: str
+    """Name of the process group."""
     number: int
     """Number of the collective in its group, from 1."""
     sizes: str
-    """Operation, types and numbers of elements."""
+    """Text with the operation, the types and the numbers of elements. It must be the same on all ranks."""
     state: str = "scheduled"
     """`scheduled`, `started` or `completed`, as in torch's flight recorder."""
     time_ns: int = field(default_factory=time.time_ns)
@@ -47,16 +49,21 @@ RECENT_COLLECTIVES: deque[CollectiveRecord] = deque(maxlen=3)
 
 
 class MpiWork(dist.Work):
-    """An operation in progress. Its future is created on demand, because few callers, such as DDP, need one.
+    """An operation over MPI, in progress or finished.
+
+    Its future is created only on demand, because only few callers, such as DDP, need a future.
 
     Args:
-        description: operation and group, for messages.
+        description: text with the operation and the group, for messages.
         results: the output tensors.
         group: name of the process group.
     """
 
     recorded: ClassVar[list[tuple[str, str, int, int]] | None] = None
-    """While a step is profiled: description, group, call time and end time (ns since 1970) of each operation."""
+    """While a step is profiled: description, group, call time and end time (ns since 1970) of each operation.
+
+    None if no step is profiled.
+    """
 
     def __init__(self, description: str, results: list[torch.Tensor], group: str = "") -> None:
         super().__init__()
@@ -71,7 +78,10 @@ class MpiWork(dist.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete the operation, with `error` if it failed, and wake waiting threads. Only the first call counts."""
+        """Mark the operation as finished, with `error` if it failed, and wake waiting threads.
+
+        Only the first call has an effect.
+        """
         with self._lock:
             if self._finished.is_set():
                 return
@@ -85,9 +95,9 @@ class MpiWork(dist.Work):
             signal.set_result(None)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the operation is complete, and raise its error if it failed.
+        """Wait until the operation is finished, and raise its error if it failed.
 
-        Raises MpiTimeout if `timeout` expires. Without a timeout, the timeout of the operation applies.
+        Raises MpiTimeout if `timeout` expires. If `timeout` is 0, only the timeout of the operation applies.
         """
         if not self._finished.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None):
             raise MpiTimeout(f"{self.description} did not end within {timeout.total_seconds():g} s")
@@ -97,7 +107,7 @@ class MpiWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors.
 
-        The results come from a `then` callback, because C++ receives an error only if a callback raises it.
+        The future is the result of `then` with a callback, because C++ receives an error only if a callback raises it.
         """
         with self._lock:
             if self._future is None:
@@ -123,8 +133,8 @@ class MpiWork(dist.Work):
         return self._finished.is_set() and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the operation; None if it has none."""
+        """Return the error of the operation; None if the operation is in progress or succeeded."""
         return self.error
 
     synchronize = wait  # type: ignore[assignment]
-    """`wait` blocks the host until the data has arrived, so there is no stream to synchronize with."""
+    """The same as `wait`, which blocks the host until the data has arrived. No stream must be synchronized."""

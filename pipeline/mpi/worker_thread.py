@@ -1,13 +1,14 @@
-"""The threads that run MPI operations: in order, with timeouts, and with errors that name the missing ranks.
+"""Run MPI operations in threads: in order, with timeouts, and with errors that name the missing ranks.
 
 - **Threads.** DDP waits in C++ for a future that another thread must complete, and a blocking MPI call cannot be
-  interrupted. Each group therefore has a `CollectiveThread`, which runs its collectives in the order of their calls.
+  interrupted. Each group therefore has a `CollectiveThread`, which runs the collectives in the order of the calls.
   One `MessageWatcher` per process completes point-to-point messages, which have no common order.
-- **Two phases.** A blocking MPI call moves bytes fastest. But it spins while it waits, which takes a core from the
-  rank that it waits for. The ranks therefore meet first in a 16-byte `Iallreduce`. It is tested with growing pauses and
-  can be abandoned. It carries a checksum, so different operations are found before they corrupt data.
-- **Errors.** A rank that waits long writes its position to the store, so that the missing ranks can be named. A failed
-  group stays unusable, because the state of its communicator is unknown.
+- **Two phases.** A blocking MPI call moves bytes fastest. But it polls while it waits, and so takes processor time from
+  other ranks on the node. The ranks therefore first wait for each other in an `Iallreduce` of 16 bytes, which a thread
+  tests with growing pauses and can abandon. These bytes contain a checksum of the operation. Ranks that call different
+  operations therefore get an error before data is corrupted.
+- **Errors.** A rank that waits long writes its position (the number of its collective) to the store, so that an error
+  can name the missing ranks. A failed group stays unusable, because the state of its communicator is unknown.
 """
 
 from __future__ import annotations
@@ -37,28 +38,31 @@ MIN_PAUSE_S = 20e-6
 MAX_PAUSE_S = 1e-3
 """Maximum pause between two tests of a request."""
 DEADLINE_CHECK_S = 1.0
-"""Interval between two checks of the collectives that all ranks have started."""
+"""Seconds between two checks of the timeouts of collectives that all ranks have started."""
 _PR_SET_TIMERSLACK = 29
 """Number of Linux's option PR_SET_TIMERSLACK, see prctl(2)."""
 _ABANDONED: list[object] = []
-"""Abandoned requests and their memory. They are never freed, because MPI may still read or write them."""
+"""Abandoned requests and their memory. The memory is never freed, because MPI may still read or write it."""
 
 
 def compute_pause_s(waited_s: float) -> float:
-    """Return how long to sleep between two tests of a request: a tenth of the time waited so far, within limits."""
+    """Return the seconds to sleep before the next test of a request: a tenth of the time waited so far.
+
+    The result is limited to the range from `MIN_PAUSE_S` to `MAX_PAUSE_S`.
+    """
     return min(MAX_PAUSE_S, max(MIN_PAUSE_S, waited_s / 10))
 
 
 @dataclass
 class _Collective:
-    """A queued collective: its record, the arguments of `CollectiveThread.submit`, and its result."""
+    """A queued collective: its record, the arguments of `CollectiveThread.submit`, and its work."""
 
     record: CollectiveRecord
     prepare: Callable[[], Callable[[], None]]
     work: MpiWork
     timeout_s: float
     inputs_ready: torch.cuda.Event | None
-    """The event after which the GPU has written the inputs; None without a GPU."""
+    """CUDA event that occurs when the GPU has written the inputs; None for tensors in host memory."""
 
 
 class CollectiveThread:
@@ -74,6 +78,7 @@ class CollectiveThread:
     has_failed_group = False
     """Whether any group of this process has failed. If so, MPI cannot be finalized."""
     instances: ClassVar[list[CollectiveThread]] = []
+    """The threads of all groups of this process that are not closed."""
 
     def __init__(self, comm: MPI.Intracomm, name: str, store: dist.Store, ranks: Sequence[int]) -> None:
         self.comm = comm
@@ -81,11 +86,12 @@ class CollectiveThread:
         self.store = store
         self.ranks = ranks
         self.error: BaseException | None = None
+        """The first error of the group; None while the group can be used."""
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
         self._global_rank = ranks[comm.rank]
-        self._count = 0
+        self._count = 0  # number of submitted collectives
         self._running: tuple[_Collective, float] | None = None
-        """The collective that all ranks have started, and its start time."""
+        """The collective that this rank runs after all ranks have called it, and its start time; None between two."""
         CollectiveThread.instances.append(self)
         self._thread = device_thread(self._run, f"mpi {name}", own_stream=True)
         self._thread.start()
@@ -93,13 +99,14 @@ class CollectiveThread:
     def submit(
         self, signature: str, prepare: Callable[[], Callable[[], None]], results: list[torch.Tensor], timeout: timedelta
     ) -> MpiWork:
-        """Queue a collective. It runs when all ranks have submitted the same `signature`.
+        """Queue a collective. It runs when all ranks have submitted a collective with the same `signature`.
 
         Args:
-            signature: operation, types and sizes.
-            prepare: allocates the buffers of the operation, which may fail, and returns a function that only calls MPI.
+            signature: text with the operation, types and sizes, which must be the same on all ranks.
+            prepare: function that allocates the buffers of the operation, which may fail, and returns a function that
+                calls MPI.
             results: the output tensors.
-            timeout: how long to wait for the other ranks, and then for the operation.
+            timeout: maximum time to wait for the other ranks, and then again for the operation.
         """
         self.check()
         self._count += 1
@@ -107,14 +114,17 @@ class CollectiveThread:
         record = CollectiveRecord(f"{operation} over MPI", self.name, self._count, signature)
         RECENT_COLLECTIVES.append(record)
         work = MpiWork(f"{operation} (number {self._count} in group {self.name})", results, self.name)
-        # MPI may read the inputs only after the GPU has executed everything on the current stream.
+        # MPI may read the inputs only after the GPU has executed all kernels on the current stream.
         device = next((tensor.device for tensor in results if tensor.is_cuda), None)
         inputs_ready = torch.cuda.current_stream(device).record_event() if device is not None else None
         self._queue.put(_Collective(record, prepare, work, timeout.total_seconds(), inputs_ready))
         return work
 
     def close(self) -> None:
-        """Run the submitted collectives, end the thread and free the communicator. All ranks must call this."""
+        """Wait for the submitted collectives, end the thread and free the communicator. All ranks must call this.
+
+        After an error, only return, because the thread may be blocked in MPI.
+        """
         self._queue.put(None)
         while self._thread.is_alive() and self.error is None:
             self._thread.join(DEADLINE_CHECK_S)
@@ -135,9 +145,9 @@ class CollectiveThread:
         work.finish(error)
 
     def check_deadline(self) -> None:
-        """Fail the running collective if it exceeds its timeout although all ranks started it.
+        """Fail the running collective if it exceeds its timeout although all ranks have called it.
 
-        All collectives that are queued after it fail as well.
+        All collectives that are queued after it also fail.
         """
         running = self._running
         if running is None:
@@ -156,7 +166,8 @@ class CollectiveThread:
 
     def _run(self) -> None:
         """Run the queued collectives until `close` is called. This is the function of the thread."""
-        # To save wake-ups, Linux extends sleeps by up to 50 µs by default. This is longer than the shortest pause here.
+        # To save energy, Linux extends sleeps by up to 50 µs by default, which is longer than MIN_PAUSE_S. Reduce this
+        # to 1 µs (1000 ns) for this thread.
         getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(_PR_SET_TIMERSLACK, 1000)
         while (collective := self._queue.get()) is not None:
             try:
@@ -164,13 +175,13 @@ class CollectiveThread:
                 collective.record.state = "started"
                 if collective.inputs_ready is not None:
                     collective.inputs_ready.synchronize()
-                # If the memory for copies cannot be allocated, this rank fails before the other ranks wait in MPI.
+                # The buffers are allocated first. If this fails, no other rank is blocked in MPI yet.
                 call_mpi = collective.prepare()
                 self._wait_for_all_ranks(collective)
                 self._running = (collective, time.perf_counter())
                 call_mpi()
                 if collective.inputs_ready is not None:
-                    # Synchronize only this thread's stream, because later kernels may be on the default stream already.
+                    # Synchronize only the stream of this thread. Later kernels may already be on the default stream.
                     torch.cuda.current_stream(collective.inputs_ready.device).synchronize()
             except BaseException as error:
                 self.fail(collective.work, error)
@@ -183,11 +194,12 @@ class CollectiveThread:
         """Wait until all ranks have called this collective.
 
         Raises:
-            MpiTimeout: if a rank did not call it in time.
+            MpiTimeout: if a rank did not call this collective in time.
             MpiError: if a rank called another collective.
         """
         checksum = zlib.crc32(collective.record.sizes.encode())
-        max_of_ranks = array("q", [checksum, -checksum])  # After MAX, [0] == -[1] if all checksums are equal.
+        # The largest checksum and the negated smallest checksum of all ranks. They show whether all are equal.
+        max_of_ranks = array("q", [checksum, -checksum])
         request = self.comm.Iallreduce(MPI.IN_PLACE, [max_of_ranks, MPI.INT64_T], MPI.MAX)
         start_time = time.perf_counter()
         publish_after_s = min(1.0, collective.timeout_s / 4)
@@ -197,7 +209,7 @@ class CollectiveThread:
             if not has_published and waited_s > publish_after_s:
                 self._publish_position(collective)
                 has_published = True
-            # The wait is longer than the timeout, so that ranks that called the collective in time can publish their
+            # The wait is longer than the timeout. Ranks that called the collective in time can then still publish their
             # positions.
             if waited_s > collective.timeout_s + 2 * publish_after_s:
                 _ABANDONED.append((request, max_of_ranks))
@@ -212,7 +224,7 @@ class CollectiveThread:
         self.store.set(f"position/{self.comm.rank}", f"{collective.record.number} {collective.record.sizes}")
 
     def _read_position(self, group_rank: int) -> tuple[int, str]:
-        """Return number and signature of the collective that a rank published last; 0 and "" if it published none."""
+        """Return number and signature of the collective that a rank published last; (0, "") if it published nothing."""
         key = f"position/{group_rank}"
         if not self.store.check([key]):
             return 0, ""
@@ -220,7 +232,7 @@ class CollectiveThread:
         return int(number), signature
 
     def _describe_missing_ranks(self, collective: _Collective) -> str:
-        """Return the message for a collective that timed out before all ranks called it. It names the missing ranks."""
+        """Return the message for a collective that timed out, with the ranks that did not call it."""
         positions = {rank: self._read_position(group_rank)[0] for group_rank, rank in enumerate(self.ranks)}
         absent = [rank for rank, number in positions.items() if number < collective.record.number]
         cause = f"{format_ranks(absent)} did not call it" if absent else "all ranks called it, some too late"
@@ -228,7 +240,7 @@ class CollectiveThread:
         return f"{description} timed out after {collective.timeout_s:g} s on rank {self._global_rank}: {cause}"
 
     def _describe_mismatch(self, collective: _Collective) -> str:
-        """Return the message for ranks that called different collectives. It names the call of each rank."""
+        """Return the message for ranks that called different collectives, with the call of each rank."""
         number = collective.record.number
         ranks_by_call: dict[str, list[int]] = {}
         deadline = time.monotonic() + collective.timeout_s
@@ -242,7 +254,7 @@ class CollectiveThread:
 
 
 def watch_deadlines() -> None:
-    """Check the deadlines of all groups forever. This is the function of a thread."""
+    """Check the timeouts of all groups forever. This is the function of a thread."""
     while True:
         time.sleep(DEADLINE_CHECK_S)
         for thread in list(CollectiveThread.instances):
@@ -250,7 +262,7 @@ def watch_deadlines() -> None:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 1, 2, 3`."""
+    """Return rank numbers as text: `rank 3`, or `ranks 1, 2, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -267,7 +279,7 @@ class PendingMessage:
     start_time: float = field(default_factory=time.perf_counter)
 
     def poll(self) -> bool:
-        """Return True, and finish the work, if the message is complete, has failed or has timed out.
+        """Finish the work and return True if the message is complete, has failed or has timed out; otherwise False.
 
         After an error, the whole group is unusable.
         """
@@ -285,7 +297,7 @@ class PendingMessage:
             if time.perf_counter() - self.start_time > self.timeout_s:
                 _ABANDONED.append(self)
                 if self.is_receive:
-                    self.request.Cancel()  # Otherwise it would receive the next message with this tag.
+                    self.request.Cancel()  # Otherwise this request would receive the next message with this tag.
                 message = f"{self.work.description} timed out after {self.timeout_s:g} s: the other rank did not call"
                 raise MpiTimeout(message)
         except BaseException as error:
@@ -302,7 +314,7 @@ class MessageWatcher:
         self._has_new_message = threading.Event()
 
     def add(self, message: PendingMessage) -> None:
-        """Watch `message`, and finish its work when it ends."""
+        """Watch `message`, and finish its work when the message is complete or has failed."""
         if not message.poll():
             self._pending.append(message)
             self._has_new_message.set()
@@ -318,7 +330,7 @@ class MessageWatcher:
         while True:
             was_idle = self.is_idle
             self._has_new_message.wait(None if was_idle else compute_pause_s(time.perf_counter() - last_progress))
-            # Clear the event before polling, so that a message that is added meanwhile sets it again.
+            # The event is cleared before polling. A message that is added during polling then sets the event again.
             self._has_new_message.clear()
             ended = [message for message in self._pending.copy() if message.poll()]
             for message in ended:

@@ -122,7 +122,7 @@ def test_filtered_documents_are_counted_and_not_listed_as_rejected(tmp_path: Pat
     folder = TextFolder(data, tmp_path / "data")
     rejected: list[tuple[int, int, str]] = []
     filtered = [0]
-    assert len([*folder._documents(folder.plan.units[0], [0], filtered, rejected)]) == 1
+    assert len([*folder._read_documents(folder.plan.units[0], [0], filtered, rejected)]) == 1
     assert filtered == [50]
     assert rejected == []
 
