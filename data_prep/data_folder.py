@@ -101,7 +101,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     stripe_options = ""
     """Options with which `lfs setstripe` striped the folder of shards; empty if the folder is not on Lustre."""
 
-    task_of_tasks: tuple[int, int] = (0, 1)
+    array_task: tuple[int, int] = (0, 1)
     """Index of this Slurm array task, and number of array tasks."""
 
     sequence_length = -1
@@ -188,7 +188,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         for path in self._leftovers.pop(unit, ()):
             path.unlink(missing_ok=True)
 
-    def load_matching(self, path: Path, kind: type[Kind], key: str) -> Kind:
+    def load_manifest_with_key(self, path: Path, kind: type[Kind], key: str) -> Kind:
         """Return the manifest at `path`. Raises InputError if it is missing or damaged, or its key is not `key`."""
         manifest = read_manifest_file(path, kind, RUN_PREPARE_AGAIN)
         if manifest.key != key:
@@ -205,7 +205,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
         Raises InputError if the file is missing, damaged, or from another config or code.
         """
-        return self.load_matching(self.path / "prepare.json", self.prepared_kind, self.key)
+        return self.load_manifest_with_key(self.path / "prepare.json", self.prepared_kind, self.key)
 
     @property
     def manifest_key(self) -> str:
@@ -233,7 +233,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         many parts is checked once. `check_user_files` determines whether files outside the folder are checked.
         """
         try:
-            manifest = self.load_matching(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
+            manifest = self.load_manifest_with_key(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
             for entry in {entry.file: entry for entry in (*manifest.train, *manifest.held_out)}.values():
                 if check_user_files or not entry.is_user_file:
                     entry.check(self.path, hashes=False)
@@ -292,7 +292,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def describe_result(self) -> str:
         """Return a description of the finished data, such as `: 731 documents, …`; empty without a valid manifest."""
         try:
-            return f": {self.load_matching(self.path / 'manifest.json', self.manifest_kind, self.manifest_key)}"
+            return (
+                f": {self.load_manifest_with_key(self.path / 'manifest.json', self.manifest_kind, self.manifest_key)}"
+            )
         except InputError:
             return ""
 
@@ -321,7 +323,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             striping: `site.stripe`, for a folder on Lustre.
         """
         units = range(task, self.unit_count, tasks)
-        self.task_of_tasks = (task, tasks)
+        self.array_task = (task, tasks)
         self.create_shards_dir(log, striping)
         recorded = self._read_progress()
         for number, unit in enumerate(units, 1):
@@ -338,7 +340,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         (self.path / SHARDS_DIR).mkdir(exist_ok=True)
         self.stripe_options = stripe_folder(self.path / SHARDS_DIR, striping, log)
 
-    def check_usable(self, train: Sequence[ShardEntry]) -> None:
+    def check_has_training_sample(self, train: Sequence[ShardEntry]) -> None:
         """Raise UserError if the shards have no training sample.
 
         Without this check, the ranks of the train stage would fail, possibly after hours in a queue.

@@ -1,10 +1,9 @@
 """Find documents with a text that occurs earlier in the inputs (`data.deduplicate`). No process holds all hashes.
 
-    shards/unit-00003-KEY.hashes       hashes of the documents of one work unit. The file has 257 offsets, then a row
-    for
-                                       each document, sorted by hash: the first 16 bytes of the SHA-256 of the text, and
-                                       the index of the document in the unit. The offsets give the first row for each
-                                       value of the first byte of a hash, and the number of rows.
+    shards/unit-00003-KEY.hashes       hashes of the documents of one work unit. The file has 257 offsets, then one row
+                                       per document, sorted by hash. A row has the first 16 bytes of the SHA-256 of the
+                                       text, and the index of the document in the unit. The offsets give the first row
+                                       for each value of the first byte of a hash, and the number of rows.
     shards/unit-KEY-002-of-007.twice   duplicates in one range of hashes. The file has an offset for each unit and the
                                        number of rows. The rows, sorted by unit, are the indices of duplicates.
 

@@ -118,7 +118,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         """Build the missing work units of an array task, which may belong to any source."""
         for folder in self.sources.values():
             folder.create_shards_dir(log, striping)
-            folder.task_of_tasks = task, tasks
+            folder.array_task = task, tasks
         super().shard(task, tasks, log, striping)
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
@@ -160,7 +160,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         combined = first_manifest.model_copy(
             update={**totals, **lists, "parts": tuple(parts), "key": self.manifest_key}
         )
-        self.check_usable(train)
+        self.check_has_training_sample(train)
         write_atomic(self.path / "tokenizer.json", (self.path / parts[0].name / "tokenizer.json").read_bytes())
         write_manifest(self.path / "manifest.json", combined)
 

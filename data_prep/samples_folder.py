@@ -1,8 +1,8 @@
 """The data folder of a run with a custom model. The samples are in HDF5 files of the user, which are used in place.
 
     data_dir/prepare.json            size, modification time and arrays (offset, type, shape) of each file
-    data_dir/shards/unit-00003.json  the same for one file, with its SHA-256; written by an array task of the shard
-    stage data_dir/manifest.json           all files with their hashes, and the number of held-out samples
+    data_dir/shards/unit-00003.json  the same for one file, with its SHA-256; written by the shard stage
+    data_dir/manifest.json           all files with their hashes, and the number of held-out samples
 
 Each of these three files is a :class:`SampleManifest`. A sample is one row of each array. Training memory-maps
 contiguous datasets in the user's file, and reports a file that was truncated or changed later. If a file has chunked or
@@ -114,7 +114,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         Return None if the manifest is missing or outdated, or if it does not match the file that `prepare` described.
         """
         try:
-            manifest = self.load_matching(self.unit_path(number), SampleManifest, self.prepared.key)
+            manifest = self.load_manifest_with_key(self.unit_path(number), SampleManifest, self.prepared.key)
             prepared = self.prepared.train[number]
             (entry,) = manifest.train
             if prepared.is_packed:

@@ -1,8 +1,8 @@
 """Write HDF5 shards: files of tokens that any HDF5 tool can read, and that training can memory-map.
 
     tokens      uint16 or uint32, little-endian, shape (tokens,), contiguous: neither chunked nor compressed
-    mask        uint8, same shape, only for prompts and dialogues: whether a token is learned (bit 1) and whether it
-                begins a document (bit 2)
+    mask        uint8, same shape, only for prompts and dialogues: the sum of 1 if the token is learned and 2 if it
+                begins a document
     documents   int64, shape (documents + 1,): start of each document in `tokens`; the last is the number of tokens
     attributes  format_version, tokenizer_sha256, source
 

@@ -284,7 +284,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         are compared and, if `hashes`, also hashes.
         """
         try:
-            manifest = self.load_matching(self.unit_path(number), UnitManifest, self._unit_key(number))
+            manifest = self.load_manifest_with_key(self.unit_path(number), UnitManifest, self._unit_key(number))
             for entry in (*manifest.train, *manifest.held_out):
                 entry.check(self.path, hashes)
         except InputError:
@@ -411,7 +411,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         from data_prep.duplicates import Duplicates
 
         keys = [self._unit_key(number) for number in range(self.unit_count)]
-        return Duplicates(self.path / SHARDS_DIR, keys, self._iterate_texts, *self.task_of_tasks)
+        return Duplicates(self.path / SHARDS_DIR, keys, self._iterate_texts, *self.array_task)
 
     def _iterate_texts(self, unit: int) -> Iterator[bytes]:
         """Yield the UTF-8 bytes of each document of a work unit. Raises InputError if an input changes meanwhile."""
@@ -498,7 +498,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 f"data.held_out: none of {manifest.documents} documents is in the held-out fraction "
                 f"{self.data.held_out}, so there is nothing to evaluate: increase it, add documents, or set it to 0",
             )
-        self.check_usable(train)
+        self.check_has_training_sample(train)
         write_manifest(self.path / "manifest.json", manifest)
         listed = {self.path / entry.file for entry in (*train, *held_out)}
         listed |= {self.unit_path(number) for number in range(self.unit_count)}

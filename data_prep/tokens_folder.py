@@ -1,8 +1,8 @@
 """The data folder of a run on existing tokens (`data.records: tokens`). Token files are used in place, not copied.
 
     data_dir/tokenizer.json, units.json, prepare.json   as for text; a work unit is one or more ranges of tokens
-    data_dir/shards/unit-00003.json                     the SHA-256 of each range of the unit and its position in the
-    file data_dir/manifest.json                              all ranges
+    data_dir/shards/unit-00003.json                     the ranges of one work unit, with SHA-256 and position
+    data_dir/manifest.json                              all ranges
 
 A range has at most `data.shard_tokens` tokens, so that several array tasks can read a large file and several ranks can
 verify it. If there are many small files, they share work units. The end of each file is held out: about the fraction

@@ -29,15 +29,15 @@ def load_run_manifest(run: Run) -> Manifest | SampleManifest:
     return load_data_manifest(run.config, run.data_dir)
 
 
-def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, how: str) -> None:
+def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, mode: str) -> None:
     """Compare files with their manifest entries. Each rank of `group` checks different files.
 
     Args:
         run: the run, which gets an event if a shard is damaged.
         shards: entries of the shards or files of samples to check.
         group: process group of all ranks that call this.
-        how: value of `data.verify`. `sizes` compares sizes only, other values also hashes. With `cached`, a file with a
-            correct hash is not hashed again while its size, modification time and inode stay the same.
+        mode: value of `data.verify`. `sizes` compares sizes only, other values also hashes. With `cached`, a file with
+            a correct hash is not hashed again while its size, modification time and inode stay the same.
 
     Raises InputError with the file on all ranks if a file is damaged.
     """
@@ -49,7 +49,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     def check_shards_of_rank() -> dict[str, Any]:
         """Check this rank's share of the files. Return what the cache stores about each file, by the entry's name."""
         with suppress(OSError):  # An unreadable cache counts as empty.
-            if how == "cached" and has_valid_checksum(cached := read_json(cache_file)):
+            if mode == "cached" and has_valid_checksum(cached := read_json(cache_file)):
                 verified_before.update(cached)
         verified: dict[str, Any] = {}
         for entry in shards[rank::world_size]:
@@ -58,7 +58,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 status = path.stat() if path.exists() else None
                 stamp = status and [status.st_size, status.st_mtime_ns, status.st_ino, entry.sha256]
                 has_changed = stamp is None or verified_before.get(entry.name) != stamp
-                entry.check(run.data_dir, how != "sizes" and has_changed)
+                entry.check(run.data_dir, mode != "sizes" and has_changed)
                 verified[entry.name] = stamp
             except InputError as error:
                 if not entry.is_user_file:
@@ -75,7 +75,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
         return verified
 
     results = all_gather_results(group, check_shards_of_rank)
-    if how == "cached" and rank == 0:
+    if mode == "cached" and rank == 0:
         verified = {name: stamp for verified_by_rank in results for name, stamp in verified_by_rank.items()}
         # If the data folder belongs to another user, the cache cannot be written. The files are then hashed again the
         # next time.

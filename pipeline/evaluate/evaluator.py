@@ -82,7 +82,7 @@ class Evaluator:
         self.group = groups.new_control_group()
         self.coordinator = training_coordinator or StopCoordinator(flag, groups.new_control_group())
         config = run.config
-        verify_shards(run, manifest.held_out, self.group, how=config.data.verify)
+        verify_shards(run, manifest.held_out, self.group, mode=config.data.verify)
         self.identity = compute_identity(config, manifest)
         if not self.is_in_training:  # A new run writes the description of its initial weights later.
             self.identity |= compute_source_identity(run)

@@ -128,7 +128,7 @@ class Trainer:
         self.watchdog = watchdog or Watchdog(run, "train", rank_info, flag)
         self.compute_timer = LocalComputeTimer(world.device)
         self.checkpointer = self._make_checkpointer()
-        verify_shards(run, manifest.train, self.checkpointer.group, how=config.data.verify)
+        verify_shards(run, manifest.train, self.checkpointer.group, mode=config.data.verify)
         self.dataset = self._make_dataset()
         from_scratch = not self.checkpointer.has_checkpoint()
         self.engine = self._make_engine(from_scratch)

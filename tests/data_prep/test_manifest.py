@@ -491,7 +491,7 @@ def verify_shards_on_rank(rank_info: RankInfo, path: Path, split: str, verify: s
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = Run.open(path)
     assert dist.group.WORLD is not None
-    verify_shards(run, getattr(load_run_manifest(run), split), dist.group.WORLD, how=verify)
+    verify_shards(run, getattr(load_run_manifest(run), split), dist.group.WORLD, mode=verify)
 
 
 def test_shard_module_imports_no_large_package() -> None:
