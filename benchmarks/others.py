@@ -32,7 +32,7 @@ def ring_attention_time(rank: RankModel) -> float:
     group = rank.group(work.context, work.tensor)
     size = 2 * rank.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
     round_trip = all_gather_time(size * work.context, group, rank.machine, rank.constants.link)
-    return max(0.0, round_trip - rank.attention() * (1 - 1 / work.context))
+    return max(0.0, round_trip - rank.attention_time() * (1 - 1 / work.context))
 
 
 def expert_exchange_time(rank: RankModel) -> float:

@@ -3,12 +3,12 @@
     python -m planning.calibrate CONFIG --out FILE [--machine FILE] [KEY=VALUE …]
 
 If srun, mpirun or torchrun starts this command, each process is one rank. If you start it yourself, it starts the
-config's ranks: through srun inside an allocation, otherwise on this machine. It takes a few minutes and needs no data.
-With `--machine`, it adds a timed step of this config's layout to a machine file that it wrote earlier.
+config's ranks: through srun inside an allocation, otherwise on this machine. The command takes a few minutes and needs
+no data. With `--machine`, it adds a timed step of this config's layout to a machine file that it wrote earlier.
 
-All ranks measure at the same time, so that they share resources as in a run. A timing is the median of several repeats
-on the slowest rank. `fit_machine` then computes rates from the operators, and latency and bandwidth of links from
-collectives. Two overheads (`Overheads`) explain the remaining time of real steps.
+All ranks measure at the same time, so that they share resources as in a run. A timing is the median of several
+repetitions on the slowest rank. `fit_machine` then computes rates from the operators, and latency and bandwidth of
+links from collectives. Two overheads (`Overheads`) explain the remaining time of real steps.
 """
 
 from __future__ import annotations
@@ -51,24 +51,31 @@ from planning.predict import TILE, make_rank_model, predict_step
 from planning.workload import Workload, matrix_shapes, workload_from_config
 
 REPEATS = 7
+"""Number of timed repetitions of each measurement, after `_WARM_UP_REPEATS` repetitions that are ignored."""
 _WARM_UP_REPEATS = 2
 _MIN_TIMED_S = 2e-3
-"""Calls that take less time are repeated between two readings of the clock."""
+"""Calls that take fewer seconds are repeated between two readings of the clock."""
 _COPY_BYTES = 1 << 26
-"""Bytes of a copy, which are more than caches can hold."""
+"""Size of the copied tensor in bytes. It is larger than caches, so that memory is measured."""
 _COLLECTIVE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+"""Sizes of the tensors of timed collectives in bytes."""
 # Before torch 2.13, these functions are called all_gather_into_tensor and reduce_scatter_tensor.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _MIN_LATENCY_S = 1e-9
-"""Latency of a link if the timings show none."""
+"""Smallest latency of a link. It is used if the timings show no latency."""
 _EAGER_RANGE = (0.1, 50.0)
+"""Range in which the fit searches the overhead `Overheads.eager`."""
 _CALL_RANGE_S = (1e-7, 0.1)
-"""`_EAGER_RANGE` and `_CALL_RANGE_S` are the ranges in which the fit searches the overheads."""
+"""Range in which the fit searches the overhead `Overheads.call`, in seconds."""
 POOR_FIT = 0.15
-"""If the relative error of a predicted step is larger, the machine was busy or the model does not fit it."""
+"""If the relative error of a predicted step is larger, a warning is printed.
+
+Either the machine was busy during the measurement, or planning/predict.py does not describe this machine well.
+"""
 POOR_FIT_WARNING = "POOR FIT:"
+"""Beginning of this warning."""
 
 
 # -------------------------------------------------------------------------------------------------------------- timing
@@ -81,7 +88,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def median_time_s(device: torch.device, call: Callable[[], object], times: int = 1) -> float:
-    """Return the seconds of one call: the median over repeats on the slowest rank. All ranks must call this.
+    """Return the seconds of one call: the median of the repetitions on the slowest rank. All ranks must call this.
 
     Args:
         device: The rank's device.
@@ -90,23 +97,26 @@ def median_time_s(device: torch.device, call: Callable[[], object], times: int =
     """
     durations = []
     for _ in range(_WARM_UP_REPEATS + REPEATS):
-        dist.all_reduce(torch.zeros(1, device=device))  # all ranks start at the same time
+        dist.all_reduce(torch.zeros(1, device=device))  # Let all ranks start at the same time.
         _synchronize(device)
         start = time.perf_counter()
         for _ in range(times):
             call()
         _synchronize(device)
         durations.append((time.perf_counter() - start) / times)
-    slowest = torch.tensor([median(durations[_WARM_UP_REPEATS:])], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    seconds = float(slowest.item())
+    longest_median = torch.tensor([median(durations[_WARM_UP_REPEATS:])], dtype=torch.float64, device=device)
+    dist.all_reduce(longest_median, dist.ReduceOp.MAX)
+    seconds = float(longest_median.item())
     if times == 1 and seconds < _MIN_TIMED_S:
         return median_time_s(device, call, int(_MIN_TIMED_S / seconds) + 1)
     return seconds
 
 
 def time_machine(config: Config, layout: Layout, world: World, work: Workload) -> Timings:
-    """Measure operators with the workload's shapes, copies, collectives, and a step."""
+    """Return timings of a copy, of collectives, of a step, and of matrix products and attention.
+
+    Products and attention have the shapes of `work`. All ranks must call this.
+    """
     device = world.device
     dtype = DTYPES.get(work.precision, torch.float32)
     random_tensor = partial(torch.randn, dtype=dtype, device=device)
@@ -129,25 +139,25 @@ def time_machine(config: Config, layout: Layout, world: World, work: Workload) -
 def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
     """Time collectives and messages of several sizes.
 
-    The first timings are inside nodes. The others are between the ranks of different nodes that have the same local
-    rank.
+    The first timings are those of the ranks of one node. The other timings are those of ranks on different nodes that
+    have the same local rank. A group of one rank is not timed.
 
     Args:
         world: The process group.
-        per_node: Ranks per node.
+        per_node: Number of ranks per node.
     """
     node, local_rank = divmod(world.rank, per_node)
     inside = [range(first, first + per_node) for first in range(0, world.size, per_node)]
     between = [range(first, world.size, per_node) for first in range(per_node)]
-    for members_of_groups, own_group in ((inside, node), (between, local_rank)):
+    for members_of_groups, group_number in ((inside, node), (between, local_rank)):
         # Every rank must create every group.
-        group = [dist.new_group(list(members)) for members in members_of_groups][own_group]
-        members = members_of_groups[own_group]
+        group = [dist.new_group(list(members)) for members in members_of_groups][group_number]
+        members = members_of_groups[group_number]
         ranks = len(members)
         for size in _COLLECTIVE_BYTES if ranks > 1 else ():
-            entries = max(1, size // 4 // ranks)
-            part = torch.ones(entries, device=world.device)
-            whole = torch.ones(entries * ranks, device=world.device)
+            shard_length = max(1, size // 4 // ranks)  # An fp32 value has 4 bytes.
+            part = torch.ones(shard_length, device=world.device)
+            whole = torch.ones(shard_length * ranks, device=world.device)
             calls: dict[str, Callable[[], object]] = {
                 "all_reduce": partial(dist.all_reduce, whole, group=group),
                 "all_gather": partial(_ALL_GATHER, whole, part, group=group),
@@ -162,7 +172,10 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
 
 
 def _send_and_receive(members: range, rank: int, tensor: Tensor) -> None:
-    """Exchange a message with the neighbour in both directions. A last rank without a neighbour does nothing."""
+    """Send a message to the neighbour of this rank in the group, and receive one. All members must call this.
+
+    The members form pairs: positions 0 and 1, 2 and 3, and so on. If their number is odd, the last one does nothing.
+    """
     position = members.index(rank)
     neighbour = position ^ 1
     if neighbour < len(members):
@@ -171,11 +184,11 @@ def _send_and_receive(members: range, rank: int, tensor: Tensor) -> None:
 
 
 def time_step(config: Config, layout: Layout, world: World, work: Workload) -> Step:
-    """Time steps of the training engine with random tokens."""
+    """Return a timed step of the training engine, on random tokens. All ranks must call this."""
     engine = Engine(config, layout, world, DecoderTask(config, work.vocab))
     step_numbers = count(1)
-    rows = config.train.global_batch // layout.dp
-    tokens_BT = torch.randint(0, work.vocab, (rows, work.sequence + 1), device=world.device)
+    samples = config.train.global_batch // layout.dp
+    tokens_BT = torch.randint(0, work.vocab, (samples, work.sequence + 1), device=world.device)
 
     def run_step() -> None:
         engine.backward({"tokens": tokens_BT}, next(step_numbers))
@@ -190,7 +203,9 @@ class DeviceInfo(NamedTuple):
 
     name: str
     memory_gib: float
+    """Memory of a GPU, or a rank's share of the node's memory."""
     multiprocessors: int
+    """Number of multiprocessors of a GPU; 1 for a CPU."""
     cores: int | None
     """Number of ranks that a node runs at full speed if they compute on CPUs; None on GPUs."""
 
@@ -200,8 +215,8 @@ def read_device_info(world: World, threads: int, per_node: int) -> DeviceInfo:
 
     Args:
         world: The process group.
-        threads: CPU threads per rank.
-        per_node: Ranks per node.
+        threads: Number of CPU threads per rank.
+        per_node: Number of ranks per node.
     """
     if world.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(world.device)
@@ -209,10 +224,12 @@ def read_device_info(world: World, threads: int, per_node: int) -> DeviceInfo:
     all_ranks_cpus: list[set[int]] = [set()] * world.size
     # Slurm may give each rank different CPUs.
     dist.all_gather_object(all_ranks_cpus, os.sched_getaffinity(0), group=groups.new_control_group())
-    first = world.rank - world.rank % per_node
-    cores = len(set().union(*all_ranks_cpus[first : first + per_node]))
+    first_rank_of_node = world.rank - world.rank % per_node
+    cpus_of_node = set().union(*all_ranks_cpus[first_rank_of_node : first_rank_of_node + per_node])
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_node
-    return DeviceInfo(f"CPU ({os.uname().machine}), {threads} × threads", memory_gib, 1, max(1, cores // threads))
+    return DeviceInfo(
+        f"CPU ({os.uname().machine}), {threads} × threads", memory_gib, 1, max(1, len(cpus_of_node) // threads)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- fitting
@@ -238,8 +255,11 @@ def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     return (a, b) if a >= 0 else (0.0, y / yy)
 
 
-def hops_and_bytes(exchange: Exchange) -> tuple[float, float]:
-    """Return how many latencies an exchange contains, and how many bytes pass a link, as in planning/predict.py."""
+def count_hops_and_bytes(exchange: Exchange) -> tuple[float, float]:
+    """Return the number of hops of an exchange, each with the latency of a link, and the bytes that pass a link.
+
+    The formulas are those of planning/predict.py.
+    """
     if exchange.kind == "send":
         return 1.0, float(exchange.size)
     times = 2 if exchange.kind == "all_reduce" else 1
@@ -252,9 +272,10 @@ def fit_link(exchanges: Iterable[Exchange], ranks_per_core: float = 1.0) -> Link
 
     Args:
         exchanges: Timed exchanges over this link.
-        ranks_per_core: Number of ranks that shared a core.
+        ranks_per_core: Number of ranks that shared a core. Timings are divided by it, because a rank alone on a core is
+            faster by this factor.
     """
-    rows = [(*hops_and_bytes(exchange), exchange.seconds / ranks_per_core) for exchange in exchanges]
+    rows = [(*count_hops_and_bytes(exchange), exchange.seconds / ranks_per_core) for exchange in exchanges]
     if not rows:
         return None
     latency, seconds_per_byte = fit_line(rows)
@@ -265,7 +286,7 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
     """Return the machine that fits the timings.
 
     Args:
-        timings: The timings.
+        timings: Timings on this machine.
         gpu: Name of the device.
         memory_gib: Memory of the device in GiB.
         multiprocessors: Number of multiprocessors of the device.
@@ -274,7 +295,7 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
     work = timings.steps[0].work
     per_node = timings.steps[0].ranks_per_node
     ranks_per_core = max(1.0, per_node / cores) if cores else 1.0
-    half_wave = 0.5 * multiprocessors * TILE
+    half_wave = 0.5 * multiprocessors * TILE  # On average, half of the last wave of tiles is idle.
     flops = math.fsum(2 * (half_wave + m * n) * k for m, n, k, _ in timings.products)
     rate = ranks_per_core * flops / math.fsum(seconds for *_, seconds in timings.products)
     peak = ranks_per_core * max(2 * m * n * k / seconds for m, n, k, seconds in timings.products)
@@ -289,7 +310,7 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
         between=between or inside or no_link, cores=cores,
         measured=Overheads(eager=1.0, call=0.0), timings=timings,
     )  # fmt: skip
-    attention = ranks_per_core * make_rank_model(work, machine).attention() / timings.attention
+    attention = ranks_per_core * make_rank_model(work, machine).attention_time() / timings.attention
     machine = machine.model_copy(update={"attention": Attention(portable=attention, native=attention)})
     return machine.model_copy(update={"measured": _fit_overheads(machine, timings)})
 
@@ -297,7 +318,7 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
 def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
     """Return the overheads with which the predicted steps are nearest to the timed steps.
 
-    The distance is the sum of the squared logarithms of predicted over timed seconds.
+    The error is the sum over steps of the squared logarithm of predicted seconds divided by timed seconds.
     """
 
     def error(eager: float, call: float) -> float:
@@ -312,7 +333,7 @@ def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
         return minimize(lambda eager: error(eager, call), *_EAGER_RANGE)
 
     candidates = [0.0]
-    if len(timings.steps) > 1:  # a single step cannot distinguish the two overheads
+    if len(timings.steps) > 1:  # A single step cannot distinguish the two overheads.
         candidates.append(minimize(lambda call: error(best_eager(call), call), *_CALL_RANGE_S))
     call = min(candidates, key=lambda call: error(best_eager(call), call))
     return Overheads(eager=best_eager(call), call=call)
@@ -349,7 +370,7 @@ def write_machine(machine: Machine, file: Path, comments: Sequence[str]) -> None
 
 
 def _round_numbers(value: Any) -> Any:
-    """Round numbers to the five digits that a timing justifies."""
+    """Round all floats in a value to five significant digits, because timings are not more precise."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -361,11 +382,11 @@ def _round_numbers(value: Any) -> Any:
 
 
 def check_request(config: Config, out: Path, machine_file: Path | None) -> Machine | None:
-    """Check the arguments before the ranks start. Return the machine of `machine_file`; None if it is None.
+    """Check the arguments before the ranks start. Return the machine of `machine_file`; None without this file.
 
     Raises:
-        UserError: If `out` exists or its folder does not, if the config cannot be measured, or if `machine_file` was
-            not written by this command.
+        UserError: If `out` exists, if its folder does not exist, if the config cannot be measured, or if `machine_file`
+            is invalid or was not written by this command.
     """
     if out.exists() or not out.absolute().parent.is_dir():
         raise UserError(
@@ -394,7 +415,7 @@ def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: Ran
     Args:
         config: The config whose layout is measured.
         out: The machine file.
-        previous: A machine that was measured earlier. A step is added to its timings. None: measure everything.
+        previous: A machine that was measured earlier, to whose timings a step is added; None: measure everything.
         rank_info: Rank and world size of this process.
     """
     load = os.getloadavg()[0]
@@ -417,9 +438,9 @@ def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: Ran
             f"backend {world.backend},",
             f"{world.size} ranks, {layout.ranks_per_node} per node: {layout.describe_sizes()}; "
             f"load average {load:.1f} before.",
-            "All figures were reached, including peaks. With one rank, links are free. On one node, links between",
-            "nodes are assumed to equal those inside; with one rank per node, the reverse.",
-            "Its steps:",
+            "All figures are measured, including peak rates. With one rank, communication takes no time. On one node,",
+            "links between nodes are assumed to equal those inside; with one rank per node, the reverse.",
+            "Steps:",
         ]
         write_machine(machine, out, [*comments, *compare_steps(machine)])
         print(f"written: {out}", flush=True)
@@ -449,7 +470,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
         return next(abs(code) for process in processes if (code := process.poll()))
     finally:
         for process in processes:
-            if process.poll() is None:  # another rank has failed
+            if process.poll() is None:  # Another rank has failed.
                 process.terminate()
             process.wait()
 

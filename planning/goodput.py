@@ -1,12 +1,13 @@
 """Estimate how much time a run loses by failures, for `plan --goodput` and for a line of `report`.
 
-The *effective training time ratio* (ETTR) is the time of steps that count, divided by all time, including waiting. It
-is defined in section II of Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters"
-(HPCA 2025, arXiv 2410.21680). `effective_ratio` computes it in closed form. A discrete-event simulation
-(`simulate_run`) adds spare nodes, repairs and failures of several nodes at once, which have no closed form.
+The *effective training time ratio* (ETTR) is the productive time (steps and evaluations that were not lost), divided by
+all time, including waiting. It is defined in section II of Kokolis et al., "Revisiting Reliability in Large-Scale
+Machine Learning Research Clusters" (HPCA 2025, arXiv 2410.21680). `effective_ratio` computes the ratio in closed form.
+A discrete-event simulation (`simulate_run`) adds spare nodes, repairs and failures of several nodes at once, which have
+no closed form.
 
-Each input comes from the assumptions file, the run's ledger or a paper, in this order, and is printed with its source.
-This module imports neither torch nor numpy, because it runs on the login node.
+Each input comes from the assumptions file, otherwise from the run's ledger, otherwise from a paper. The source is
+printed. This module imports neither torch nor numpy, because it runs on the login node.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _MIN_INTERVAL_S = 0.1
 _MAX_INTERVAL_S = 30 * DAY_S
 """The best interval is searched between `_MIN_INTERVAL_S` and `_MAX_INTERVAL_S`."""
 _MAX_EXPONENT = 500.0
-"""If the product of failure rate and time is larger, practically no attempt survives until a checkpoint."""
+"""If the product of failure rate and required time is larger, practically no attempt reaches a valid checkpoint."""
 _MIN_RATIO = 0.01
 """If the ratio is lower, the table shows that the run never ends."""
 
@@ -63,61 +64,66 @@ SIMULATED_RUNS = 40
 _INTERVAL_RUNS = 10
 """Number of simulated runs for each interval of `find_good_intervals_s`."""
 _MAX_STARTS = 200_000
-"""The simulation of a run stops after this many starts."""
+"""The simulation of a run ends after this number of starts, even if the run has not ended."""
 _INTERVAL_FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 """Multiples of the best interval that are simulated."""
 _DEFAULT_WORK_S = 30 * DAY_S
 """Productive time that is simulated if the length of the run is unknown."""
 
-_NO_FAILURE = (
+_NON_FAILURE_CAUSES = (
     "done", "running", "preempted", "time_limit", "stopped", "cancelled", "stop file", "user_error", "bad_input",
     "storage", "bad_checkpoint", "requeued",
 )  # fmt: skip
-"""Causes of an attempt's end that are planned, requested by the user, or user errors. All others are failures."""
-_PAPER_FIGURES: dict[str, tuple[float, str]] = {
+"""Causes of an attempt's end that the failure rate does not count. All other causes are failures."""
+_DEFAULT_FIGURES: dict[str, tuple[float, str]] = {
     "failures": (6.5, "assumed: RSC-1's, arXiv 2410.21680"),
     "restart_s": (600.0, "assumed: 5 to 20 minutes on RSC-1, arXiv 2410.21680"),
     "wait_s": (60.0, "assumed: the job keeps its nodes"),
     "save_s": (60.0, "assumed"),
 }
+"""Value and source of the inputs that neither the assumptions nor the run's ledger contains."""
 _ASYNC_BLOCKED_SHARE = 0.05
 """Share of an asynchronous save that blocks training: 6.3 of 148.8 s in PyTorch's blog of 2024-06-12, rounded."""
-_MEANINGS = {
+_DESCRIPTIONS = {
     "failures": "failures per 1,000 node-days", "restart_s": "seconds from start to first step",
     "wait_s": "seconds from a failure to that start", "save_s": "seconds until a checkpoint is valid",
     "blocked_s": "seconds of these that block the training",
     "gpu_hours": "GPU-hours of the whole training without failures",
 }  # fmt: skip
+"""Descriptions of the printed inputs, by the keys of `GoodputAssumptions`."""
 
-Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+NonNegativeNumber = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 # --------------------------------------------------------------------------------------------------------- assumptions
 
 
 class GoodputAssumptions(Section):
-    """The content of an assumptions file. For null, the run's measurement is used, otherwise a figure from a paper."""
+    """The content of an assumptions file.
+
+    If a value is null, the run's measurement is used. Without a measurement, a figure from a paper is used.
+    """
 
     failures: PositiveFloat | None = None
     """Failures that stop the job, per 1,000 node-days."""
-    restart_s: Seconds | None = None
+    restart_s: NonNegativeNumber | None = None
     """Seconds from the start of a job to its first step."""
-    wait_s: Seconds | None = None
+    wait_s: NonNegativeNumber | None = None
     """Seconds from a failure to the next start of the job: detecting the failure, and waiting in the queue."""
-    save_s: Seconds | None = None
+    save_s: NonNegativeNumber | None = None
     """Seconds from the start of a save until its checkpoint is valid."""
-    blocked_s: Seconds | None = None
+    blocked_s: NonNegativeNumber | None = None
     """Seconds of a save that block training."""
     step_s: PositiveFloat | None = None
     """Seconds per step on the config's number of nodes. Together with train.steps, it gives the length of the run."""
     gpu_hours: PositiveFloat | None = None
     """The length of the run in GPU-hours (rank-hours without GPUs), for any number of nodes."""
-    preemptions: Seconds = 0.0
+    preemptions: NonNegativeNumber = 0.0
     """Preemptions of the job per day. The job can save a checkpoint before each preemption."""
-    preempted_s: Seconds = 3600.0
+    preempted_s: NonNegativeNumber = 3600.0
     """Seconds from a preemption to the next start."""
     spares: NonNegativeInt | None = None
-    """Number of spare nodes that replace failed ones; null: there are always enough. This key and the next three keys
+    """Number of spare nodes that replace failed nodes; null: there are always enough. This key and the next three keys
     affect only the simulation."""
     repair_hours: PositiveFloat = 24.0
     """Mean hours until a failed node is repaired."""
@@ -137,7 +143,7 @@ def load_assumptions(path: Path | None, overrides: Sequence[str] = ()) -> Goodpu
         overrides: Values that replace those of the file, as `goodput.KEY=VALUE`.
 
     Raises:
-        UserError: The file cannot be read, or has an unknown key or an invalid value.
+        UserError: The file cannot be read, or a key is unknown, or a value is invalid.
     """
     source = COMMAND_LINE if path is None else str(path)
     try:
@@ -182,7 +188,7 @@ class JobConditions:
     """Time for which a save blocks training."""
     preemption_rate: float = 0.0
     preempted_s: float = 0.0
-    """Time from a preemption, after the save, to the next start."""
+    """Time from the end of the save before a preemption to the next start."""
 
     @property
     def rate(self) -> float:
@@ -190,7 +196,7 @@ class JobConditions:
         return self.failure_rate + self.preemption_rate
 
     def cycle_s(self, interval_s: float) -> float:
-        """Return the seconds from one save to the next if there are `interval_s` seconds of work between them."""
+        """Return the seconds from one save to the next if there are `interval_s` seconds of work between the saves."""
         return max(interval_s + self.blocked_s, self.save_s)
 
 
@@ -209,14 +215,14 @@ def effective_ratio(job: JobConditions, interval_s: float) -> float:
 
     Failures are random with a constant rate λ of the whole job, and also occur during a restart. A save blocks training
     for b seconds and is valid after s seconds. For synchronous saves, b and s are equal. A save waits for the previous
-    one, so a cycle takes c = max(τ + b, s), and the k-th save is valid after τ + s + (k − 1)·c. If an attempt ends
+    save, so a cycle takes c = max(τ + b, s), and the k-th save is valid after τ + s + (k − 1)·c. If an attempt ends
     after an exponentially distributed time, τ·e^(−λ(τ+s)) / (1 − e^(−λc)) seconds of work are saved on average. The
-    attempt takes 1/λ seconds. Restarts of R seconds and waits of w seconds before the attempt take
+    attempt takes 1/λ seconds on average. Restarts of R seconds and waits of w seconds before the attempt take
     e^(λR)·w + (e^(λR) − 1)/λ seconds.
 
     With s = b and w = 0, this is Daly's exact expectation (J. T. Daly, "A higher order estimate of the optimum
     checkpoint interval for restart dumps", Future Generation Computer Systems 22, 2006, equation 20: the complete cost
-    function). Preemptions are a second kind of end. The job saves before a preemption, so no work is lost.
+    function). An attempt can also end by a preemption. The job saves before a preemption, so no work is lost.
 
     Args:
         job: Rates and durations.
@@ -229,17 +235,17 @@ def effective_ratio(job: JobConditions, interval_s: float) -> float:
     if rate * max(job.restart_s, interval_s + job.save_s) > _MAX_EXPONENT:
         return 0.0
     p_end_in_cycle = -math.expm1(-rate * cycle)
-    failure_share = job.failure_rate / rate  # share of ends that are failures; the others are preemptions
+    failure_share = job.failure_rate / rate  # share of attempts that end by a failure, not by a preemption
     saved_s = failure_share * interval_s * math.exp(-rate * (interval_s + job.save_s)) / p_end_in_cycle
     first_interval_s = -math.expm1(-rate * interval_s) / rate
     preempted_cycles = 1 + math.exp(-rate * (interval_s + job.blocked_s)) / p_end_in_cycle
     saved_s += (1 - failure_share) * first_interval_s * preempted_cycles
-    starts = math.exp(rate * job.restart_s)
+    starts = math.exp(rate * job.restart_s)  # expected number of starts until a restart succeeds
     wait_s = failure_share * job.wait_s + (1 - failure_share) * job.preempted_s
     return saved_s / (starts * (1 / rate + wait_s) + (1 - failure_share) * job.save_s)
 
 
-def young_s(job: JobConditions) -> float:
+def young_interval_s(job: JobConditions) -> float:
     """Return Young's first-order estimate of the best interval in seconds of work.
 
     Source: J. W. Young, Communications of the ACM 17 (9), 1974.
@@ -247,12 +253,12 @@ def young_s(job: JobConditions) -> float:
     return math.sqrt(2 * job.blocked_s / job.failure_rate)
 
 
-def daly_s(job: JobConditions) -> float:
+def daly_interval_s(job: JobConditions) -> float:
     """Return the best interval by Daly's series (2006, equation 37) in seconds of work, for synchronous saves."""
-    part = job.blocked_s * job.failure_rate / 2
-    if part >= 1:
+    ratio = job.blocked_s * job.failure_rate / 2  # duration of a save, divided by twice the mean time between failures
+    if ratio >= 1:
         return 1 / job.failure_rate
-    return young_s(job) * (1 + math.sqrt(part) / 3 + part / 9) - job.blocked_s
+    return young_interval_s(job) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - job.blocked_s
 
 
 def best_interval_s(job: JobConditions) -> float:
@@ -261,7 +267,10 @@ def best_interval_s(job: JobConditions) -> float:
 
 
 def minimize(function: Callable[[float], float], lowest: float, highest: float) -> float:
-    """Return the minimum of a unimodal function by golden section search over the logarithm."""
+    """Return the argument between `lowest` and `highest` at which a function with one minimum is lowest.
+
+    This is a golden section search over the logarithm of the argument.
+    """
     low = math.log(lowest)
     high = math.log(highest)
     shrink = (math.sqrt(5) - 1) / 2
@@ -269,22 +278,24 @@ def minimize(function: Callable[[float], float], lowest: float, highest: float) 
         left = high - shrink * (high - low)
         right = low + shrink * (high - low)
         if function(math.exp(left)) <= function(math.exp(right)):
-            high = right  # also if both are equal, because everything may be lost if the interval is too long
+            # If both are equal, the search also continues on the left. `effective_ratio` is 0 for all intervals that
+            # are much too long.
+            high = right
         else:
             low = left
     return math.exp((low + high) / 2)
 
 
 def count_bounds(count: int) -> tuple[float, float]:
-    """Return 95 % bounds of the mean of a Poisson count, by the approximation of Wilson and Hilferty.
+    """Return 95 % bounds of the mean of a Poisson distribution from which `count` was observed.
 
-    Source: PNAS 17 (12), 1931.
+    They use the approximation of Wilson and Hilferty (PNAS 17 (12), 1931).
     """
 
-    def cube(n: int, sign: float) -> float:
+    def compute_bound(n: int, sign: float) -> float:
         return n * (1 - 1 / (9 * n) + sign * 1.96 / (3 * math.sqrt(n))) ** 3
 
-    return (cube(count, -1) if count else 0.0), cube(count + 1, 1)
+    return (compute_bound(count, -1) if count else 0.0), compute_bound(count + 1, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- simulation
@@ -295,7 +306,7 @@ class NodePool:
     """Spare nodes and repairs. If there is no spare for a failed node, the job waits for a repair."""
 
     spares: int | None = None
-    """Spare nodes; None: there are always enough."""
+    """Number of spare nodes; None: there are always enough."""
     repair_s: float = 0.0
     """Mean time until a failed node is repaired."""
     together: float = 0.0
@@ -311,10 +322,11 @@ class SimulatedRun:
     seconds: float
     """Time from the first start to the last step; infinite if the simulation stopped earlier."""
     failures: int
+    """Number of failures."""
     lost_s: float
-    """Time of lost work."""
+    """Time of work that was lost because no checkpoint contains it."""
     no_node_s: float
-    """Time of waiting for repairs."""
+    """Time of waiting until a failed node is repaired."""
 
 
 @dataclass(frozen=True)
@@ -330,16 +342,16 @@ class Expectation:
     p95_s: float
     """Seconds in which 95 % of the runs end."""
     no_node_s: float
-    """Mean seconds waiting for repairs."""
+    """Mean seconds of waiting until a failed node is repaired."""
 
 
 def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: NodePool, seed: int) -> SimulatedRun:
     """Simulate one run from failure to failure. The same seed gives the same result.
 
     This is a discrete-event simulation: the clock jumps from one event (a failure, a preemption, a repair) to the next,
-    and the work saved in between is computed. Failures have a constant rate, so the failures of 16,384 nodes are
-    sampled together. To simulate a run of 54 days with 5,700 failures takes about 20 milliseconds. Repair times are
-    distributed exponentially.
+    and the work saved in between is computed. Failures have a constant rate, so one random number gives the time of the
+    next failure of all nodes, even of 16,384. To simulate a run of 54 days with 5,700 failures takes about 20
+    milliseconds. Repair times are distributed exponentially.
 
     Args:
         job: Rates and durations.
@@ -347,6 +359,9 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
         work_s: Productive seconds of the whole run.
         pool: Spare nodes and repairs.
         seed: Seed of the random numbers.
+
+    Returns:
+        The result. Its `seconds` are infinite if the run has not ended after `_MAX_STARTS` starts.
     """
     random = Random(seed)
     cycle = job.cycle_s(interval_s)
@@ -355,8 +370,8 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
     lost_s = 0.0
     no_node_s = 0.0
     failures = 0
-    spares = pool.spares or 0
-    repairs: list[float] = []
+    spares = pool.spares or 0  # negative if nodes are missing
+    repairs: list[float] = []  # heap of the times at which failed nodes are repaired
     for _ in range(_MAX_STARTS):
         while repairs and (repairs[0] <= clock or spares < 0):
             repair_time = heappop(repairs)
@@ -364,8 +379,9 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
             clock = max(clock, repair_time)
             spares += 1
         attempt_s = random.expovariate(job.rate) if job.rate else math.inf
-        ran_s = attempt_s - job.restart_s
-        saves = math.ceil((work_s - done_s) / interval_s - 1e-9) - 1  # the run ends with the last interval
+        ran_s = attempt_s - job.restart_s  # negative if the attempt ends during the restart
+        # After the last interval, the run ends without waiting for another save.
+        saves = math.ceil((work_s - done_s) / interval_s - 1e-9) - 1
         remaining_s = (work_s - done_s) + (saves > 0) * job.blocked_s + max(0, saves - 1) * (cycle - interval_s)
         if ran_s >= remaining_s:
             return SimulatedRun(clock + job.restart_s + remaining_s, failures, lost_s, no_node_s)
@@ -393,14 +409,17 @@ def _work_after_restart(job: JobConditions, interval_s: float, ran_s: float) -> 
     """Return the seconds of work in the first `ran_s` seconds after a restart."""
     if ran_s <= interval_s + job.blocked_s:
         return min(max(0.0, ran_s), interval_s)
-    cycles, rest = divmod(ran_s - interval_s - job.blocked_s, job.cycle_s(interval_s))
-    return (1 + cycles) * interval_s + min(rest, interval_s)
+    cycles, remainder_s = divmod(ran_s - interval_s - job.blocked_s, job.cycle_s(interval_s))
+    return (1 + cycles) * interval_s + min(remainder_s, interval_s)
 
 
 def simulate_runs(
     job: JobConditions, interval_s: float, work_s: float, pool: NodePool, runs: int = SIMULATED_RUNS, seed: int = 1
 ) -> Expectation:
-    """Simulate `runs` runs (at least 2), each with a different seed, and return their statistics."""
+    """Simulate `runs` runs (at least 2), each with a different seed, and return their statistics.
+
+    The other arguments are those of `simulate_run`.
+    """
     simulated = [simulate_run(job, interval_s, work_s, pool, seed * 1_000_003 + number) for number in range(runs)]
     ratios = [work_s / run.seconds for run in simulated]
     durations = [run.seconds for run in simulated]
@@ -430,14 +449,14 @@ def find_good_intervals_s(
 
 
 class GoodputFigure(NamedTuple):
-    """An input and its source."""
+    """The value of an input, and the source of the value."""
 
     value: float
     source: str
 
 
 def measure_goodput_figures(
-    events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes], per_node: int
+    events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes], ranks_per_node: int
 ) -> dict[str, GoodputFigure]:
     """Return the figures that a run has measured, by the keys of `GoodputAssumptions`.
 
@@ -445,11 +464,11 @@ def measure_goodput_figures(
         events: Events of the train stage.
         steps: Lines of metrics of the run.
         attempts: Attempts of the train stage.
-        per_node: Ranks per node.
+        ranks_per_node: Number of ranks per node.
     """
     figures: dict[str, GoodputFigure] = {}
-    node_days = sum(_node_days(attempt, per_node) for attempt in attempts)
-    failed = [attempt for attempt in attempts if attempt.cause not in _NO_FAILURE]
+    node_days = sum(_node_days(attempt, ranks_per_node) for attempt in attempts)
+    failed = [attempt for attempt in attempts if attempt.cause not in _NON_FAILURE_CAUSES]
     if failed and node_days:
         low, high = (1000 * bound / node_days for bound in count_bounds(len(failed)))
         source = f"measured: {len(failed)} in {node_days:.3g} node-days; 95 % between {low:.3g} and {high:.3g}"
@@ -475,22 +494,23 @@ def measure_goodput_figures(
     return figures
 
 
-def _node_days(attempt: AttemptTimes, per_node: int) -> float:
+def _node_days(attempt: AttemptTimes, ranks_per_node: int) -> float:
     """Return the time of an attempt without waiting, in days, times its number of nodes."""
     ran_s = sum(spent for category, spent in attempt.seconds.items() if category not in WAITING_CATEGORIES)
-    return ran_s / DAY_S * _count_nodes(attempt, per_node)
+    return ran_s / DAY_S * _count_nodes(attempt, ranks_per_node)
 
 
-def _count_nodes(attempt: AttemptTimes, per_node: int) -> int:
-    return max(1, round(attempt.ranks / per_node))
+def _count_nodes(attempt: AttemptTimes, ranks_per_node: int) -> int:
+    """Return the number of nodes of an attempt, at least 1."""
+    return max(1, round(attempt.ranks / ranks_per_node))
 
 
 def collect_goodput_figures(
     config: Config, measured: Mapping[str, GoodputFigure], assumptions: GoodputAssumptions
 ) -> dict[str, GoodputFigure]:
     """Return all known inputs by the keys of `GoodputAssumptions`. Assumptions replace measured figures."""
-    figures = {key: GoodputFigure(*figure) for key, figure in _PAPER_FIGURES.items()} | dict(measured)
-    for key in (*_MEANINGS, "step_s"):
+    figures = {key: GoodputFigure(*figure) for key, figure in _DEFAULT_FIGURES.items()} | dict(measured)
+    for key in (*_DESCRIPTIONS, "step_s"):
         if (value := getattr(assumptions, key)) is not None:
             figures[key] = GoodputFigure(value, f"goodput.{key}")
     save_s = figures["save_s"].value
@@ -498,7 +518,7 @@ def collect_goodput_figures(
         figures.setdefault("blocked_s", GoodputFigure(save_s, "checkpoint.mode sync: the whole save"))
     assumed_blocked = GoodputFigure(_ASYNC_BLOCKED_SHARE * save_s, "assumed: 5 %, with checkpoint.mode async")
     figures.setdefault("blocked_s", assumed_blocked)
-    if figures["blocked_s"].value > save_s:  # this can happen if the two figures have different sources
+    if figures["blocked_s"].value > save_s:  # This can happen if the two figures have different sources.
         figures["save_s"] = GoodputFigure(figures["blocked_s"].value, "as long as it blocks")
     steps = config.train.steps
     if "gpu_hours" not in figures and "step_s" in figures and steps is not None:
@@ -523,7 +543,7 @@ def job_conditions(figures: Mapping[str, GoodputFigure], assumptions: GoodputAss
 def print_goodput(
     target: Path, overrides: Sequence[str], nodes: str | None, console: Console, assumptions_file: Path | None = None
 ) -> None:
-    """Print ratio, best interval, days and cost of a run by number of nodes.
+    """Print the ratio, the best interval, the days and the cost of a run for several numbers of nodes.
 
     Args:
         target: A config or a run directory. The ledger of a run provides measured inputs.
@@ -544,14 +564,14 @@ def print_goodput(
         config = parse_config(apply_overrides(dump_values(run.config), overrides), COMMAND_LINE)
         steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
-        per_node = run.config.stages.train.tasks_per_node
-        measured = measure_goodput_figures(run.read_events("train"), steps, attempts, per_node)
+        ranks_per_node = run.config.stages.train.tasks_per_node
+        measured = measure_goodput_figures(run.read_events("train"), steps, attempts, ranks_per_node)
     else:
         config = load_config(target, overrides)
     train = config.stages.train
     figures = collect_goodput_figures(config, measured, assumptions)
     node_counts = parse_node_counts(nodes) if nodes else [train.max_nodes * factor for factor in (1, 4, 16, 64)]
-    for key, meaning in _MEANINGS.items():
+    for key, meaning in _DESCRIPTIONS.items():
         if key in figures:
             console.print(f"{figures[key].value:>10.4g}  {meaning} ({figures[key].source})", soft_wrap=True)
     console.print()
@@ -565,7 +585,7 @@ def print_goodput(
 def _build_row(
     config: Config, figures: Mapping[str, GoodputFigure], assumptions: GoodputAssumptions, nodes: int
 ) -> dict[str, str]:
-    """Return a row of the table by column title; empty columns are left out of the table."""
+    """Return a row of the table by column title. A value is "" if it is unknown. Empty columns are not printed."""
     train = config.stages.train
     job = job_conditions(figures, assumptions, nodes)
     gpus = nodes * train.tasks_per_node
@@ -577,9 +597,10 @@ def _build_row(
         configured_ratio = f"{100 * effective_ratio(job, interval_s):.1f} %"
     row = {
         "nodes": f"{nodes:,}", "GPUs": f"{gpus:,}", "a failure every": format_span(1 / job.failure_rate),
-        "save every": format_span(best_s), "Young": format_span(young_s(job)), "Daly": format_span(daly_s(job)),
-        "simulated": "", "effective": f"{100 * ratio:.1f} %", "as configured": configured_ratio, "whole training": "",
-        "waiting for nodes": "", "days": "never" if ratio < _MIN_RATIO else "", "95 % below": "", "cost": "",
+        "save every": format_span(best_s), "Young": format_span(young_interval_s(job)),
+        "Daly": format_span(daly_interval_s(job)), "simulated": "", "effective": f"{100 * ratio:.1f} %",
+        "as configured": configured_ratio, "whole training": "", "waiting for nodes": "",
+        "days": "never" if ratio < _MIN_RATIO else "", "95 % below": "", "cost": "",
     }  # fmt: skip
     if ratio < _MIN_RATIO:
         return row
@@ -615,10 +636,10 @@ def _explain_columns(config: Config, figures: Mapping[str, GoodputFigure], node_
 def describe_expected_goodput(
     config: Config, events: Sequence[Event], steps: Sequence[StepLine], attempts: Sequence[AttemptTimes]
 ) -> str | None:
-    """Return the expected goodput of a run so far, to compare it with the measured goodput.
+    """Describe the expected goodput of a run so far, to compare it with the measured goodput.
 
-    Return None if the run has no step or no save yet. Also return None in its first node-day, because this time is too
-    short for a comparison.
+    Return None if the run has no step or no save yet. Also return None if the run has used less than one node-day,
+    because this time is too short for a comparison.
 
     Args:
         config: The run's config.
@@ -626,20 +647,20 @@ def describe_expected_goodput(
         steps: Lines of metrics of the run.
         attempts: Attempts of the train stage.
     """
-    per_node = config.stages.train.tasks_per_node
-    measured = measure_goodput_figures(events, steps, attempts, per_node)
+    ranks_per_node = config.stages.train.tasks_per_node
+    measured = measure_goodput_figures(events, steps, attempts, ranks_per_node)
     measured_failures = measured.pop("failures", None)
     productive_s = sum(sum_categories(attempts)[category] for category in PRODUCTIVE_CATEGORIES)
-    node_days = sum(_node_days(attempt, per_node) for attempt in attempts)
+    node_days = sum(_node_days(attempt, ranks_per_node) for attempt in attempts)
     if not productive_s or node_days < 1 or not {"save_s", "step_s", "restart_s"} <= measured.keys():
         return None
     assumptions = GoodputAssumptions()
     figures = collect_goodput_figures(config, measured, assumptions)
-    job = job_conditions(figures, assumptions, max(_count_nodes(attempt, per_node) for attempt in attempts))
+    job = job_conditions(figures, assumptions, max(_count_nodes(attempt, ranks_per_node) for attempt in attempts))
     interval_s = config.checkpoint.every_steps * figures["step_s"].value
     expected_s = productive_s / max(_MIN_RATIO, effective_ratio(job, interval_s)) + job.restart_s
     rate, source = figures["failures"]
-    count = sum(attempt.cause not in _NO_FAILURE for attempt in attempts)
+    count = sum(attempt.cause not in _NON_FAILURE_CAUSES for attempt in attempts)
     comparison = (
         f"expected {productive_s / expected_s:.3f} and {rate / 1000 * node_days:.2g} failures (there were {count}): "
         f"{rate:g} per 1,000 node-days ({source})"
@@ -648,7 +669,7 @@ def describe_expected_goodput(
 
 
 def format_span(seconds: float) -> str:
-    """Return a duration with two or three digits: 95 s, 14 min, 1.8 h, 9.3 days."""
+    """Format a duration in a suitable unit: 95 s, 14 min, 1.8 h, 9.3 days."""
     for unit, size, limit_s in (("s", 1, 120), ("min", 60, 5400), ("h", 3600, 2 * DAY_S)):
         if seconds < limit_s:
             return f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:.0f} {unit}"

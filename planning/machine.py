@@ -22,7 +22,7 @@ MACHINES = CODE_ROOT / "configs" / "machines"
 
 
 class Link(Section):
-    """The connection of one GPU to others."""
+    """The connection of one GPU to other GPUs."""
 
     bandwidth: PositiveFloat
     """Bytes per second in one direction."""
@@ -36,27 +36,28 @@ class Attention(Section):
     portable: PositiveFloat
     """With FlashAttention 2, which most frameworks use."""
     native: PositiveFloat
-    """With kernels made for this GPU: cuDNN, FlashAttention 3."""
+    """With kernels that are written for this generation of GPUs: cuDNN, FlashAttention 3."""
 
 
 class Overheads(Section):
     """Overheads that planning.calibrate fits to real steps. They replace those of `Constants` (planning/predict.py)."""
 
     eager: PositiveFloat
-    """Memory traffic of unfused operators, as a multiple of that of fused ones."""
+    """Memory traffic of unfused operators, as a multiple of the traffic of fused operators."""
     call: NonNegativeFloat
     """Seconds of host time per collective, in addition to the time on the link."""
 
 
 class Exchange(Section):
-    """A timed collective or message, in which all ranks took part at the same time."""
+    """A timed collective, or a timed message (`send`). All ranks took part at the same time."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
     size: PositiveInt
     """Bytes of the whole tensor, not of a shard."""
     ranks: PositiveInt
+    """Number of ranks of the group."""
     between: bool
-    """Whether each rank is on a different node."""
+    """Whether each rank of the group is on a different node."""
     seconds: PositiveFloat
 
 
@@ -78,7 +79,7 @@ class Step(Section):
 
 
 class Timings(Section):
-    """Timings on all ranks at once: medians in seconds."""
+    """Timings that all ranks measured at the same time: medians on the slowest rank, in seconds."""
 
     products: list[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat]]
     """Rows, columns, inner size and seconds of matrix products in the precision of the first step."""
@@ -94,29 +95,35 @@ class Machine(Section):
     """The content of a machine file."""
 
     gpu: str
+    """Name of the GPU."""
     memory_gib: PositiveFloat
+    """Memory of a GPU in GiB."""
     bandwidth: PositiveFloat
     """Bytes per second of the GPU's memory."""
     multiprocessors: PositiveInt
+    """Number of multiprocessors of a GPU."""
     peak: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
     """FLOP/s by precision, dense, from the vendor's data sheet."""
     achievable: dict[str, PositiveFloat]
     """FLOP/s of a large matrix product, by precision."""
     attention: Attention
     gpus_per_node: PositiveInt
-    """GPUs connected by the links inside a node."""
+    """Number of GPUs that the links inside a node connect."""
     inside: Link
+    """The links between GPUs of one node."""
     between: Link
+    """The links between nodes, for each GPU."""
     cores: PositiveInt | None = None
-    """For CPUs: how many ranks a node runs at full speed; further ranks share the cores, and communication does not
-    overlap with computation. null: each rank has a GPU."""
+    """For CPUs: number of ranks that a node runs at full speed. Further ranks share the cores, and communication does
+    not overlap with computation. null: each rank has a GPU."""
     measured: Overheads | None = None
-    """Overheads fitted to steps on this machine. If set, the other figures are measured too, and are used unscaled."""
+    """Overheads fitted to steps on this machine. If set, the other figures are also measured, and predictions do not
+    scale them with `Constants`."""
     timings: Timings | None = None
-    """The timings that the figures were fitted to; predictions do not use them."""
+    """The timings to which the figures were fitted. Predictions do not use these timings."""
 
     def rate(self, precision: str) -> float:
-        """Return the achievable FLOP/s. If fp16 is not listed, bf16 is used instead, and the reverse.
+        """Return the achievable FLOP/s in a precision. If fp16 is not listed, bf16 is used instead, and the reverse.
 
         Raises:
             UserError: The machine does not support the precision.
@@ -129,23 +136,26 @@ class Machine(Section):
         raise UserError("plan.unsupported_precision", f"{self.gpu} has no {precision}; it has {supported}")
 
     def with_gpus_per_node(self, ranks: int) -> Machine:
-        """Return the machine with `ranks` GPUs per node. Return a rack unchanged, because its links connect nodes."""
+        """Return the machine with `ranks` GPUs per node.
+
+        If the links inside connect more than 8 GPUs, this is a rack of several nodes, and it is returned unchanged.
+        """
         is_rack = self.gpus_per_node > 8 and self.cores is None
         return self if is_rack else self.model_copy(update={"gpus_per_node": ranks})
 
     @property
     def ranks_per_core(self) -> float:
-        """Ranks that share one core; 1 if each has its own core or a GPU."""
+        """Number of ranks that share one core; 1 if each rank has a core or a GPU."""
         return max(1.0, self.gpus_per_node / self.cores) if self.cores else 1.0
 
     @property
     def peak_bf16(self) -> float:
-        """FLOP/s that MFU is relative to."""
+        """Peak FLOP/s to which MFU is relative: those of bf16, otherwise of fp16, otherwise the highest ones."""
         return self.peak.get("bf16") or self.peak.get("fp16") or max(self.peak.values())
 
 
 def load_machine(name: str) -> Machine:
-    """Load the machine NAME of configs/machines, or the machine file `name`.
+    """Load the machine `name` of configs/machines. If there is none, load the machine file with the path `name`.
 
     Raises:
         UserError: There is no such machine, or its file is invalid.

@@ -36,13 +36,17 @@ The context and the first group of eight H100 took 1.06 GB together (issue 1685)
 
 
 def reserved_gpu_bytes(layout: Layout) -> int:
-    """Return the bytes of a GPU that CUDA and NCCL use. There is a group of all ranks, and one for each mesh axis."""
-    groups = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
-    return CUDA_CONTEXT + NCCL_COMMUNICATOR * (groups + (groups > 1))
+    """Return the bytes of a GPU that CUDA and NCCL use.
+
+    NCCL has a communicator for each mesh axis with several ranks. If there are several such axes, it also has one for
+    all ranks.
+    """
+    axes = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
+    return CUDA_CONTEXT + NCCL_COMMUNICATOR * (axes + (axes > 1))
 
 
 MEMORY_KINDS = ("weights", "gathered", "gradients", "optimizer", "activations")
-"""The fields of `RankMemory` in bytes, as tables name them."""
+"""The fields of `RankMemory` that are in bytes. Tables use the same names."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,12 @@ class RankMemory:
     weights: int
     """Weights between steps: in fp32, or in bf16 if there are no master weights."""
     gathered: int
-    """Weights that ZeRO gathers during a step, without its shard. Without ZeRO: autocast's low-precision copies."""
+    """Weights that FSDP gathers during a step. Without FSDP: the low-precision copies that autocast makes."""
     gradients: int
     optimizer: int
-    """Moments and the state of replicas: residuals of gradient compression, and weights at the last average."""
+    """Moments, and the state of replicas: residuals of gradient compression, or the weights at the last average."""
     activations: int
-    """The rest of the peak, which is estimated."""
+    """All other memory at the peak of a step, estimated."""
 
     @property
     def total(self) -> int:
@@ -67,7 +71,7 @@ class RankMemory:
         return self.weights + self.gathered + self.gradients + self.optimizer + self.activations
 
     def on_gpu(self, config: Config) -> int:
-        """Return the bytes that are not in host memory."""
+        """Return the bytes in GPU memory. With `parallel.offload`, the other bytes are in host memory."""
         return self.gathered + self.activations if config.parallel.offload else self.total
 
 
@@ -90,13 +94,17 @@ class GpuFit(NamedTuple):
 
 
 def check_gpu_fit(config: Config, layout: Layout, ranks: Sequence[RankMemory], gib: float) -> GpuFit:
-    """Return whether the pipeline ranks of a layout fit into GPUs of `gib` GiB."""
-    needs = [rank.on_gpu(config) for rank in ranks]
-    return GpuFit(needs.index(max(needs)), max(needs), reserved_gpu_bytes(layout), gib * 2**30)
+    """Return whether the pipeline ranks of a layout fit into GPUs of `gib` GiB, with the sizes."""
+    bytes_of_ranks = [rank.on_gpu(config) for rank in ranks]
+    needed = max(bytes_of_ranks)
+    return GpuFit(bytes_of_ranks.index(needed), needed, reserved_gpu_bytes(layout), gib * 2**30)
 
 
 def describe_overflow(config: Config, fit: GpuFit, source: str) -> str:
-    """Describe what does not fit and what to change. `source` names the setting that gives the size of the GPU."""
+    """Describe which rank does not fit, and what to change.
+
+    `source` describes the GPU's memory, and the setting with this value.
+    """
     return (
         f"rank {fit.rank} of the pipeline needs {fit.needed / GB:.1f} GB, CUDA and NCCL about "
         f"{fit.reserved / GB:.1f}, and a GPU has {fit.size / GB:.1f} ({source}): lower train.micro_batch "
@@ -106,13 +114,18 @@ def describe_overflow(config: Config, fit: GpuFit, source: str) -> str:
 
 
 def needs_torch(layout: Layout) -> bool:
-    """Return whether `rank_actions` imports torch for this layout, because torch defines the schedule."""
+    """Return whether `rank_actions` imports torch for this layout.
+
+    It does if the pipeline schedule splits the backward pass, because torch computes such schedules.
+    """
     return layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
 
 
 def describe_size(size: float) -> str:
-    """Return bytes in GB with two or three digits: 0.35 GB, 12.5 GB, 1,300 GB."""
-    return f"{size / GB:.2g} GB" if size < GB else f"{size / GB:,.1f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
+    """Format a size in bytes as GB: 0.35 GB, 12.5 GB, 1,300 GB."""
+    if size < GB:
+        return f"{size / GB:.2g} GB"
+    return f"{size / GB:,.1f} GB" if size < 100 * GB else f"{size / GB:,.0f} GB"
 
 
 def estimate_memory_of_ranks(config: Config, layout: Layout, vocab: int) -> list[RankMemory]:
@@ -128,7 +141,7 @@ def estimate_memory(
     Args:
         config: The config.
         layout: Its layout.
-        pp_rank: Position in the pipeline.
+        pp_rank: The rank's position in the pipeline.
         vocab: Size of the vocabulary.
         actions: The rank's actions in one step; empty if the peak of activations is not needed.
         on_cpu: Whether the rank uses the CPU's kernels, as in a rehearsal.
@@ -146,7 +159,7 @@ class _LossMemory(NamedTuple):
 
 
 class _RankEstimate:
-    """Estimates the parts of the memory of one rank. Arguments are those of `estimate_memory`."""
+    """Calculation of the memory of one rank. Arguments are those of `estimate_memory`."""
 
     def __init__(self, config: Config, layout: Layout, pp_rank: int, vocab: int, on_cpu: bool) -> None:
         self.config = config
@@ -163,34 +176,34 @@ class _RankEstimate:
 
         self.is_mixed_precision = config.train.precision != "fp32"
         self.compute_bytes = 2 if self.is_mixed_precision else 4
-        """Bytes of a value in matrix products."""
+        """Bytes of one value in matrix products."""
         self.stored_bytes = stored_weight_bytes(config)
-        """Bytes of a weight between steps, and of its gradient."""
+        """Bytes of one weight between steps, and of its gradient."""
         self.stream_value_bytes = residual_stream_bytes(config, layout)
-        """Bytes of a value of the residual stream."""
+        """Bytes of one value of the residual stream."""
         self.stream_bytes = self.tokens * self.stream_value_bytes * config.model.dim // self.sequence_shards
         """Bytes of the hidden states between two blocks, for one micro-batch."""
         self.table_bytes = vocab * config.model.dim // layout.tp * self.compute_bytes
         """Bytes of the embedding, or of the output layer, in the precision of products."""
 
-        trained_names, _, self.first_trained = find_trained_parameters(config)
+        trained_names, _, self.first_trained_block = find_trained_parameters(config)
         self.parameters = list(list_rank_parameters(config, layout, pp_rank, vocab))
-        self.trained = [parameter for parameter in self.parameters if parameter.name in trained_names]
-        self.blocks = sum(len(layout.stage_layers[stage]) for stage in self.stages)
+        self.trained_parameters = [parameter for parameter in self.parameters if parameter.name in trained_names]
+        self.block_count = sum(len(layout.stage_layers[stage]) for stage in self.stages)
         self.block_weight_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= 0)
         """Bytes of a block's weights in the precision of products, on average."""
         self.cast_bytes = 0
         """Bytes of the copies of a block's weights that autocast makes."""
         if self.is_mixed_precision and self.stored_bytes == 4 and not layout.fsdp:
-            self.cast_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= self.first_trained)
+            self.cast_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= self.first_trained_block)
         self.keeps_sharded_gradients = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
         self.gradient_bytes = self.stored_bytes * sum(
-            p.fsdp_numel(self.fsdp_ranks) if self.keeps_sharded_gradients else p.numel for p in self.trained
+            p.fsdp_numel(self.fsdp_ranks) if self.keeps_sharded_gradients else p.numel for p in self.trained_parameters
         )
 
     def _per_block(self, numels: Iterable[int]) -> int:
         """Return the average bytes per block of parameters with these numbers of elements, in compute precision."""
-        return self.compute_bytes * sum(numels) // max(1, self.blocks)
+        return self.compute_bytes * sum(numels) // max(1, self.block_count)
 
     def estimate(self, actions: Sequence[Action]) -> RankMemory:
         """Return the memory of the rank. The peak includes these actions and the update of the weights."""
@@ -198,14 +211,15 @@ class _RankEstimate:
         temporary = self._block_backward_bytes()
         gathered, gathered_at_loss = self._gathered_bytes(loss.temporary, temporary)
         peak = self._peak_of_actions(actions, loss, temporary, gathered, gathered_at_loss)
-        trained_values = sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.trained)
-        moments = sum(self._moment_bytes(parameter) for parameter in self.trained)
+        trained_values = sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.trained_parameters)
+        moments = sum(self._moment_bytes(parameter) for parameter in self.trained_parameters)
         peak = max(peak, self.stored_bytes * trained_values + self._update_bytes())
         state = self.stored_bytes * trained_values + moments
         peak, replica_state = self._add_replica_state(trained_values, state, peak)
         values = sum(parameter.numel for parameter in self.parameters)
         weights = self.stored_bytes * sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.parameters)
-        if self.config.train.evaluate_every is not None:  # a copy in fp32 (pipeline/evaluate/evaluator.py)
+        if self.config.train.evaluate_every is not None:
+            # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py).
             is_split = self.layout.zero == 3 or self.layout.pp * self.layout.tp > 1
             weights += 4 * (values // (self.layout.dp if is_split else 1))
         return RankMemory(
@@ -231,9 +245,10 @@ class _RankEstimate:
         # Without compilation, each product saves a low-precision copy of an fp32 input.
         has_casts = self.is_mixed_precision and self.stream_value_bytes == 4 and self.layout.tp == 1
         casts = 3 if has_casts else 0
-        streams = 1  # number of saved tensors of width `dim` in the type of the residual stream
-        sums = 0  # number of saved tensors of width `dim` in compute precision that are split like the residual stream
-        whole = 0  # number of saved tensors of width `dim` in compute precision that are not split
+        # The first three variables are numbers of saved tensors of width `dim`.
+        streams = 1  # in the type of the residual stream
+        sums = 0  # in compute precision, split like the residual stream
+        whole = 0  # in compute precision, not split
         split_width = 0  # total width of the saved tensors that tensor parallelism splits
         if checkpointing == "selective":
             sums = 1 if is_compiled else 2
@@ -245,14 +260,15 @@ class _RankEstimate:
             streams = 2
             whole = 2 + casts
             split_width = attention + query + 4 * model.ffn_size
-        norm_bytes = 0  # per token and `dim`: on a CPU, torch computes a norm in several operators
+        norm_bytes = 0  # per value of a token's hidden state
+        # On a CPU, torch computes a norm in several operators, which save more tensors.
         if self.on_cpu and checkpointing == "none":
             norm_bytes = 2 * 4 + 2 * (4 - self.stream_value_bytes)
         per_token = self.stream_value_bytes * streams + self.compute_bytes * sums + norm_bytes
         per_token = per_token * model.dim // self.sequence_shards
         per_token += self.compute_bytes * (whole * model.dim + split_width // self.layout.tp)
         if checkpointing != "full":
-            per_token += 4 * model.heads // self.layout.tp  # log-sum-exp of attention, in fp32
+            per_token += 4 * model.heads // self.layout.tp  # the log-sum-exp of attention, in fp32
         return self.tokens * per_token
 
     def _loss_bytes(self) -> _LossMemory:
@@ -264,12 +280,13 @@ class _RankEstimate:
         chunk = self.config.train.loss_chunk
         vocab_shards = layout.tp if self.config.parallel.loss_parallel else 1
         if chunk is None:
-            # The log-softmax in fp32 is saved. The peak is three times as much, or four times if the logits are split.
+            # The log-softmax in fp32 (4 bytes per logit) is saved. The peak is three times as much, or four times if
+            # the logits are split.
             saved = 4 * self.tokens * self.vocab // vocab_shards
             temporary = (12 if vocab_shards > 1 else 8) * self.tokens * self.vocab // vocab_shards
         else:
             # The gradients of the weights and of the hidden states are saved. A chunk also needs its logits, or its
-            # share of the weights' gradient.
+            # contribution to the gradient of the weights.
             rows = min(chunk, self.tokens)
             saved = self.compute_bytes * (self.vocab // layout.tp + self.tokens) * dim
             in_chunk = max((4 + self.compute_bytes) * rows, self.compute_bytes * (rows + dim))
@@ -280,18 +297,18 @@ class _RankEstimate:
             saved += self.tokens * (8 - self.stream_value_bytes) * dim // self.sequence_shards
         if self.cast_bytes:
             saved += self.table_bytes
-        if chunk is None and layout.pp > 1:  # the logits are the output of the pipeline-parallel stage
+        if chunk is None and layout.pp > 1:  # The logits are the output of the pipeline-parallel stage, which is kept.
             saved += self.compute_bytes * self.tokens * self.vocab // vocab_shards
         return _LossMemory(saved, temporary)
 
     # ------------------------------------------------------------------------------------------------------- backward
 
     def _block_backward_bytes(self) -> int:
-        """Return the bytes of temporaries in a block's backward pass: recomputed activations and gradients."""
+        """Return the bytes of temporary tensors in a block's backward pass: recomputed activations and gradients."""
         model = self.config.model
         # Gradients of the residual stream, of the input of a product, and of the two widest tensors of the MLP.
         size = self.stream_bytes + self.compute_bytes * self.tokens * (model.dim + 2 * model.ffn_size // self.layout.tp)
-        if self.checkpointing != "none":  # everything but the stream and the saved products is recomputed
+        if self.checkpointing != "none":  # All activations except the stream and the saved products are recomputed.
             size += self._saved_block_bytes("none") + self.cast_bytes - self.stream_bytes
         if self.checkpointing == "selective":
             saved_width = query_width(model) + key_value_width(model) + 2 * model.ffn_size
@@ -308,11 +325,11 @@ class _RankEstimate:
             gathered = self.compute_bytes * self.fsdp_ranks * values
             if not self.layout.gathers_blocks:
                 return gathered, gathered
-            # FSDP gathers a block and the next one. A tied table is used at both ends and stays gathered.
+            # FSDP gathers a block and the next one. A tied embedding is used at both ends and stays gathered.
             tied_table = self.table_bytes * self.config.model.tie_word_embeddings
             return min(gathered, 2 * self.block_weight_bytes + tied_table), self.table_bytes
-        # Compiled blocks recompute casts. Otherwise autocast frees casts when the backward pass starts.
-        casts = 0 if self.checkpointing == "none" or self.config.train.compile else self.cast_bytes * self.blocks
+        # Compiled blocks recompute casts. In other blocks, autocast frees the casts when the backward pass starts.
+        casts = 0 if self.checkpointing == "none" or self.config.train.compile else self.cast_bytes * self.block_count
         casts = max(0, casts - max(loss_temporary, block_temporary))
         return casts, casts
 
@@ -324,23 +341,25 @@ class _RankEstimate:
         Args:
             actions: The actions of this rank, in order.
             loss: Memory of the output layer and the loss.
-            temporary: Bytes of temporaries in a block's backward pass.
-            gathered: Bytes of gathered weights during a block's backward pass.
-            gathered_at_loss: The same while the loss is computed.
+            temporary: Bytes of temporary tensors in a block's backward pass.
+            gathered: Bytes of gathered or cast weights during a block's backward pass.
+            gathered_at_loss: Bytes of gathered or cast weights while the loss is computed.
         """
         layout = self.layout
         is_saving_all = self.checkpointing == "none"
         saved_block = self._saved_block_bytes(self.checkpointing)
         if is_saving_all:
-            saved_block += self.cast_bytes  # each micro-batch in flight keeps its own casts
+            saved_block += self.cast_bytes  # Each micro-batch keeps its own casts until its backward pass.
         sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
-        needing_gradients = [  # the pipeline-parallel stages with inputs that need gradients
-            stage for stage in range(layout.stages) if layout.stage_layers[stage].start > self.first_trained
+        # Pipeline-parallel stages whose input needs a gradient.
+        needing_gradients = [
+            stage for stage in range(layout.stages) if layout.stage_layers[stage].start > self.first_trained_block
         ]
         # Torch allocates a buffer for the received hidden states and gradients of each micro-batch.
         buffers = len(receiving) + sum(stage + 1 in needing_gradients for stage in sending)
         held = self.stream_bytes * layout.micro_batches * buffers
-        gradients = self.gradient_bytes if layout.dp > 1 and not layout.fsdp else 0  # DDP's buckets are permanent
+        # DDP's buckets are allocated before the first action. Other gradients are allocated by backward passes.
+        gradients = self.gradient_bytes if layout.dp > 1 and not layout.fsdp else 0
         # The gradient of the output layer in fp32, which FSDP reduces last.
         unreduced_table = 0
         if self.keeps_sharded_gradients and layout.micro_batches > 1:
@@ -348,10 +367,10 @@ class _RankEstimate:
         peak = 0
         stages_with_gradients = set[int]()
         for kind, stage, _ in actions:
-            trained_blocks = sum(number >= self.first_trained for number in layout.stage_layers[stage])
+            trained_blocks = sum(number >= self.first_trained_block for number in layout.stage_layers[stage])
             is_last_stage = stage == layout.stages - 1
             output = loss.saved if is_last_stage else self.stream_bytes * (layout.pp > 1)
-            output -= self.stream_bytes * (stage in receiving)  # its input is in a buffer already
+            output -= self.stream_bytes * (stage in receiving)  # The stage's input is already counted as a buffer.
             if kind == "F":
                 held += trained_blocks * saved_block + output
                 continue
@@ -370,13 +389,13 @@ class _RankEstimate:
                 held += trained_blocks * (self._saved_block_bytes("none") + self.cast_bytes)
             elif kind != "I":
                 held -= trained_blocks * saved_block + output
-            if kind == "B":  # the backward pass of the first block, before the gradients of this block exist
-                late = 0
+            if kind == "B":  # This is the backward pass of the first block, before the gradients of the block exist.
+                missing_gradients = 0  # bytes of the gradients that do not exist yet
                 if not self.keeps_sharded_gradients:
-                    late_bytes = self.block_weight_bytes // self.compute_bytes
-                    late_bytes += (stage == 0) * self.table_bytes // self.compute_bytes
-                    late = self.stored_bytes * late_bytes
-                current = held + max(gradients_before, gradients - late) + gathered + temporary
+                    missing_values = self.block_weight_bytes // self.compute_bytes
+                    missing_values += (stage == 0) * self.table_bytes // self.compute_bytes
+                    missing_gradients = self.stored_bytes * missing_values
+                current = held + max(gradients_before, gradients - missing_gradients) + gathered + temporary
                 peak = max(peak, current + is_saving_all * saved_block)
             peak = max(peak, held + gradients + gathered)
         return peak
@@ -384,23 +403,30 @@ class _RankEstimate:
     # ------------------------------------------------------------------------------------------------------- optimizer
 
     def _moment_bytes(self, parameter: ParameterSpec) -> int:
-        """Return the bytes of the optimizer's state of a parameter on this rank."""
+        """Return the bytes of the optimizer's moments of a parameter on this rank."""
         optimizer = self.config.optimizer
         count = parameter.fsdp_numel(self.fsdp_ranks)
         if optimizer.state.moments == "int8" and parameter.is_matrix:
+            # There are two moments. Each has one byte per element and one fp32 scale (4 bytes) per INT8_BLOCK elements.
             return 2 * (count + 4 * count // INT8_BLOCK)
-        has_one_moment = optimizer.name == "sgd" or (optimizer.name == "muon" and parameter.is_block_matrix)
-        return (4 if has_one_moment or optimizer.state.moments == "bf16" else 8) * count
+        has_one_moment = optimizer.name == "sgd" or (optimizer.name == "muon" and parameter.is_matrix_in_block)
+        if has_one_moment:
+            return 4 * count  # A single moment is in fp32.
+        bytes_per_moment = 2 if optimizer.state.moments == "bf16" else 4
+        return 2 * bytes_per_moment * count
 
     def _update_bytes(self) -> int:
-        """Return the bytes of temporaries when the optimizer updates its largest parameter."""
+        """Return the bytes of temporary tensors when the optimizer updates its largest parameter."""
         optimizer = self.config.optimizer
-        if optimizer.name == "muon":  # the whole weight, gradient and momentum; products in bf16
-            largest = max((p.numel for p in self.trained if p.is_block_matrix), default=0)
+        if optimizer.name == "muon":
+            # The bytes per element are 10 for bf16 products. If the parameter is sharded, Muon also gathers the weight,
+            # the gradient and the momentum in fp32: 12 bytes.
+            largest = max((p.numel for p in self.trained_parameters if p.is_matrix_in_block), default=0)
             return largest * self.layout.tp * (22 if self.fsdp_ranks * self.layout.tp > 1 else 10)
         if optimizer.state == StateConfig() or self.config.train.compile:
             return 0
-        return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained), default=0))
+        # The optimizer updates chunks of at most 2^24 values, with temporary tensors of 40 bytes per value.
+        return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained_parameters), default=0))
 
     def _add_replica_state(self, values: int, state: int, peak: int) -> tuple[int, int]:
         """Add the state of data-parallel replicas: residuals of gradient compression, or weights of local SGD.
@@ -414,9 +440,10 @@ class _RankEstimate:
             The peak with the state of replicas, and the bytes of this state between steps.
         """
         parallel = self.config.parallel
-        if parallel.hook.kind in ("topk", "powersgd"):  # a step also stores the new residuals
+        if parallel.hook.kind in ("topk", "powersgd"):  # At the peak, a step stores both old and new residuals.
             return peak + 4 * values, 4 * values
         if parallel.local_sgd is None:
             return peak, 0
         has_outer_optimizer = parallel.local_sgd.outer_lr != 1 or parallel.local_sgd.outer_momentum > 0
-        return max(peak, state), 8 * values * has_outer_optimizer  # a save averages the whole state
+        # The peak may be at a save, which averages the whole state.
+        return max(peak, state), 8 * values * has_outer_optimizer

@@ -1,11 +1,11 @@
 """Check whether a run fits into GPU memory and host memory, before anything is queued.
 
-`--dry-run` shows both verdicts, and `submit` prints a warning if memory does not suffice. A verdict never stops a
-submission, because both are estimates (planning/memory.py). This module does not import torch, because `--dry-run` runs
-on the login node.
+`--dry-run` shows a verdict on each kind of memory, and `submit` prints a warning if memory is not enough. A verdict
+never stops a submission, because the needed memory is only estimated (planning/memory.py). This module does not import
+torch, because `--dry-run` runs on the login node.
 
 Ranks on CPUs keep weights, gradients, optimizer state and activations in host memory. Ranks on GPUs use host memory for
-the process itself, for the copy from which a checkpoint is written, and for what `parallel.offload` moves.
+the process itself, for the copy from which a checkpoint is written, and for the state that `parallel.offload` moves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CUDA_PROCESS_BYTES = 2_000_000_000
 """Assumed memory of a rank's process with CUDA's libraries and pinned buffers."""
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
-_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
 """Files that contain a memory limit, in versions 2 and 1 of control groups."""
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -66,13 +66,15 @@ def estimate_host_memory(
         layout: Its layout.
         vocab: Size of the vocabulary.
         on_gpu: Whether ranks compute on GPUs.
-        one_machine: Whether all ranks run on one machine, whatever the config's number of nodes.
+        one_machine: Whether all ranks run on one machine, regardless of the config's number of nodes.
     """
     # Without actions, the estimate contains no activations. On GPUs, activations are not in host memory.
     no_actions: list[list[Action]] = [[] for _ in range(layout.pp)]
     actions_of_ranks = no_actions if needs_torch(layout) or on_gpu else rank_actions(layout)
+    # Bytes of a rank's samples of one step. A token id has 8 bytes.
     batch = 8 * config.train.global_batch // layout.dp * config.data.sequence_length
-    starts = []  # of each pipeline rank, in bytes
+    # Memory of each pipeline rank in bytes: at the start, and at the peak.
+    starts = []
     peaks = []
     for pp_rank, actions in enumerate(actions_of_ranks):
         memory = estimate_memory(config, layout, pp_rank, vocab, actions, on_cpu=not on_gpu)
@@ -87,17 +89,22 @@ def estimate_host_memory(
     for first in range(0, layout.world_size, per_node):
         ranks = range(first, min(first + per_node, layout.world_size))
         pp_ranks = [layout.coordinates(rank).pp for rank in ranks]
-        fullest = max(fullest, (sum(peaks[pp_rank] for pp_rank in pp_ranks), sum(starts[rank] for rank in pp_ranks)))
+        peak = sum(peaks[pp_rank] for pp_rank in pp_ranks)
+        start = sum(starts[pp_rank] for pp_rank in pp_ranks)
+        fullest = max(fullest, (peak, start))
     peak, start = fullest
     return HostMemory(min(per_node, layout.world_size), start, peak)
 
 
 def local_memory_limit() -> tuple[int, str]:
-    """Return the bytes of memory that this process and its children may use, and what sets the limit."""
+    """Return the bytes of memory that this process and its children may use, and a description of the limit.
+
+    The limit is the memory of this machine, or the lowest limit of the process's control groups if this is lower.
+    """
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     source = "this machine"
     for file in _list_limit_files():
-        with suppress(OSError, ValueError):  # `max` means no limit
+        with suppress(OSError, ValueError):  # The text `max` means that there is no limit.
             if (limit := int(file.read_text())) < size:
                 size = limit
                 source = f"the limit in {file}"
@@ -115,11 +122,14 @@ def _list_limit_files() -> Iterator[Path]:
                 process_group = Path(path.lstrip("/"))
                 groups |= {root / group for group in (process_group, *process_group.parents)}
     for group in sorted(groups):
-        yield from (group / name for name in _LIMITS)
+        yield from (group / name for name in _LIMIT_FILES)
 
 
 def requested_memory(config: Config, per_node: int) -> tuple[int, str] | None:
-    """Return the bytes per node that a job of stage train requests from Slurm, and the key; None if it is not set."""
+    """Return the bytes per node that a job of stage train requests from Slurm, and the key with this value.
+
+    Return None if no key sets the memory.
+    """
     site = config.resolve_site("train")
     if site.mem_gb:
         return int(site.mem_gb * 2**30), "mem_gb"
@@ -137,7 +147,10 @@ def allocated_memory(env: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _parse_slurm_memory(text: str) -> int:
-    """Return the bytes of a size in the format of sbatch (default unit: MiB); 0 for all memory or if malformed."""
+    """Return the bytes of a size in the format of sbatch, whose default unit is MiB.
+
+    Return 0 if `text` is malformed. The size 0 itself requests all memory of the node.
+    """
     size = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     return int(size[1]) * _UNITS[size[2].upper() or "M"] if size else 0
 
@@ -152,8 +165,8 @@ def describe_host_memory(memory: HostMemory, limit: tuple[int, str] | None) -> t
     """Return whether a node's ranks fit into its memory, and a description.
 
     Args:
-        memory: The memory that they need.
-        limit: Bytes of the node's memory, and the setting with this value; None if unknown, which counts as enough.
+        memory: The memory that the ranks need.
+        limit: Bytes of the node's memory, and the setting with this value. None: unknown, which counts as enough.
     """
     ranks = f"the {memory.ranks} ranks of a node need" if memory.ranks > 1 else "the rank of a node needs"
     need = f"{ranks} about {describe_size(memory.start)} at the start and {describe_size(memory.peak)} during a save"
@@ -171,8 +184,9 @@ class MemoryVerdict(NamedTuple):
     kind: str
     """`GPU` or `host`."""
     fits: bool
-    """False if the config names an unknown GPU; True if the size of the memory is unknown."""
+    """Whether the run fits. False if the config names an unknown GPU; True if the size of the memory is unknown."""
     message: str
+    """Description of the needed and the available memory."""
 
 
 _MEMORY_SECTIONS = ("model", "parallel", "data", "train", "stages", "site")
@@ -180,15 +194,18 @@ _MEMORY_SECTIONS = ("model", "parallel", "data", "train", "stages", "site")
 
 
 def check_memory(config: Config, executor: Executor, machine: str | None = None) -> list[MemoryVerdict]:
-    """Return the verdicts on a config. For a sweep, return those on a point that does not fit, if there is one.
+    """Return the verdicts on a config.
+
+    The points of a sweep may need different amounts of memory. If a point does not fit, return the verdicts on the
+    first such point, otherwise those on the last point.
 
     Args:
         config: The config.
-        executor: Where its jobs would run; not `auto`.
+        executor: The executor of its jobs; not `auto`.
         machine: A machine of configs/machines, or a machine file. It replaces the config's GPU.
 
     Raises:
-        UserError: There is no such `machine`.
+        UserError: There is no such `machine`, or its file is invalid.
     """
     differs_by_point = config.sweep is not None and any(
         key.split(".")[0] in _MEMORY_SECTIONS for key in config.sweep.points()[0]
@@ -209,16 +226,16 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
 
 
 def memory_warnings(config: Config, executor: Executor) -> list[str]:
-    """Return a line for each kind of memory into which a run does not fit."""
+    """Return a warning for each kind of memory into which a run does not fit."""
     verdicts = check_memory(config, executor)
     return [f"warning: {verdict.kind} memory: {verdict.message}" for verdict in verdicts if not verdict.fits]
 
 
 def _check_gpu_memory(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[MemoryVerdict]:
-    """Yield the verdict on GPU memory, if the size of the GPU is known."""
+    """Yield the verdict on GPU memory. Yield nothing if the config does not give the size of the GPU."""
     kind = "GPU"
     try:
-        sizes = gpu_sizes(config, machine)
+        sizes = list_gpu_sizes(config, machine)
     except UserError as error:
         if machine is not None:
             raise
@@ -248,14 +265,14 @@ def _check_gpu_memory(config: Config, layout: Layout, vocab: int, machine: str |
     yield MemoryVerdict(kind, fits_any, "; ".join(messages))
 
 
-def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, float]]:
+def list_gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, float]]:
     """Return the possible sizes of the run's GPUs in GiB, each with the setting that gives the size.
 
-    The first of these settings that is set counts: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`.
-    GPUs of one type may exist in several sizes.
+    The first of these settings that is set decides: `machine`, `site.gpu_memory_gib`, `site.machine`, `site.gpu_type`.
+    GPUs of one type may exist in several sizes. Return [] if nothing is set, or if the GPU type is unknown.
 
     Raises:
-        UserError: There is no such machine.
+        UserError: There is no such machine, or its file is invalid.
     """
     site = config.resolve_site("train")
     if machine is None and site.gpu_memory_gib is not None:
@@ -268,11 +285,11 @@ def gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str, flo
         return [(f"{'--machine' if machine else 'site.machine'} {name}", load_machine(name).memory_gib)]
     source = f"site.gpu_type {site.gpu_type}"
     gpu_type = str(site.gpu_type).lower().replace("_", "-")
-    if mig_slice := re.search(r"\dg\.(\d+)gb", gpu_type):
+    if mig_slice := re.search(r"\dg\.(\d+)gb", gpu_type):  # such as a100-3g.20gb, with 20 GB
         return [(source, float(mig_slice[1]))]
     gpu_type = gpu_type.removeprefix("nvidia-")
-    model = re.match(r"[a-z]+\d+[a-z]*", gpu_type)
-    size = re.search(r"(\d+)-?gb", gpu_type)
+    model = re.match(r"[a-z]+\d+[a-z]*", gpu_type)  # such as h100
+    size = re.search(r"(\d+)-?gb", gpu_type)  # such as 80gb
     names = [path.stem for path in MACHINES.glob("*.yaml") if model and path.stem.split("-")[0] == model[0]]
     sizes = {load_machine(name).memory_gib for name in ([gpu_type] if gpu_type in names else names)}
     if size and float(size[1]) in sizes:
@@ -286,8 +303,8 @@ def _check_host_memory(config: Config, layout: Layout, vocab: int, executor: Exe
         return
     if executor == "slurm":
         site = config.resolve_site("train")
-        names_gpu = site.gpu_memory_gib is not None or site.machine is not None or site.gpu_type is not None
-        on_gpu = site.gpus_per_node > 0 or config.parallel.backend == "nccl" or names_gpu
+        config_names_gpu = site.gpu_memory_gib is not None or site.machine is not None or site.gpu_type is not None
+        on_gpu = site.gpus_per_node > 0 or config.parallel.backend == "nccl" or config_names_gpu
         limit = requested_memory(config, layout.ranks_per_node)
     else:
         on_gpu = has_gpu()

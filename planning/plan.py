@@ -1,7 +1,7 @@
-"""Describe what a config's layout means before anything runs: `plan CONFIG`, as text and as a page of figures.
+"""Describe a config's layout and its consequences before anything runs: `plan CONFIG`, as text or as a page.
 
-The text lists the mesh, memory, pipeline schedule, communication and predicted speed. `plan --html` draws the same as
-figures, and also draws the expected cost of failures (planning/goodput.py).
+The text lists the mesh, memory, pipeline schedule, communication and predicted speed. `plan --html` writes a page with
+figures of the memory, the schedule, the operators and the expected cost of failures (planning/goodput.py).
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ from planning.workload import Workload, matrix_shapes, workload_from_config
 
 TIMELINE_COLUMNS = 100
 """Maximum width of the text timeline. The rest of a longer timeline is not shown."""
-_MAX_RANKS_AT_ENDS = 32
-"""Number of ranks that are shown at the start and at the end of a long list of ranks."""
+_RANKS_SHOWN_PER_END = 32
+"""If the list of ranks is long, this number of ranks is shown at its start, and the same number at its end."""
 _RESERVED = "CUDA and NCCL"
-"""Name of the kind of memory that CUDA and NCCL use."""
+"""Kind of memory, as the figure names it: memory that CUDA and NCCL use. It is not in `MEMORY_KINDS`."""
 _MEMORY_COLOURS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2, _RESERVED: 6}
 _ACTION_NAMES_AND_COLOURS = {
     "F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 3)
 }  # fmt: skip
 _LIMIT_COLOUR = 4
 _PRODUCT_NAMES = ("query, key, value", "attention output", "MLP in", "MLP out", "output layer")
+"""Names of the matrix products of a forward pass, in the order of `matrix_shapes`."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
 def vocab_size(config: Config) -> int:
-    """Return the size of the vocabulary that a config requests."""
+    """Return the size of the vocabulary: `model.vocab_size` or, if it is not set, `data.tokenizer.vocab_size`."""
     return config.model.vocab_size or config.data.tokenizer.vocab_size
 
 
@@ -77,7 +78,7 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
         machine: The machine for which the speed is predicted; None for no prediction.
 
     Raises:
-        UserError: If the GPU's memory does not suffice; raised after the lines about memory.
+        UserError: If the memory of a GPU is not enough. It is raised after the lines about memory.
     """
     custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     layout = resolve_layout(config)
@@ -119,20 +120,20 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
 
 def _describe_mesh(layout: Layout) -> Iterator[str]:
     """Yield a table of ranks with their node, coordinates and blocks."""
-    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   stages and blocks"
+    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   blocks of each stage"
     for rank in range(layout.world_size):
-        if _MAX_RANKS_AT_ENDS <= rank < layout.world_size - _MAX_RANKS_AT_ENDS:
-            if rank == _MAX_RANKS_AT_ENDS:
+        if _RANKS_SHOWN_PER_END <= rank < layout.world_size - _RANKS_SHOWN_PER_END:
+            if rank == _RANKS_SHOWN_PER_END:
                 yield f"{'…':>5}"
             continue
         pp, _, _, tp, dp = layout.coordinates(rank)
-        stages = (layout.stage_layers[stage] for stage in layout.stages_on_rank(pp))
-        blocks = ", ".join(f"{layers.start}–{layers.stop - 1}" for layers in stages)
+        blocks_of_stages = (layout.stage_layers[stage] for stage in layout.stages_on_rank(pp))
+        blocks = ", ".join(f"{stage_blocks.start}–{stage_blocks.stop - 1}" for stage_blocks in blocks_of_stages)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {pp:>4} {dp:>4} {tp:>4}   {blocks}"
 
 
 def _describe_schedule(layout: Layout) -> Iterator[str]:
-    """Yield the timeline of the pipeline and its legend."""
+    """Yield the legend and the text timeline of the pipeline schedule."""
     rows = draw_text_timeline(rank_actions(layout), layout.stages)
     idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
     yield f"{layout.schedule}: a digit is the forward of a micro-batch, a digit with ▒ its backward; a separate ▒ is"
@@ -156,18 +157,25 @@ def _describe_memory(config: Config, layout: Layout, vocab: int) -> Iterator[str
 
 
 def _describe_free_memory(config: Config, layout: Layout, ranks: Sequence[RankMemory], gib: float) -> str:
-    """Return how much of a GPU's memory remains. Raises UserError if it is not enough."""
+    """Return a line that says how much of a GPU's memory remains. Raises UserError if the ranks do not fit.
+
+    Args:
+        config: The config.
+        layout: Its layout.
+        ranks: Memory of each pipeline rank.
+        gib: Memory of a GPU in GiB.
+    """
     fit = check_gpu_fit(config, layout, ranks, gib)
     if not fit.fits:
-        source = f"{gib:g} GiB, by --machine or site.gpu_memory_gib"
-        raise UserError("plan.not_enough_memory", describe_overflow(config, fit, source))
+        size_and_source = f"{gib:g} GiB, by --machine or site.gpu_memory_gib"
+        raise UserError("plan.not_enough_memory", describe_overflow(config, fit, size_and_source))
     free = (fit.size - fit.needed - fit.reserved) / GB
     reserved = f"about {fit.reserved / GB:.1f} for CUDA and NCCL"
     return f"a GPU has {fit.size / GB:.3f} GB: {reserved}, {free:.3f} remain for fragmentation"
 
 
 def describe_prediction(config: Config, layout: Layout, vocab: int, machine: Machine) -> Iterator[str]:
-    """Yield the predicted speed on a machine."""
+    """Yield the lines about the predicted speed on a machine."""
     step = predict_step(workload_from_config(config, layout, vocab), machine.with_gpus_per_node(layout.ranks_per_node))
     yield f"predicted for {machine.gpu}: {step.step:.3g} s per step, {step.tokens_per_gpu:,.0f} tokens/s per GPU,"
     total = step.tokens_per_gpu * layout.world_size
@@ -187,15 +195,15 @@ def _count_custom_parameters(config: Config, layout: Layout, custom_model: UserM
     import torch
 
     options = config.model.all_options
-    for rank in range(layout.pp):
+    for pp_rank in range(layout.pp):
         try:
             module = custom_model.load(custom_model.root.parent)
             with torch.device("meta"):
-                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_on_rank(rank)]
+                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_on_rank(pp_rank)]
             count = sum(parameter.numel() for part in parts for parameter in part.parameters())
         except (UserError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # the user's code may raise anything
+        except BaseException as error:  # The user's code may raise anything.
             frame = extract_tb(error.__traceback__)[-1]
             message = f"{custom_model.target} fails at {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
             raise UserError("model.build_failed", make_printable(f"model.target: {message}")) from error
@@ -216,12 +224,13 @@ def describe_best_layouts(
         config: The config.
         machine: The machine for which layouts are searched.
         nodes: Numbers of nodes such as `16,2048` or `2..64`; None for the config's number.
-        write: The path of the config. The best layout is written to a new file next to it. None: nothing is written.
-        overrides: `KEY=VALUE` of the command line, which are also written.
+        write: The path of the config. The best layout is written to a new file next to the config. None: nothing is
+            written.
+        overrides: `KEY=VALUE` of the command line, which are also written to the new file.
         problem: Why the config's own layout is invalid; None if it is valid.
 
     Raises:
-        UserError: If the model is custom, no layout fits, or the new file exists already.
+        UserError: If the model is custom, `nodes` is invalid, no layout fits, or the new file exists already.
     """
     if config.model.target is not None:
         raise UserError("plan.unsupported_model", "--best supports only the decoder, not model.target")
@@ -242,7 +251,10 @@ def describe_best_layouts(
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action of a pipeline rank. Start and end are in seconds; without a prediction, one forward pass takes 1."""
+    """An action of a pipeline rank, with its start and end.
+
+    Times are in seconds if the step is predicted. Otherwise the unit is the duration of one forward pass.
+    """
 
     kind: str
     stage: int
@@ -253,7 +265,7 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """What the figures of a plan show."""
+    """The data that the figures of a plan show."""
 
     facts: dict[str, str]
     """Names and values of the summary."""
@@ -266,15 +278,18 @@ class PlanFigures:
     step: StepPrediction | None
     """The predicted step; None without a machine."""
     operators: dict[str, tuple[float, float]]
-    """FLOPs per byte of memory traffic, and predicted FLOP/s, of the operators of a forward."""
+    """FLOPs per byte of memory traffic and predicted FLOP/s of each operator of a forward pass, by name.
+
+    Empty without a machine.
+    """
     roof: tuple[float, float] | None
     """The machine's FLOP/s and its memory bandwidth in bytes per second; None without a machine."""
 
 
 def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures:
-    """Compute what the figures show. Speed is predicted only if a machine is given.
+    """Return the data of the figures. The step and the operators are predicted only if a machine is given.
 
-    Raises UserError for a custom model.
+    Raises UserError if the model is custom, or if the machine does not support the precision.
     """
     if config.model.target is not None:
         raise UserError("plan.unsupported_model", "--html supports only the decoder, not model.target")
@@ -282,7 +297,7 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
     vocab = vocab_size(config)
     work = workload_from_config(config, layout, vocab)
     kinds: tuple[str, ...] = MEMORY_KINDS
-    if config.parallel.offload:  # the other kinds are in host memory
+    if config.parallel.offload:  # The other kinds are in host memory.
         kinds = ("gathered", "activations")
     gib = config.site.gpu_memory_gib
     reserved = {} if gib is None else {_RESERVED: reserved_gpu_bytes(layout) / GB}
@@ -290,19 +305,20 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
     memory = [{kind: getattr(rank, kind) / GB for kind in kinds} | reserved for rank in ranks]
     fullest = max(sum(parts.values()) for parts in memory)
     gpu_memory = None if gib is None else gib * 2**30 / GB
-    limit = ""
+    verdict = ""
     if gpu_memory is not None:
-        limit = f" of {gpu_memory:.1f} GB: {'fits' if fullest <= gpu_memory else 'does not fit'}"
+        verdict = f" of {gpu_memory:.1f} GB: {'fits' if fullest <= gpu_memory else 'does not fit'}"
     batch = config.train.global_batch
     facts = {
         "ranks": f"{layout.world_size:,}",
         "global batch": f"{batch:,} sequences, {batch * config.data.sequence_length:,} tokens",
         "layout": layout.describe_sizes(),
-        "fullest rank": f"{fullest:.1f} GB{limit}",
+        "fullest rank": f"{fullest:.1f} GB{verdict}",
     }
     step = None
     operators: dict[str, tuple[float, float]] = {}
     roof = None
+    # Without a prediction, a backward pass takes twice as long as a forward pass.
     forward = (1.0,) * len(work.stages)
     backward = (2.0,) * len(work.stages)
     if machine is not None:
@@ -321,7 +337,13 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
 def _compute_timeline(
     work: Workload, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> list[list[TimedAction]]:
-    """Return the actions of each pipeline rank in the first rounds of a step."""
+    """Return the actions of each pipeline rank in the first rounds of a step.
+
+    Args:
+        work: The workload.
+        forward: Duration of a micro-batch's forward pass, by stage.
+        backward: Duration of its backward pass, by stage.
+    """
     ranks, duration, _ = replay_step(
         work.schedule, work.pipeline, work.virtual_stages, work.micro_batches, forward, backward
     )
@@ -331,14 +353,17 @@ def _compute_timeline(
 def _compute_operators(work: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
     """Return FLOPs per byte of memory traffic and predicted FLOP/s of each operator of a forward pass."""
     rank = make_rank_model(work, machine)
-    width = 4 if work.precision == "fp32" else 2
+    value_bytes = 4 if work.precision == "fp32" else 2
     operators = {}
-    for name, (m, n, k) in zip(_PRODUCT_NAMES, matrix_shapes(work)[::3], strict=True):
-        size: float = width * (m * k + k * n + m * n)
-        operators[name] = 2 * m * n * k / size, 2 * m * n * k / rank.product(m, n, k, work.precision)
+    forward_shapes = matrix_shapes(work)[::3]  # Each forward product is followed by two products of its backward pass.
+    for name, (m, n, k) in zip(_PRODUCT_NAMES, forward_shapes, strict=True):
+        traffic: float = value_bytes * (m * k + k * n + m * n)
+        flops: float = 2 * m * n * k
+        operators[name] = flops / traffic, flops / rank.product_time(m, n, k, work.precision)
     flops = 2 * rank.tokens * work.sequence * work.heads * work.head / work.tensor
-    size = width * 2 * rank.tokens * (work.heads + work.kv_heads) * work.head / work.tensor
-    operators["attention"] = flops / size, flops / rank.attention()
+    # Attention reads queries, keys and values, and writes an output of the size of the queries.
+    traffic = value_bytes * 2 * rank.tokens * (work.heads + work.kv_heads) * work.head / work.tensor
+    operators["attention"] = flops / traffic, flops / rank.attention_time()
     return operators
 
 
@@ -350,19 +375,21 @@ def draw_memory(ranks: Sequence[Mapping[str, float]], gpu_memory: float | None) 
         gpu_memory: GB of a GPU; None if unknown.
     """
     limit = gpu_memory or 0.0
-    totals = (sum(parts.values()) for parts in ranks)
+    totals = (sum(gb_by_kind.values()) for gb_by_kind in ranks)
     x = Scale.from_values([0.0, limit, *totals], "GB of one GPU, activations estimated").extend_to_round_numbers()
-    limit_bars = [Bar(limit - x.high / 400, limit, _LIMIT_COLOUR, f"a GPU has {limit:.1f} GB")] if limit else []
+    limit_width = x.high / 400
+    limit_bars = [Bar(limit - limit_width, limit, _LIMIT_COLOUR, f"a GPU has {limit:.1f} GB")] if limit else []
     lanes = []
-    for rank, parts in enumerate(ranks):
-        ends = pairwise(accumulate(parts.values(), initial=0.0))
+    for rank, gb_by_kind in enumerate(ranks):
+        starts_and_ends = pairwise(accumulate(gb_by_kind.values(), initial=0.0))
         bars = [
             Bar(start, end, _MEMORY_COLOURS[kind], f"{kind} {end - start:.3g} GB")
-            for kind, (start, end) in zip(parts, ends, strict=True)
+            for kind, (start, end) in zip(gb_by_kind, starts_and_ends, strict=True)
         ]
         lanes.append((f"pipeline {rank}", bars + limit_bars))
-    keys = [(kind, colour) for kind, colour in _MEMORY_COLOURS.items() if any(parts.get(kind) for parts in ranks)]
-    return draw_lanes("Memory", x, lanes, keys + [(bar.title, bar.colour) for bar in limit_bars])
+    kinds = {kind for gb_by_kind in ranks for kind, size in gb_by_kind.items() if size}
+    legend = [(kind, colour) for kind, colour in _MEMORY_COLOURS.items() if kind in kinds]
+    return draw_lanes("Memory", x, lanes, legend + [(bar.title, bar.colour) for bar in limit_bars])
 
 
 def draw_schedule(timeline: Sequence[Sequence[TimedAction]], is_predicted: bool) -> str:
@@ -370,7 +397,7 @@ def draw_schedule(timeline: Sequence[Sequence[TimedAction]], is_predicted: bool)
 
     Args:
         timeline: Actions of each rank.
-        is_predicted: Whether times are in seconds. Otherwise one forward pass takes 1.
+        is_predicted: Whether times are in seconds. Otherwise the unit is the duration of one forward pass.
     """
     scale, unit = (1e3, "milliseconds from the first forward") if is_predicted else (1.0, "durations of a forward")
     x = Scale(0, scale * max(action.end for actions in timeline for action in actions), unit)
@@ -382,17 +409,24 @@ def draw_schedule(timeline: Sequence[Sequence[TimedAction]], is_predicted: bool)
             end = scale * action.end
             name, colour = _ACTION_NAMES_AND_COLOURS[action.kind]
             title = f"{name} of micro-batch {action.micro_batch}, stage {action.stage}: {end - start:.3g}"
-            text = f"{action.micro_batch}" if end - start > x.high / 80 else ""
-            bars.append(Bar(start, end - x.high / 800, colour, title, text))
+            is_wide_enough_for_text = end - start > x.high / 80
+            text = f"{action.micro_batch}" if is_wide_enough_for_text else ""
+            gap = x.high / 800
+            bars.append(Bar(start, end - gap, colour, title, text))
         lanes.append((f"pipeline {rank}", bars))
     kinds = {action.kind for actions in timeline for action in actions}
-    keys = [key for kind, key in _ACTION_NAMES_AND_COLOURS.items() if kind in kinds]
+    legend = [name_and_colour for kind, name_and_colour in _ACTION_NAMES_AND_COLOURS.items() if kind in kinds]
     min_width_rem = min(75, 10 + 3 * max(len(actions) for actions in timeline) // 2)
-    return draw_lanes("Micro-batches", x, lanes, keys, min_width_rem=min_width_rem)
+    return draw_lanes("Micro-batches", x, lanes, legend, min_width_rem=min_width_rem)
 
 
 def draw_roofline(operators: Mapping[str, tuple[float, float]], roof: tuple[float, float]) -> str:
-    """Draw the operators below the machine's roofline (Williams, Waterman and Patterson 2009)."""
+    """Draw the operators below the machine's roofline (Williams, Waterman and Patterson 2009).
+
+    Args:
+        operators: FLOPs per byte of memory traffic and FLOP/s of each operator, by name.
+        roof: The machine's FLOP/s and its memory bandwidth in bytes per second.
+    """
     rate, bandwidth = roof
     ridge = rate / bandwidth
     intensities = [intensity for intensity, _ in operators.values()]
@@ -407,14 +441,14 @@ def draw_failures(config: Config, configured_interval_s: float) -> list[str]:
 
     Args:
         config: The config.
-        configured_interval_s: Seconds between the checkpoints of the config; 0 if unknown.
+        configured_interval_s: Seconds between two checkpoints of the config; 0 if unknown.
     """
     assumptions = GoodputAssumptions()
     inputs = collect_goodput_figures(config, {}, assumptions)
     train = config.stages.train
     node_counts = [train.max_nodes * 4**power for power in range(8)]
     jobs = {count * train.tasks_per_node: job_conditions(inputs, assumptions, count) for count in node_counts}
-    best = [(gpus, 100 * effective_ratio(job, best_interval_s(job))) for gpus, job in jobs.items()]
+    ratios_at_best = [(gpus, 100 * effective_ratio(job, best_interval_s(job))) for gpus, job in jobs.items()]
     minutes = [1.25**power for power in range(31)]
     x = "minutes of work between two saves"
     marks = []
@@ -424,10 +458,10 @@ def draw_failures(config: Config, configured_interval_s: float) -> list[str]:
     y = "effective training time, %"
     by_gpus = {
         f"{gpus:,} GPUs": [(minute, 100 * effective_ratio(jobs[gpus], 60 * minute)) for minute in minutes]
-        for gpus in [*jobs][::2]
+        for gpus in [*jobs][::2]  # Every second number keeps the figure readable.
     }
     return [
-        draw_curves("Effective time at the best interval", "GPUs", y, {"": best}, log="x"),
+        draw_curves("Effective time at the best interval", "GPUs", y, {"": ratios_at_best}, log="x"),
         draw_curves("Effective time by interval", x, y, by_gpus, log="x", marks=marks),
     ]
 

@@ -1,12 +1,12 @@
-"""Predict the step time of a run on a machine from first principles. A prediction takes milliseconds and no torch.
+"""Predict the step time of a run on a machine from first principles, in milliseconds and without torch.
 
 An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009). A
-collective takes α seconds per hop and β per byte (Thakur, Rabenseifner and Gropp 2005). A ring over several nodes
-passes each node boundary once per channel (Hu et al., arXiv 2507.04786, for NCCL). If r ranks of a group share a node,
-they therefore have r times the bandwidth of one network card, up to the bandwidth of the links inside the node. The
-times of a block's forward and backward give the times of the pipeline's actions (planning/timeline.py). Communication
-that overlaps with computation takes as long as the longer of both. Only `Constants` are fitted. docs/planning.md
-describes the data and the accuracy.
+collective takes α seconds per hop and β seconds per byte (Thakur, Rabenseifner and Gropp 2005). A ring over several
+nodes passes each node boundary once per channel (Hu et al., arXiv 2507.04786, for NCCL). If r ranks of a group share a
+node, they therefore have r times the bandwidth of one network card, up to the bandwidth of the links inside the node.
+The times of a block's forward and backward give the times of the pipeline's actions (planning/timeline.py).
+Communication that overlaps with computation takes as long as the longer of both. Only `Constants` are fitted.
+docs/planning.md describes the data and the accuracy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class CommGroup:
 
 
 def ring_bandwidth(group: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Return the bytes per second that a rank of a ring sends. `share` is the achieved share of a link's bandwidth."""
+    """Return the bytes per second that each rank of a ring sends.
+
+    `share` is the share of a link's bandwidth that is achieved.
+    """
     if group.nodes == 1:
         return machine.inside.bandwidth * share
     return min(machine.inside.bandwidth, machine.between.bandwidth * group.ranks_per_node) * share
@@ -67,7 +70,7 @@ def all_reduce_time(size: float, group: CommGroup, machine: Machine, share: floa
 
 
 def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Return the seconds of a message to the next rank of a group."""
+    """Return the seconds of a message to the next rank of the group `neighbours`; 0 if the group has one rank."""
     link = machine.between if neighbours.ranks_per_node == 1 else machine.inside
     return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
 
@@ -75,31 +78,35 @@ def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float
 REPLAYED_ROUNDS = 2
 """Rounds of micro-batches (one per pipeline rank) that are replayed. Further rounds repeat the steady state."""
 TILE = 128 * 256
-"""Outputs of a matrix product that one multiprocessor computes at a time."""
+"""Number of output values of a matrix product that one multiprocessor computes at a time."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Factors that data sheets do not contain, fitted by `python -m benchmarks.plan`."""
+    """Factors that data sheets do not contain. `python -m benchmarks.plan` fits them to published runs."""
 
     matmul: float = 0.87
-    """Share of `achievable` that products reach in a run. Real values draw more power, and shapes are not ideal."""
+    """Share of `Machine.achievable` that matrix products reach in a run. Real values draw more power, and shapes are
+    not ideal."""
     portable: float = 0.89
-    """Share of the rate of products that libraries written for an older GPU reach."""
+    """Share of the rate of products that libraries reach if they were written for an older GPU."""
     attention: float = 0.6
     """Share of the machine's attention figure that forward and backward reach."""
     memory: float = 0.93
     """Achieved share of the memory's bandwidth."""
     eager: float = 1.74
-    """Memory traffic of unfused operators, as a multiple of that of fused ones."""
+    """Memory traffic of unfused operators, as a multiple of the traffic of fused operators."""
     link: float = 0.78
     """Achieved share of a link's bandwidth."""
     launch: float = 6e-6
     """Seconds of host time per kernel."""
     hidden: float = 0.64
-    """Share of tensor-parallel communication that overlaps with products, if it is split."""
+    """Share of tensor-parallel communication that overlaps with products, if the communication is split."""
     overlap_slowdown: float = 0.15
-    """Slow-down of computation that overlaps with a collective, because collectives use multiprocessors and memory."""
+    """Relative slow-down of computation that overlaps with a collective.
+
+    Collectives also use multiprocessors and memory.
+    """
     jitter: float = 0.01
     """Share of the step time that each doubling of the nodes adds, because all ranks wait for the slowest one."""
 
@@ -109,14 +116,16 @@ DEFAULT = Constants()
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Seconds of one step on the busiest rank."""
+    """A predicted step. Times are in seconds, on the busiest rank."""
 
     step: float
+    """Time of one step: all of the following parts, and the time that the rank waits for the slowest rank."""
     tokens_per_gpu: float
     """Tokens per second of one GPU."""
     mfu: float
-    """Model FLOP/s as a share of the GPU's bf16 peak; attention is counted without the causal mask."""
+    """Model FLOP/s as a share of `Machine.peak_bf16`. Attention is counted without the causal mask."""
     compute: float
+    """Computation, without the update of the weights."""
     tensor: float
     """Exposed tensor-parallel communication, which does not overlap with computation."""
     pipeline: float
@@ -124,13 +133,15 @@ class StepPrediction:
     data: float
     """Exposed data-parallel communication."""
     bubble: float
+    """Time in which a rank of a pipeline is idle."""
     optimizer: float
+    """Update of the weights."""
     others: float
     """Exposed communication of parallelisms that Sluice does not support: expert and context parallelism."""
     forward: tuple[float, ...] = ()
-    """Forward of one micro-batch by stage, including exposed communication."""
+    """Forward pass of one micro-batch by pipeline-parallel stage, including exposed communication."""
     backward: tuple[float, ...] = ()
-    """Backward of one micro-batch by stage, including exposed communication."""
+    """Backward pass of one micro-batch by pipeline-parallel stage, including exposed communication."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +154,15 @@ class RankModel:
 
     @property
     def tokens(self) -> float:
-        """Tokens of one micro-batch."""
+        """Number of tokens of one micro-batch on one rank."""
         return self.work.micro_batch * self.work.sequence / self.work.context
 
     @property
     def call_time(self) -> float:
-        """Seconds of host time of a collective of tensor parallelism, ZeRO 3 or a pipeline; 0 unless measured."""
+        """Seconds of host time of a collective or message of tensor parallelism, ZeRO or a pipeline.
+
+        0 if the machine's file contains no measured overheads.
+        """
         return self.machine.measured.call if self.machine.measured else 0.0
 
     def group(self, ranks: int, stride: int) -> CommGroup:
@@ -159,40 +173,45 @@ class RankModel:
         """Return the seconds to read or write `size` bytes of memory."""
         return size / (self.machine.bandwidth * self.constants.memory)
 
-    def product(self, rows: float, columns: float, inner: float, precision: str) -> float:
-        """Return the seconds of a matrix product. On average, half of the last wave of tiles is idle."""
+    def product_time(self, rows: float, columns: float, inner: float, precision: str) -> float:
+        """Return the seconds of a matrix product of (rows, inner) and (inner, columns)."""
         # If both attention figures are equal, the kernels of all frameworks are equally fast.
-        is_mature = self.machine.attention.portable == self.machine.attention.native
-        native = 1.0 if self.work.native or is_mature else self.constants.portable
-        rate = self.machine.rate(precision) * self.constants.matmul * native
-        waves = 0.5 * self.machine.multiprocessors * TILE + rows * columns
-        width = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
-        size = width * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
-        return max(2 * waves * inner / rate, self.memory_time(size))
+        has_equal_kernels = self.machine.attention.portable == self.machine.attention.native
+        kernel_share = 1.0 if self.work.native or has_equal_kernels else self.constants.portable
+        rate = self.machine.rate(precision) * self.constants.matmul * kernel_share
+        # On average, half of the last wave of tiles is idle. Idle multiprocessors count as if they computed outputs.
+        outputs = 0.5 * self.machine.multiprocessors * TILE + rows * columns
+        input_bytes = {"fp8": 1, "fp4": 0.5, "fp32": 4}.get(precision, 2)
+        size = input_bytes * (rows * inner + inner * columns) + self.work.low_bytes * rows * columns
+        return max(2 * outputs * inner / rate, self.memory_time(size))
 
-    def attention(self) -> float:
-        """Return the seconds of the attention of a block's forward.
+    def attention_time(self) -> float:
+        """Return the seconds of the attention of a block's forward pass.
 
-        Backward takes 2.5 times the FLOPs (arXiv 2307.08691, section 3.1.2).
+        The backward pass takes 2.5 times the FLOPs (arXiv 2307.08691, section 3.1.2).
         """
         work = self.work
         figures = self.machine.attention
         rate = (figures.native if work.native else figures.portable) * self.constants.attention
-        # With small heads, exponentials cost relatively more. Blocks on the diagonal are half masked.
+        # The machine's figures are for heads of size 128. With smaller heads, exponentials cost relatively more. In
+        # short sequences, tiles on the diagonal of the scores have a larger share, and half of each such tile is
+        # masked.
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)
         score_bytes = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
         flops = 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor
         return flops / rate + self.memory_time(score_bytes)
 
     def elementwise_time(self) -> float:
-        """Return the seconds of the operators between the products of a block's forward.
+        """Return the seconds of the operators between the matrix products of a block's forward pass.
 
-        They are norms, sums, the activation function, the rotation of positions, and casts.
+        These operators are norms, sums, the activation function, the rotation of positions, and casts. Their time
+        follows from the number of values that they read and write for each token.
         """
         work = self.work
         stream = work.hidden / (work.tensor if work.split_sequence else 1)
         activation = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
         rotation = 2 * (work.heads + work.kv_heads) * work.head
+        # Norms, sums and casts read or write the residual stream about 10 times.
         size = 10 * stream + (activation + rotation) / work.tensor
         size *= work.low_bytes * (1 if work.fused else self.constants.eager)
         # In fp8 and fp4, the inputs of products are quantized twice: along rows and along columns.
@@ -201,50 +220,57 @@ class RankModel:
         return self.memory_time(size * self.tokens)
 
     def launch_time(self) -> float:
-        """Return the seconds of host time to launch the kernels of a block's forward."""
+        """Return the seconds of host time to launch the kernels of a block's forward pass."""
+        # These are typical numbers of kernels.
         kernels = (20 if self.work.fused else 45) + 10 * (self.work.tensor > 1) + 10 * (self.work.zero == 3)
         return kernels * self.constants.launch
 
-    def block(self, trained: float = 1.0) -> tuple[float, float]:
-        """Return the seconds of computation of a block: forward, and backward with recomputation.
+    def block_times(self, trained: float = 1.0) -> tuple[float, float]:
+        """Return the seconds of computation of a block: of the forward pass, and of the backward pass.
 
-        `trained` is the share of the block's weights that is trained.
+        The backward pass includes recomputation. `trained` is the share of the block's weights that is trained.
         """
         products = self.work.products
         precision = self.work.precision
-        forward = sum(self.product(m, n, k, precision) * count for m, n, k, count in products)
-        input_gradients = sum(self.product(m, k, n, precision) * count for m, n, k, count in products)
-        weight_gradients = sum(self.product(k, n, m, precision) * count for m, n, k, count in products)
-        attention = self.attention()
+        forward = sum(self.product_time(m, n, k, precision) * count for m, n, k, count in products)
+        input_gradients = sum(self.product_time(m, k, n, precision) * count for m, n, k, count in products)
+        weight_gradients = sum(self.product_time(k, n, m, precision) * count for m, n, k, count in products)
+        attention = self.attention_time()
         elementwise = self.elementwise_time()
         recomputed = {"attention": attention, "selective": elementwise, "half": elementwise + forward / 2}
-        m, n, k, count = products[-1]  # the backward pass does not need the output of the last product
-        recomputed["full"] = elementwise + forward - self.product(m, n, k, precision) * count + attention
+        # The output of the last product is not recomputed, because the backward pass does not need it.
+        m, n, k, count = products[-1]
+        recomputed["full"] = elementwise + forward - self.product_time(m, n, k, precision) * count + attention
         backward = input_gradients + weight_gradients * trained + 2.5 * attention + 2 * elementwise
         backward += recomputed.get(self.work.recompute, 0.0)
         return (
-            self.with_host(forward + attention + elementwise, self.launch_time()),
-            self.with_host(backward, 2 * self.launch_time()),
+            self.add_host_time(forward + attention + elementwise, self.launch_time()),
+            self.add_host_time(backward, 2 * self.launch_time()),
         )
 
-    def with_host(self, kernels: float, host: float) -> float:
-        """Return the seconds of kernels and host time together. They overlap on a GPU, but not on a CPU."""
+    def add_host_time(self, kernels: float, host: float) -> float:
+        """Return the seconds of kernels and host time together. Both overlap on a GPU, but not on a CPU."""
         return kernels + host if self.machine.cores else max(kernels, host)
 
-    def head(self) -> tuple[float, float]:
-        """Return the seconds of the output layer and the loss, for forward and for backward."""
+    def head_times(self) -> tuple[float, float]:
+        """Return the seconds of the output layer and the loss: of the forward pass, and of the backward pass."""
         work = self.work
         columns = work.vocab / work.tensor
         hidden = float(work.hidden)
         precision = work.precision if work.precision == "fp32" else "bf16"
+        # A fused loss reads and writes about 10 bytes per logit.
         loss = self.memory_time(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
-        output = self.product(self.tokens, columns, hidden, precision)
-        input_gradient = self.product(self.tokens, hidden, columns, precision) * (work.trained_from <= work.layers)
-        weight_gradient = self.product(hidden, columns, self.tokens, precision) * work.trained_tables[1]
+        output = self.product_time(self.tokens, columns, hidden, precision)
+        input_gradient = self.product_time(self.tokens, hidden, columns, precision) * (work.trained_from <= work.layers)
+        weight_gradient = self.product_time(hidden, columns, self.tokens, precision) * work.trained_tables[1]
         return output + loss / 2, input_gradient + weight_gradient + loss / 2
 
-    def tensor(self) -> float:
-        """Return the seconds of exposed tensor-parallel communication in a block's forward. Backward takes as long."""
+    def tensor_time(self) -> float:
+        """Return the seconds of exposed tensor-parallel communication in a block's forward pass.
+
+        The backward pass takes as long. Each pass has four collectives: an all-gather and a reduce-scatter, both for
+        attention and for the MLP.
+        """
         work = self.work
         size = self.tokens * work.hidden * work.low_bytes
         collective = all_gather_time(size, self.group(work.tensor, 1), self.machine, self.constants.link)
@@ -252,7 +278,7 @@ class RankModel:
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
     def stage_message_time(self) -> float:
-        """Return the seconds of a message between pipeline stages, during which the rank waits."""
+        """Return the seconds of a message between pipeline-parallel stages, during which the rank waits."""
         work = self.work
         size = self.tokens * work.hidden * work.low_bytes / (work.tensor if work.split_sequence else 1)
         stride = work.tensor * work.context * work.data
@@ -264,15 +290,15 @@ class RankModel:
         work = self.work
         link = self.constants.link
         # 12 bytes per weight: weight, gradient and momentum in fp32.
-        size = 12 * max(self.rank_sums(work.shares)) * (work.attention_weights + work.expert_weights)
+        size = 12 * max(self.sum_by_pipeline_rank(work.shares)) * (work.attention_weights + work.expert_weights)
         shards = self.group(work.shard if work.zero else 1, work.tensor)
         time = all_gather_time(size / work.tensor, shards, self.machine, link)
         return (time + all_gather_time(size, self.group(work.tensor, 1), self.machine, link)) * work.orthogonal
 
-    def rank_sums(self, values: Sequence[float]) -> list[float]:
+    def sum_by_pipeline_rank(self, values: Sequence[float]) -> list[float]:
         """Return, for each pipeline rank, the sum of the values of its blocks.
 
-        Sums are scaled as if all ranks had the same number of blocks.
+        `values` has one value per block of the model. Sums are scaled as if all ranks had the same number of blocks.
         """
         work = self.work
         stages = [values[start:end] for start, end in pairwise((0, *accumulate(work.stages)))]
@@ -283,7 +309,7 @@ class RankModel:
         return sums
 
     def block_weights(self) -> float:
-        """Return the weights of a block per rank, after tensor and expert parallelism."""
+        """Return the number of weights of a block on one rank, after tensor and expert parallelism."""
         work = self.work
         return (work.attention_weights + work.expert_weights * max(1, work.experts) / work.expert) / work.tensor
 
@@ -293,14 +319,14 @@ class RankModel:
         work = self.work
         block = self.block_weights()
         table = work.vocab * work.hidden / work.tensor
-        shares = self.rank_sums(work.shares)
+        shares = self.sum_by_pipeline_rank(work.shares)
         return max(block * share + table * sum(work.tables(rank)) for rank, share in enumerate(shares))
 
     def fsdp_time(self, size: float, calls: float = 1.0) -> float:
-        """Return the seconds of `calls` all-gathers or reduce-scatters of FSDP, including their copies on CPUs.
+        """Return the seconds of `calls` all-gathers or reduce-scatters of FSDP, including FSDP's copies on CPUs.
 
         Args:
-            size: Bytes of all calls together.
+            size: Bytes of the whole tensors of all calls together.
             calls: Number of calls.
         """
         copies = self.memory_time(2 * size) if self.machine.cores else 0.0
@@ -308,9 +334,11 @@ class RankModel:
         return all_gather_time(size, group, self.machine, self.constants.link) + copies + calls * self.call_time
 
 
-Others = Callable[[RankModel, float], float]
-"""Function of a rank and the seconds of computation of a block's forward. It returns the seconds that the forward waits
-for communication of parallelisms that Sluice does not support."""
+OtherCommunication = Callable[[RankModel, float], float]
+"""Function that returns how many seconds a block's forward pass waits for parallelisms that Sluice does not support.
+
+Its arguments are the model of a rank, and the seconds of computation of the forward pass.
+"""
 
 
 def replay_step(
@@ -328,14 +356,14 @@ def replay_step(
         ranks: Number of pipeline ranks.
         virtual_stages: Stages per rank.
         micro_batches: Micro-batches of the step.
-        forward: Seconds of a micro-batch's forward by stage.
-        backward: Seconds of its backward by stage.
+        forward: Seconds of a micro-batch's forward pass, by stage.
+        backward: Seconds of a micro-batch's backward pass, by stage.
 
     Returns:
         Each rank's actions with their start times; a function that returns the seconds of an action; and the number of
         micro-batches that were replayed.
     """
-    round_size = micro_batches // max(1, micro_batches // ranks)
+    round_size = micro_batches // max(1, micro_batches // ranks)  # about one micro-batch per pipeline rank
     replayed = min(micro_batches, REPLAYED_ROUNDS * round_size + micro_batches % round_size)
     backward_share = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
@@ -357,7 +385,7 @@ def _pipeline_span(
     forward: tuple[float, ...],
     backward: tuple[float, ...],
 ) -> tuple[float, float]:
-    """Return the seconds of one step, and the seconds in which the busiest rank is not idle.
+    """Return the seconds from the first forward pass to the last backward pass, and the seconds of the busiest rank.
 
     Arguments are those of `replay_step`.
     """
@@ -366,22 +394,24 @@ def _pipeline_span(
     ends = [actions[-1][1] + duration(actions[-1][0]) for actions in timed]
     busy = max(sum(duration(action) for action, _ in actions) for actions in timed)
     span = max(ends) - min(starts)
-    if schedule == "zb2p":  # ranks do not wait for each other between steps (arXiv 2401.10241, section 4)
+    if schedule == "zb2p":  # Ranks do not wait for each other between steps (arXiv 2401.10241, section 4).
         span = max(end - start for start, end in zip(starts, ends, strict=True))
     return span + busy * (micro_batches - replayed) / replayed, busy * micro_batches / replayed
 
 
 def predict_step(
-    work: Workload, machine: Machine, constants: Constants = DEFAULT, others: Others = lambda rank, forward: 0.0
+    work: Workload,
+    machine: Machine,
+    constants: Constants = DEFAULT,
+    others: OtherCommunication = lambda rank, forward: 0.0,
 ) -> StepPrediction:
     """Predict the step time and its parts.
 
     Args:
         work: The workload.
         machine: The machine.
-        constants: Fitted factors; unused if the machine's figures were measured.
-        others: Returns the seconds that a block's forward waits for communication of parallelisms that Sluice does not
-            support (benchmarks/others.py).
+        constants: Fitted factors. Most are ignored if the machine's figures were measured (`make_rank_model`).
+        others: Function for parallelisms that Sluice does not support (benchmarks/others.py).
 
     Raises:
         UserError: The machine does not support the precision.
@@ -393,38 +423,38 @@ def predict_step(
     micro_batches = work.micro_batches
 
     # -- computation and communication of a block
-    computing = {share: rank.block(share) for share in {1.0, *work.shares}}
-    forward = computing[1.0][0]
-    tensor = rank.tensor()
-    extra = others(rank, forward)
-    exposed = tensor + extra
+    block_times = {share: rank.block_times(share) for share in {1.0, *work.shares}}
+    forward = block_times[1.0][0]
+    tensor = rank.tensor_time()
+    other_wait = others(rank, forward)
+    exposed = tensor + other_wait
     recomputed_exposed = exposed if work.recompute == "full" else 0.0
-    # Each micro-batch gathers, or reduces, every block while the next block computes.
+    # If weights are gathered or gradients are reduced block by block, this happens while the next block computes.
     gather = rank.fsdp_time(rank.block_weights() * work.low_bytes) * work.gathers_blocks
-    forward, forward_wait = _overlap(forward, gather, constants)
+    forward, forward_wait = _overlap_communication(forward, gather, constants)
     backwards = {}  # by trained share: seconds of backward, seconds of waiting, and seconds of communication
-    for share, (_, backward) in computing.items():
+    for share, (_, backward) in block_times.items():
         reduce = rank.fsdp_time(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
-        backwards[share] = *_overlap(backward, gather + reduce, constants), gather + reduce
+        backwards[share] = *_overlap_communication(backward, gather + reduce, constants), gather + reduce
     block_backwards = [backwards[share] for share in work.shares]
     data_wait = forward_wait * work.layers + sum(wait for _, wait, _ in block_backwards[first_trained:])
     data_exposed = data_wait / work.pipeline * micro_batches
 
     # -- forward and backward of a pipeline-parallel stage for one micro-batch
-    head_forward, head_backward = rank.head()
+    head_forward, head_backward = rank.head_times()
     message = rank.stage_message_time() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
     last = len(stages) - 1
     stage_forward = tuple(
         blocks * (forward + exposed) + message + (stage == last) * head_forward for stage, blocks in enumerate(stages)
     )
-    with_backward = [
+    backwards_of_stages = [
         block_backwards[max(first_trained, start) : end] for start, end in pairwise((0, *accumulate(stages)))
     ]
     stage_backward = tuple(
         sum(time + exposed + recomputed_exposed for time, _, _ in blocks)
         + message * bool(blocks)
         + (stage == last) * head_backward
-        for stage, blocks in enumerate(with_backward)
+        for stage, blocks in enumerate(backwards_of_stages)
     )
 
     # -- all micro-batches
@@ -434,7 +464,7 @@ def predict_step(
         )
     else:
         span = busy = micro_batches * (sum(stage_forward) + sum(stage_backward))
-    if machine.ranks_per_core > 1:  # while a rank waits, another one uses its core
+    if machine.ranks_per_core > 1:  # While a rank waits, another rank uses its core.
         all_stages = micro_batches * (sum(stage_forward) + sum(stage_backward))
         span = max(span, machine.ranks_per_core * all_stages / work.pipeline)
 
@@ -442,21 +472,23 @@ def predict_step(
     data, data_not_overlapping = _data_parallel_time(rank)
     if work.hide_data and machine.cores is None:
         block_communication = gather * work.layers + sum(time for *_, time in block_backwards[first_trained:])
-        # `data` overlaps with the last micro-batch, except while the blocks of this micro-batch use the links.
+        # `data` overlaps with the last micro-batch, except while the blocks of this micro-batch use the links. At least
+        # a tenth is assumed to be exposed.
         link_busy = block_communication / work.pipeline
         data = max(data - max(0.0, busy / micro_batches - link_busy), 0.1 * data)
     data += data_not_overlapping
     data_exposed += data
     local_weights = rank.trained_weights / (work.shard * work.context if work.zero else 1)
-    # A machine is measured with Sluice, which updates the weights in one kernel.
+    # Sluice, with which machines are measured, updates the weights in one kernel.
     is_fused = work.fused or machine.measured
+    # A fused update reads and writes 30 bytes per weight.
     optimizer = rank.memory_time(local_weights * 30) * (1 if is_fused else constants.eager) + rank.muon_gather_time()
     nodes = max(1, work.world / machine.gpus_per_node)
     step = (span + machine.ranks_per_core * (data + optimizer)) * (1 + constants.jitter * log2(nodes))
 
     # -- parts of the step
     tokens_per_gpu = work.global_batch * work.sequence / work.world / step
-    backward_blocks = max(rank.rank_sums([layer >= first_trained for layer in range(work.layers)]))
+    backward_blocks = max(rank.sum_by_pipeline_rank([layer >= first_trained for layer in range(work.layers)]))
     backward_blocks *= 2 if work.recompute == "full" else 1
     block_passes = micro_batches * (work.layers / work.pipeline + backward_blocks)
     messages = micro_batches * (1 + (first_trained < work.layers)) * message
@@ -470,14 +502,18 @@ def predict_step(
         data=data_exposed,
         bubble=span - busy,
         optimizer=optimizer,
-        others=block_passes * extra,
+        others=block_passes * other_wait,
         forward=stage_forward,
         backward=stage_backward,
     )
 
 
 def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEFAULT) -> RankModel:
-    """Return the model of a rank. Measured figures of the machine are used unscaled, regardless of `constants`."""
+    """Return the model of a rank.
+
+    If the figures of the machine were measured, they are used unscaled: the factors of `constants` that scale them are
+    replaced.
+    """
     if machine.measured is not None:
         constants = replace(
             constants,
@@ -493,8 +529,8 @@ def make_rank_model(work: Workload, machine: Machine, constants: Constants = DEF
     return RankModel(work, machine, constants)
 
 
-def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
-    """Return the seconds of computation that overlaps with communication, and how many of these seconds are waiting."""
+def _overlap_communication(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+    """Return the seconds of overlapping computation and communication, and how many of these seconds are waiting."""
     slow_compute = compute + constants.overlap_slowdown * min(compute, communication)
     return max(slow_compute, communication), max(0.0, communication - slow_compute)
 
@@ -522,7 +558,8 @@ def _data_parallel_time(rank: RankModel) -> tuple[float, float]:
     # The embedding's weights are needed first and its gradients come last. Neither overlaps with computation.
     gathers = work.micro_batches
     reduces = int(tables[0])
-    if machine.cores:  # on CPUs nothing overlaps, so the gathers for backward and of the output layer also count
+    if machine.cores:
+        # On CPUs nothing overlaps, so all gathers of the embedding and the output layer count.
         gathers *= len(tables) + (work.trained_from == 0)
         reduces = work.micro_batches * sum(tables)
     not_overlapping = gathers * rank.fsdp_time(table * work.low_bytes) * work.gathers_blocks

@@ -1,12 +1,12 @@
-"""Rehearse one rank of a run on this machine, without values and other ranks: `plan CONFIG --rehearse RANK`.
+"""Rehearse one rank of a run on this machine, without values and without other ranks: `plan CONFIG --rehearse RANK`.
 
 The rehearsal builds the real training engine (pipeline/train/engine.py) and runs two steps. It finds errors that would
-otherwise appear after a day in the queue. Tensors are fake (`FakeTensorMode`): they have shape, type and device, but no
+otherwise appear only when the job starts. Tensors are fake (`FakeTensorMode`): they have shape, type and device, but no
 memory. Collectives are those of a fake process group, which returns at once. One core can therefore rehearse any rank
 of 16,384. The second step is reported, because the first step also initializes state.
 
-`_replace_real_parts` replaces functions that need values or other ranks. Kernels are those of the CPU and are not
-compiled. Their workspace and fragmentation are not counted.
+`_replace_functions_for_rehearsal` replaces functions that need values or other ranks. Kernels are those of the CPU and
+are not compiled. The workspace of kernels and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -48,28 +48,31 @@ from pipeline.train import optimizer as optimizer_module
 from planning.memory import GB, MEMORY_KINDS, estimate_memory
 from planning.timeline import rank_actions
 
-_OPERATIONS = {
+_COLLECTIVES = {
     "_allgather_base_": "all-gather", "allgather_": "all-gather", "all_gather_into_tensor": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce", "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all", "broadcast_": "broadcast",
     "broadcast": "broadcast", "send": "send",
 }  # fmt: skip
-"""Collective of each operator of torch that sends data, by the operator's name."""
+"""Name of the collective, for each operator of torch that sends data."""
 
 
 class _Storage:
-    """The memory of one or several tensors."""
+    """The memory of one tensor, or of several tensors that share it."""
 
     def __init__(self) -> None:
         self.size = 0
         """Size in bytes."""
         self.kind = "activations"
-        """One of `MEMORY_KINDS`. Memory of no other kind counts as activations."""
+        """One of `MEMORY_KINDS`. Memory counts as activations until another kind is set."""
 
 
 class TensorAccount(TorchDispatchMode):
-    """Context manager that counts the memory of tensors and the bytes that are sent, on real and rehearsed ranks."""
+    """Context manager that counts the memory of tensors and the bytes that a rank sends.
+
+    It works on real ranks and, as `_FakeAccount`, on rehearsed ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +100,7 @@ class TensorAccount(TorchDispatchMode):
         return sizes
 
     def set_kind(self, kind: str, tensor: Any) -> None:
-        """Set the kind of a tensor; anything else is ignored."""
+        """Set the kind of memory of a tensor. Objects that are not tensors are ignored."""
         if isinstance(tensor, Tensor):
             storage = self._live.get(local_tensor(tensor).untyped_storage()._cdata)
             if storage is not None:
@@ -106,7 +109,8 @@ class TensorAccount(TorchDispatchMode):
     def __enter__(self) -> TensorAccount:
         """Start counting."""
 
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees and allocates gathered weights
+        # FSDP frees and allocates the memory of gathered weights with resize_().
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
             self._resize(storage, size)
             if storage._cdata in self._live:
                 self._live[storage._cdata].kind = "gathered"
@@ -128,12 +132,12 @@ class TensorAccount(TorchDispatchMode):
         if key not in self._live:
             self._live[key] = _Storage()
             weakref.finalize(storage, self._remove_storage, key)
-        entry = self._live[key]
-        self.current += size - entry.size
-        entry.size = size
+        counted = self._live[key]
+        self.current += size - counted.size
+        counted.size = size
         if self.current > self.peak:
             self.peak = self.current
-            self._at_peak = [(other, other.size) for other in self._live.values()]
+            self._at_peak = [(live, live.size) for live in self._live.values()]
 
     def _remove_storage(self, key: int) -> None:
         """Subtract the size of a storage that was freed."""
@@ -142,24 +146,25 @@ class TensorAccount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and count the memory of its results and the bytes that it sends."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # torch calls this method again with the local tensors
-        result = self.call(func, args, kwargs or {})
+            return NotImplemented  # Torch calls this method again with the local tensors.
+        result = self.run_operator(func, args, kwargs or {})
         for tensor in _list_tensors(result):
-            if self.counts(tensor):
+            if self.takes_memory(tensor):
                 self._update_storage(tensor.untyped_storage())
         name = func.__name__.split(".")[0]
-        if func.namespace in ("c10d", "_c10d_functional") and name in _OPERATIONS:
-            self._count_sent(_OPERATIONS[name], args, args[0] if func.namespace == "c10d" else result)
+        if func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
+            self._count_sent(_COLLECTIVES[name], args, args[0] if func.namespace == "c10d" else result)
         return result
 
-    def counts(self, tensor: Tensor) -> bool:
+    def takes_memory(self, tensor: Tensor) -> bool:
         """Return whether a tensor takes memory.
 
-        Wrapper subclasses take no memory. Neither do the fake tensors with which DTensor infers shapes.
+        Wrapper subclasses such as DTensor take no memory of their own. Fake tensors, with which DTensor infers shapes,
+        take no memory either.
         """
         return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator."""
         return func(*args, **kwargs)
 
@@ -175,9 +180,9 @@ class TensorAccount(TorchDispatchMode):
         if operation not in ("broadcast", "send"):
             times = {"reduce-scatter": ranks, "all-reduce": 2}.get(operation, 1)
             size = times * size * (ranks - 1) // ranks
-        entry = self.sent[group.group_desc.removeprefix("mesh_"), ranks, operation]
-        entry[0] += 1
-        entry[1] += size
+        calls_and_bytes = self.sent[group.group_desc.removeprefix("mesh_"), ranks, operation]
+        calls_and_bytes[0] += 1
+        calls_and_bytes[1] += size
 
 
 class _FakeAccount(TensorAccount):
@@ -190,14 +195,15 @@ class _FakeAccount(TensorAccount):
         super().__init__()
         self._collective_inputs: dict[int, Any] = {}
 
-    def counts(self, tensor: Tensor) -> bool:
+    def takes_memory(self, tensor: Tensor) -> bool:
         """Return whether a tensor takes memory.
 
-        Fake tensors do, except those on the `meta` device and those with which DTensor infers shapes.
+        Fake tensors count as if they had memory, except those on the `meta` device and those with which DTensor infers
+        shapes.
         """
         return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.is_inferring_shapes
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator. A value that is read from a tensor is 1.0 or 0. Collectives complete at once."""
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0
@@ -228,19 +234,19 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -> Iterator[None]:
+def _replace_functions_for_rehearsal(account: _FakeAccount, config: Config, layout: Layout) -> Iterator[None]:
     """Replace functions that need values or other ranks inside the `with` block."""
 
     def run_without_fakes(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_without_fakes(*args: Any, **kwargs: Any) -> Any:
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
 
-        return call
+        return call_without_fakes
 
     infer_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def infer_shapes_uncounted(*args: Any, **kwargs: Any) -> Any:
+    def infer_shapes_without_counting(*args: Any, **kwargs: Any) -> Any:
         account.is_inferring_shapes = True
         try:
             return infer_shapes(*args, **kwargs)
@@ -248,7 +254,7 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
             account.is_inferring_shapes = False
 
     def create_group_of_this_rank(ranks: list[int], **options: Any) -> Any:
-        # The groups of all ranks may be tens of thousands, which would take minutes.
+        # All ranks together may have tens of thousands of groups. To create all of them would take minutes.
         return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
 
     with ExitStack() as stack:
@@ -263,7 +269,7 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
             stack.enter_context(_replace_function(owner, function, run_without_fakes(function)))
         stack.enter_context(
             _replace_function(
-                ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, infer_shapes_uncounted
+                ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, infer_shapes_without_counting
             )
         )
         stack.enter_context(_replace_function(device_mesh, dist.new_group, create_group_of_this_rank))
@@ -271,7 +277,8 @@ def _replace_real_parts(account: _FakeAccount, config: Config, layout: Layout) -
         if layout.pp > 1:
             stack.enter_context(_replace_shape_messages(config, layout))
         chunk_entries = optimizer_module._NORM_CHUNK_SIZE
-        optimizer_module._NORM_CHUNK_SIZE = 1 << 62  # gradients stay whole, because splitting them needs values
+        # Gradients are not split into chunks, because splitting them needs values.
+        optimizer_module._NORM_CHUNK_SIZE = 1 << 62
         try:
             yield
         finally:
@@ -292,7 +299,10 @@ def _replace_function(owner: Any, function: Any, replacement: Any) -> Iterator[N
 
 @contextmanager
 def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
-    """Give each pipeline-parallel stage the shapes that its neighbours would send before the first step."""
+    """Give each pipeline-parallel stage the shapes that its neighbours would send, inside the `with` block.
+
+    In a real run, neighbouring stages exchange the shapes of hidden states and gradients before the first step.
+    """
     try:
         from torch.distributed.pipelining._utils import _TensorMeta
         from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
@@ -305,7 +315,7 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
     trained_from = find_trained_parameters(config).first_block
 
     def receive_meta(stage: Any, source: int) -> Any:
-        if source > stage.stage_index:  # the next stage sends the gradients of outputs that require gradients
+        if source > stage.stage_index:  # The next stage sends the gradients of outputs that require gradients.
             metas = tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs)
             return _StageBackwardMeta(metas)
         requires_grad = layout.stage_layers[stage.stage_index].start > trained_from
@@ -319,7 +329,7 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
         yield
 
 
-def account_step(engine: Any, account: TensorAccount, step: int, batch: dict[str, Tensor]) -> None:
+def run_counted_step(engine: Any, account: TensorAccount, step: int, batch: dict[str, Tensor]) -> None:
     """Run a step of an engine, count its memory and sent bytes, and set the kinds of its tensors.
 
     Args:
@@ -367,10 +377,12 @@ class Progress:
         self._print()
 
     def _repeat(self) -> None:
+        """Print the phase every `INTERVAL_S` seconds until the thread is stopped."""
         while not self._done.wait(self.INTERVAL_S):
             self._print()
 
     def _print(self) -> None:
+        """Print the seconds since the start, and the phase."""
         print(f"rehearse: {time.monotonic() - self._start:>4.0f} s  {self._phase}", file=sys.stderr, flush=True)
 
 
@@ -409,7 +421,11 @@ def rehearse_rank(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         account = _FakeAccount()
-        with _replace_real_parts(account, config, layout), FakeTensorMode(allow_non_fake_inputs=True), account:
+        with (
+            _replace_functions_for_rehearsal(account, config, layout),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            account,
+        ):
             stages = layout.stages_on_rank(layout.coordinates(rank).pp)
             start_phase(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
             task = DecoderTask(config, vocab)
@@ -422,7 +438,7 @@ def rehearse_rank(
             }
             for step in (1, 2):
                 start_phase(f"step {step} of 2: {layout.micro_batches} micro-batches")
-                account_step(engine, account, step, batch)
+                run_counted_step(engine, account, step, batch)
     except UserError:
         raise
     except Exception as error:

@@ -29,13 +29,15 @@ from planning.predict import StepPrediction, predict_step
 from planning.workload import Workload, workload_from_config
 
 _MAX_NODES = 1_000_000
+"""Largest number of nodes that `--nodes` accepts."""
 MAX_SHOWN = 10
 """Maximum number of shown layouts that fit. Half as many layouts that do not fit are shown."""
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
 """Schedules and their stages per rank. `gpipe` is never better than 1f1b, and torch's other schedules rarely are."""
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Values of `train.micro_batch` that are searched."""
 CONFIGURED_LAYOUT_MARK = "<- the config's own"
-"""Marks the row of the config's own layout."""
+"""Text at the end of the row of the config's own layout."""
 ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
               "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
 """Overrides that reset all searched keys, for a config whose own layout is invalid."""
@@ -57,7 +59,7 @@ class LayoutChoice:
 
     @cached_property
     def bytes_needed(self) -> float:
-        """Bytes of the fullest rank, including fragmentation and libraries."""
+        """Bytes of GPU memory of the fullest rank, including fragmentation, CUDA and NCCL."""
         ranks = estimate_memory_of_ranks(self.config, self.layout, self.work.vocab)
         fullest = max(rank.on_gpu(self.config) for rank in ranks)
         return FRAGMENTATION_FACTOR * fullest + reserved_gpu_bytes(self.layout)
@@ -91,12 +93,13 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
     machine = machine.with_gpus_per_node(per_node)
     for tensor, pipeline in product(_divisors(world_size, per_node), _divisors(world_size, config.model.layers)):
         data, remainder = divmod(world_size, tensor * pipeline)
+        # ZeRO shards over all data-parallel ranks, or over those of one node (hybrid sharding).
         shards = {data, per_node // tensor} if per_node % tensor == 0 and data * tensor % per_node == 0 else {data}
         schedules = SCHEDULES if pipeline > 1 else (("1f1b", 1),)
         # A pipeline keeps weights and gradients whole during a step, so only ZeRO 1 is useful.
         levels = (1, 2, 3) if pipeline == 1 else (1,)
-        zeros = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
-        combinations = product(MICRO_BATCHES, zeros, schedules, ("none", "selective", "full"))
+        zero_and_shards = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
+        combinations = product(MICRO_BATCHES, zero_and_shards, schedules, ("none", "selective", "full"))
         for micro_batch, (zero, shard), (schedule, virtual_stages), checkpointing in combinations:
             is_divisible = remainder == 0 and config.train.global_batch % (data * micro_batch) == 0
             if not is_divisible or pipeline * virtual_stages > config.model.layers:
@@ -122,7 +125,7 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
 
 
 def predict_configured_layout(config: Config, machine: Machine, vocab: int) -> LayoutChoice:
-    """Return the config's own layout with its prediction. Raises LayoutError if it is invalid."""
+    """Return the config's own layout with its prediction. Raises LayoutError if the layout is invalid."""
     layout = resolve_layout(config, vocab_size=vocab)
     work = workload_from_config(config, layout, vocab)
     return LayoutChoice(config, layout, work, predict_step(work, machine.with_gpus_per_node(layout.ranks_per_node)))
@@ -136,11 +139,13 @@ def _divisors(number: int, maximum: int) -> list[int]:
 def find_fastest_fitting(
     choices: Sequence[LayoutChoice], limit: float, max_count: int = MAX_SHOWN
 ) -> tuple[list[LayoutChoice], list[LayoutChoice]]:
-    """Return the fastest layouts that fit, and the faster ones that do not.
+    """Return the fastest layouts that fit, and the layouts that do not fit but are faster than the slowest of these.
+
+    If fewer than `max_count` layouts fit, return all layouts that do not fit.
 
     Args:
         choices: Layouts in any order.
-        limit: Bytes of a GPU.
+        limit: Memory of a GPU in bytes.
         max_count: Maximum number of layouts that fit.
     """
     fitting: list[LayoutChoice] = []
@@ -155,14 +160,17 @@ def find_fastest_fitting(
 def search_layouts(
     config: Config, machine: Machine, vocab: int, nodes: Sequence[int], configured: LayoutChoice | None = None
 ) -> tuple[list[str], LayoutChoice]:
-    """Return the lines of `plan --best` and the fastest layout.
+    """Return the lines of `plan --best`, and the layout with the most tokens per second on all GPUs.
+
+    For one number of nodes, list the `MAX_SHOWN` fastest layouts that fit, and some that do not fit. For several
+    numbers of nodes, list the fastest layout for each number.
 
     Args:
         config: The config.
         machine: The machine.
         vocab: Size of the vocabulary.
         nodes: Numbers of nodes.
-        configured: The config's own layout, which is marked, and listed even if it is slower; None if it is invalid.
+        configured: The config's own layout, which is always listed and marked; None if it is invalid.
 
     Raises:
         UserError: No layout fits.
@@ -216,7 +224,7 @@ def _format_line(choice: LayoutChoice) -> str:
 
 
 def parse_node_counts(text: str) -> list[int]:
-    """Parse numbers of nodes: `16,2048`, or `2..64` for 2, 4, 8, …, 64. Raises UserError for anything else."""
+    """Parse numbers of nodes: `16,2048`, or `2..64` for 2, 4, 8, …, 64. Raises UserError for malformed text."""
     counts: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part)
@@ -235,19 +243,21 @@ def parse_node_counts(text: str) -> list[int]:
 
 
 def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> Path:
-    """Write a config `NAME-best.yaml` next to `path` that extends `path` by a layout. Return its path.
+    """Write a config `NAME-best.yaml` next to `path` that extends `path` by a layout. Return the path of the new
+    config.
 
     Args:
         choice: The layout.
         path: The config `NAME.yaml`.
-        overrides: Changes to the config as `KEY=VALUE`, which are also written.
+        overrides: Changes to the config as `KEY=VALUE`, which are also written to the new config.
 
     Raises:
         UserError: The file exists.
     """
     changes = apply_overrides({}, overrides)
     if not any(override.startswith("run.root=") for override in overrides):
-        changes.get("run", {}).pop("root", None)  # `run.root` of `path` applies
+        # apply_overrides() adds a default `run.root`, which would replace the `run.root` of `path`.
+        changes.get("run", {}).pop("root", None)
     values = merge_values(merge_values({"extends": path.name}, changes), choice.config_values())
     target = path.with_name(f"{path.stem}-best.yaml")
     try:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeline.parallel.mesh import Layout
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-_ONE_STAGE = ("gpipe", "1f1b", "zb1p", "zb2p")
+_ONE_STAGE_SCHEDULES = ("gpipe", "1f1b", "zb1p", "zb2p")
 """Schedules with one stage per rank. The last two (Qi et al., arXiv 2401.10241, section 2) are only predicted."""
 
 
@@ -22,11 +22,16 @@ class Action(NamedTuple):
 
     kind: str
     stage: int
+    """Number of the pipeline-parallel stage."""
     micro: int
+    """Number of the micro-batch."""
 
 
 def rank_actions(layout: Layout) -> list[list[Action]]:
-    """Return the actions of each pipeline rank in one step. Without a pipeline, return those of two micro-batches."""
+    """Return the actions of each pipeline rank in one step.
+
+    Without a pipeline, return the actions of at most two micro-batches, because further micro-batches repeat them.
+    """
     if layout.pp == 1:
         return [[Action(kind, 0, micro) for micro in range(min(2, layout.micro_batches)) for kind in "FB"]]
     return build_schedule(layout.schedule, layout.pp, layout.virtual_stages, layout.micro_batches)
@@ -37,8 +42,14 @@ def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> 
     """Return the actions of each pipeline rank in one step.
 
     Torch computes the schedules that split the backward pass, except zb1p and zb2p.
+
+    Args:
+        schedule: Name of the schedule.
+        pipeline: Number of pipeline ranks.
+        virtual: Number of stages per rank.
+        batches: Number of micro-batches.
     """
-    if schedule in _ONE_STAGE:
+    if schedule in _ONE_STAGE_SCHEDULES:
         return [_order_one_stage(schedule, pipeline, batches, rank) for rank in range(pipeline)]
     if schedule == "interleaved_1f1b":
         return [_order_interleaved(pipeline, virtual, batches, rank) for rank in range(pipeline)]
@@ -47,14 +58,15 @@ def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> 
     from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
 
     ranks = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, batches, virtual)
-    # The string of an action is like "2F0": stage, kind, micro-batch. Two overlapping actions have one string.
+    # Torch describes an action by a string such as "2F0": stage, kind, micro-batch. A string may contain two actions
+    # that overlap.
     texts = (" ".join(map(str, order)) for order in ranks)
     return [[Action(kind, int(stage), int(micro)) for stage, kind, micro in _ACTION.findall(text)] for text in texts]
 
 
 def _order_one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> list[Action]:
-    """Return the actions of a rank that has one stage, in order."""
-    remaining_ranks = pipeline - rank
+    """Return the actions of a rank that has one stage, in order. Arguments are those of `build_schedule`."""
+    remaining_ranks = pipeline - rank  # including this rank
     warmup = min(batches, {"gpipe": batches, "zb2p": 2 * remaining_ranks - 1}.get(schedule, remaining_ranks))
     # W of a micro-batch runs after I of the micro-batch that is `delay` later. None: the backward pass is not split.
     delay = {"zb1p": rank, "zb2p": 2 * rank}.get(schedule)
@@ -68,8 +80,11 @@ def _order_one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> l
 
 
 def _order_interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> list[Action]:
-    """Return the actions of a rank with several stages (Narayanan et al., arXiv 2104.04473, section 2.2)."""
-    round_size = batches // max(1, batches // pipeline)  # micro-batches that a rank runs on one stage in a row
+    """Return the actions of a rank with several stages, in order (Narayanan et al., arXiv 2104.04473, section 2.2).
+
+    Arguments are those of `build_schedule`.
+    """
+    round_size = batches // max(1, batches // pipeline)  # number of consecutive micro-batches on one stage
     warmup = min(virtual * batches, (virtual - 1) * round_size + 2 * (pipeline - 1 - rank))
 
     def make_action(kind: str, number: int) -> Action:
@@ -131,7 +146,10 @@ def replay_schedule(
 
 
 def draw_text_timeline(orders: Sequence[Sequence[Action]], stages: int) -> list[str]:
-    """Return a row of text per pipeline rank. A column is the duration of a forward; a whole backward takes two."""
+    """Return a row of text for each pipeline rank.
+
+    A column is the duration of a forward pass. A whole backward pass takes two columns. `·` means that the rank waits.
+    """
     rows = []
     for timed in replay_schedule(orders, stages, lambda action: 2 if action.kind == "B" else 1):
         row = ""

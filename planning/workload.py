@@ -1,7 +1,8 @@
 """Describe the training run that is predicted: the run of a config, or a published run of any framework.
 
-`Workload` is a plain dataclass, so that it can also describe what Sluice does not support: other MLPs, experts, context
-parallelism and 4-bit floats. Machine files store it (`timings.steps`), so its field names are a file format.
+`Workload` is not a `Config`, so that it can also describe runs that Sluice does not support: other MLPs, experts,
+context parallelism and 4-bit floats. Machine files contain workloads (`timings.steps`), so the names of the fields are
+part of a file format.
 """
 
 from __future__ import annotations
@@ -16,51 +17,65 @@ from pipeline.parallel.traffic import find_trained_parameters, stored_weight_byt
 
 @dataclass(frozen=True)
 class Workload:
-    """A training run. Sizes are those of the whole model and the whole step."""
+    """A training run. Sizes are those of the whole model and the whole step, unless stated otherwise."""
 
     layers: int
+    """Number of blocks."""
     hidden: int
+    """Width of the residual stream."""
     heads: int
+    """Number of query heads."""
     kv_heads: int
+    """Number of key heads, which is also that of value heads."""
     ffn: int
     """Width of the MLP, or of one expert."""
     vocab: int
+    """Number of entries of the vocabulary."""
     sequence: int
     """Sequence length in tokens."""
     micro_batch: int
-    """Sequences of one forward pass on a data-parallel rank."""
+    """Number of sequences of one forward pass on a data-parallel rank."""
     global_batch: int
-    """Sequences of one step."""
+    """Number of sequences of one step."""
     head_size: int = 0
     """Width of a head; 0: hidden / heads."""
     matrices: int = 3
-    """Matrices of an MLP: 3 if it is gated (SwiGLU), otherwise 2."""
+    """Number of matrices of an MLP: 3 if the MLP is gated (SwiGLU), otherwise 2."""
     tied: bool = False
     """Whether the output layer shares the embedding's weights."""
     experts: int = 0
-    """Experts of each block; 0: a dense MLP."""
+    """Number of experts of each block; 0: a dense MLP."""
     active: int = 1
-    """Experts per token, including shared ones."""
+    """Number of experts per token, including shared experts."""
     tensor: int = 1
+    """Number of tensor-parallel ranks."""
     pipeline: int = 1
+    """Number of pipeline-parallel ranks."""
     context: int = 1
+    """Number of context-parallel ranks."""
     expert: int = 1
     """Number of expert-parallel ranks, which are a subset of the data-parallel ranks."""
     replicate: int = 1
+    """Number of groups of data-parallel ranks. Each group shards the weights if ZeRO is used."""
     shard: int = 1
+    """Number of ranks of such a group."""
     zero: int = 0
+    """ZeRO level, 0 to 3."""
     schedule: str = "1f1b"
+    """Name of the pipeline schedule."""
     virtual_stages: int = 1
+    """Number of pipeline-parallel stages per rank."""
     stage_layers: tuple[int, ...] = ()
-    """Blocks of each stage; (): split as evenly as possible."""
+    """Number of blocks of each pipeline-parallel stage; (): split as evenly as possible."""
     precision: str = "bf16"
+    """Precision of matrix products: fp32, bf16, fp16, fp8 or fp4."""
     recompute: str = "none"
     """What activation checkpointing recomputes: none; attention; selective (operators between matrix products); half
     (these operators and half of the products); full."""
     fused: bool = False
     """Whether operators between matrix products are fused, by a compiler or by hand."""
     native: bool = False
-    """Whether kernels are written for this generation of GPUs, not for the previous one."""
+    """Whether kernels are written for this generation of GPUs, not for the previous generation."""
     scores: bool = False
     """Whether attention writes its scores to memory, as it does without FlashAttention."""
     split_sequence: bool = True
@@ -76,11 +91,18 @@ class Workload:
     reduce_bytes: int = 4
     """Bytes of a gradient in messages."""
     trained: tuple[float, ...] | float = 1.0
-    """Share of the weights that is trained: of each block, or one share for all blocks."""
+    """Share of the weights that is trained: one share for each block, or a single share for all blocks."""
     trained_from: int = 0
-    """The first block with a backward pass; `layers` is the last norm, `layers` + 1 the output layer."""
+    """The first block with a backward pass.
+
+    `layers` means that only the last norm and the output layer have one, `layers` + 1 that only the output layer has
+    one.
+    """
     trained_tables: tuple[bool, bool] = (True, True)
-    """Whether the embedding and the output layer are trained. Both values are equal if the output layer is tied."""
+    """Whether each of the two tables (the embedding and the output layer) is trained.
+
+    Both values are equal if the output layer is tied.
+    """
     orthogonal: bool = False
     """Whether whole matrices are gathered for the update, as Muon does."""
 
@@ -101,25 +123,25 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each data-parallel rank."""
+        """Number of micro-batches of a step on each data-parallel rank."""
         return max(1, self.global_batch // (self.data * self.micro_batch))
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Blocks of each pipeline-parallel stage.
+        """Number of blocks of each pipeline-parallel stage.
 
-        If the blocks cannot be divided equally, stages in the middle have one more, because the ends also have the
-        embedding and the output layer.
+        If the blocks cannot be divided equally, stages in the middle have one block more, because the first and the
+        last stage also have the embedding and the output layer.
         """
         if self.stage_layers:
             return self.stage_layers
         count = self.pipeline * self.virtual_stages
-        each, remainder = divmod(self.layers, count)
+        blocks_per_stage, remainder = divmod(self.layers, count)
         if remainder < count - 1:
             larger = range(max(1, (count - 1 - remainder) // 2 + 1), count)[:remainder]
         else:
             larger = range(1, count)
-        return tuple(each + (stage in larger) for stage in range(count))
+        return tuple(blocks_per_stage + (stage in larger) for stage in range(count))
 
     @property
     def attention_weights(self) -> int:
@@ -133,7 +155,7 @@ class Workload:
 
     @property
     def products(self) -> list[tuple[float, float, float, int]]:
-        """Matrix products of a block's forward on one rank: rows, columns, inner size, and number of such products."""
+        """Matrix products of a block's forward pass on one rank: rows, columns, inner size, and number of products."""
         tokens = self.micro_batch * self.sequence / self.context
         ffn = self.ffn / self.tensor
         query = self.heads * self.head // self.tensor
@@ -163,7 +185,7 @@ class Workload:
         return self.trained if isinstance(self.trained, tuple) else (self.trained,) * self.layers
 
     def tables(self, rank: int) -> list[bool]:
-        """Return, for each table (embedding, output layer) that a pipeline rank has, whether it is trained."""
+        """Return, for each table (embedding or output layer) of a pipeline rank, whether the table is trained."""
         embedding, head = self.trained_tables
         return [embedding] * (rank == 0) + [head] * (rank == self.pipeline - 1 and not (self.tied and rank == 0))
 
@@ -171,8 +193,8 @@ class Workload:
     def flops_per_token(self) -> float:
         """Model FLOPs of a token, forward and backward (Chowdhery et al., arXiv 2204.02311, appendix B).
 
-        Each weight in a matrix product counts 2 FLOPs in forward. The gradients of the input and of the weight count 2
-        FLOPs each. Attention is counted without the causal mask, as in most publications.
+        Each weight in a matrix product counts 2 FLOPs in the forward pass. The gradients of the input and of the weight
+        count 2 FLOPs each. Attention is counted without the causal mask, as in most publications.
         """
         backward_layers = max(0, self.layers - self.trained_from)
         head_gradients = (self.trained_from <= self.layers) + self.trained_tables[1]
@@ -193,7 +215,10 @@ class Workload:
 
 
 def matrix_shapes(work: Workload) -> list[tuple[int, int, int]]:
-    """Return rows, columns and inner size of a rank's products: a block and the output layer, forward and backward."""
+    """Return rows, columns and inner size of the matrix products of a block and of the output layer on one rank.
+
+    Each product of the forward pass is followed by the two products of its backward pass.
+    """
     forward = [(int(m), int(n), int(k)) for m, n, k, _ in work.products]
     forward.append((work.micro_batch * work.sequence, work.vocab // work.tensor, work.hidden))
     return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (k, n, m))]

@@ -1,1 +1,1 @@
-"""What is trained: the decoder, and the task that stands between a model and the engine."""
+"""The decoder, and the `Task` classes through which the engine, the trainer and the evaluator use a model."""

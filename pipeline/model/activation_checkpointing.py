@@ -12,8 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-_SUMS = (torch.ops._c10d_functional.reduce_scatter_tensor.default, torch.ops._c10d_functional.all_reduce.default)
+_MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+_REDUCTIONS = (
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+)
+"""Collectives that sum the products of tensor-parallel ranks: with and without sequence parallelism."""
 
 
 def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
@@ -21,33 +25,38 @@ def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
 
     Args:
         block: the module to change.
-        kind: `full` recomputes everything, `selective` everything except expensive operations, `none` nothing.
+        kind: `full` recomputes all activations. `selective` recomputes all except those of expensive operations (see
+            :func:`_choose_policy`). `none` leaves the module unchanged.
     """
     if kind == "none":
         return
-    layer = block.forward
+    original_forward = block.forward
 
     def forward(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return layer(*inputs)
+            return original_forward(*inputs)
         options: dict[str, Any] = {}
         if kind == "selective":
             options["context_fn"] = _create_contexts  # A module-level function, because torch.compile rejects closures.
-        return checkpoint.checkpoint(layer, *inputs, use_reentrant=False, **options)
+        return checkpoint.checkpoint(original_forward, *inputs, use_reentrant=False, **options)
 
     block.forward = forward
 
 
 def _create_contexts() -> Any:
-    return checkpoint.create_selective_checkpoint_contexts(_save_expensive)
+    """Return the two context managers of selective checkpointing: for the forward pass and for the recomputation."""
+    return checkpoint.create_selective_checkpoint_contexts(_choose_policy)
 
 
-def _save_expensive(context: Any, op: Any, *inputs: Any, **__: Any) -> checkpoint.CheckpointPolicy:
-    """Save the results of matrix products and attention. Element-wise operations are cheap to recompute.
+def _choose_policy(context: Any, op: Any, *inputs: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    """Return whether the result of an operation is saved or recomputed.
 
-    If a product is summed over tensor-parallel ranks, the sum is saved instead of the product. The sum is only a shard,
-    and recomputing it would repeat the communication.
+    The results of matrix products and attention are saved. Element-wise operations are cheap to recompute.
+
+    If a product is summed over tensor-parallel ranks, the sum is saved instead of the product, because recomputing the
+    sum would repeat the communication. With sequence parallelism, the sum is also smaller: only a shard.
     """
-    is_summed = op in _PRODUCTS and isinstance(inputs[-1], DTensor) and inputs[-1].placements[-1].is_shard(0)
-    is_expensive = (op in _PRODUCTS and not is_summed) or op in _SUMS or "scaled_dot_product" in str(op)
+    # A product is summed over ranks if its second factor, the transposed weight, is sharded along the inner dimension.
+    is_summed = op in _MATRIX_PRODUCTS and isinstance(inputs[-1], DTensor) and inputs[-1].placements[-1].is_shard(0)
+    is_expensive = (op in _MATRIX_PRODUCTS and not is_summed) or op in _REDUCTIONS or "scaled_dot_product" in str(op)
     return checkpoint.CheckpointPolicy.MUST_SAVE if is_expensive else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
     cos_TK: Tensor
     sin_TK: Tensor
     mask_B1TT = None
-    """No mask other than the causal one."""
+    """Attention mask. It is None, because causal attention needs no mask tensor."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class RotaryEmbedding(nn.Module):
     def reset(self) -> None:
         """Fill the tables in fp32. They are computed on the CPU, so that every device has the same bits.
 
-        The angle of position t and pair i is t * theta^(-2i/K) with i < K/2 (arXiv 2104.09864, section 3.2.2). Each
-        angle is stored twice, in two halves, as transformers' `rotate_half` expects.
+        The angle of position t and pair i is t * theta^(-2i/K) with i < K/2 (arXiv 2104.09864, section 3.2.2). The
+        second half of each row repeats the angles of the first half, as transformers' `rotate_half` expects.
         """
-        length, width = self.cos_TK.shape
-        pairs = torch.arange(0, width, 2, dtype=torch.float32, device="cpu")
+        length, head_size = self.cos_TK.shape
+        doubled_pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu")
         positions = torch.arange(length, dtype=torch.float32, device="cpu")
-        frequencies = 1.0 / self.theta ** (pairs / width)
+        frequencies = 1.0 / self.theta ** (doubled_pairs / head_size)
         if self.scaling is not None:
             frequencies = _scale_frequencies(frequencies, self.scaling)
         angles = torch.outer(positions, frequencies).repeat(1, 2)
@@ -94,7 +94,7 @@ class PackedRotaryEmbedding:
     Attention uses SDPA with a mask, because flex attention trains only on GPUs and only if compiled.
 
     Args:
-        rotary: the tables.
+        rotary: the tables of all positions.
         starts_BT: bool, True if a document starts at this token. The first token of a sample always starts a document.
     """
 
@@ -119,51 +119,57 @@ def _rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale rotary frequencies (fp32, radians per position) for sequences longer than the original ones.
+    """Scale rotary frequencies (fp32, radians per position), so that the model can read longer sequences.
 
-    `linear` divides all frequencies by `factor` (Chen et al., arXiv 2306.15595). `llama3` counts the full turns of a
-    frequency within the original length, as `_compute_llama3_parameters` in transformers' modeling_rope_utils.py does:
+    `linear` divides all frequencies by `factor` (Chen et al., arXiv 2306.15595). `llama3` depends on the number of full
+    turns that a frequency makes within `original_max_position_embeddings` tokens, the original sequence length. It does
+    the same as `_compute_llama3_parameters` in transformers' modeling_rope_utils.py:
 
     - fewer than `low_freq_factor` turns: the frequency is divided by `factor`,
     - more than `high_freq_factor` turns: the frequency is unchanged,
-    - between the two: the result is interpolated.
+    - between the two: the result is interpolated between the divided and the unchanged frequency.
     """
-    divided = frequencies / scaling.factor
+    divided_frequencies = frequencies / scaling.factor
     if scaling.rope_type == "linear":
-        return divided
+        return divided_frequencies
     low = scaling.low_freq_factor or 0.0
     high = scaling.high_freq_factor or 0.0
     turns = (scaling.original_max_position_embeddings or 0) * frequencies / (2 * math.pi)
     unchanged_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - unchanged_share) * divided + unchanged_share * frequencies
+    return (1 - unchanged_share) * divided_frequencies + unchanged_share * frequencies
 
 
 # -- blocks ----------------------------------------------------------------------------------------------
 
 
 def _get_specs(config: ModelConfig, module: str) -> dict[str, ParameterSpec]:
-    """Return the parameters of a block's submodule (of the block itself for ""), by their names inside it."""
+    """Return the parameters of the submodule `module` of a block, by their names inside the submodule.
+
+    "" stands for the whole block.
+    """
     prefix = f"model.layers.0.{module}".rstrip(".") + "."
     return {p.name.removeprefix(prefix): p for p in block_parameters(config, 0) if p.name.startswith(prefix)}
 
 
 def _build_linear(specs: Mapping[str, ParameterSpec], name: str) -> nn.Linear:
+    """Build the linear layer whose parameters `specs` describes under `name`."""
     out_features, in_features = specs[f"{name}.weight"].shape
     return nn.Linear(in_features, out_features, bias=f"{name}.bias" in specs)
 
 
 def _build_norm(specs: Mapping[str, ParameterSpec], name: str, eps: float) -> nn.RMSNorm:
+    """Build the RMSNorm whose weight `specs` describes under `name`."""
     return nn.RMSNorm(specs[f"{name}.weight"].shape[0], eps=eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention. `groups` query heads share one key and value head (grouped-query attention)."""
+    """Causal self-attention. `group_size` query heads share one key and value head (grouped-query attention)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         specs = _get_specs(config, "self_attn")
         self.head_size = config.head_size
-        self.groups = config.heads // config.num_kv_heads
+        self.group_size = config.heads // config.num_kv_heads
         self.q_proj = _build_linear(specs, "q_proj")
         self.k_proj = _build_linear(specs, "k_proj")
         self.v_proj = _build_linear(specs, "v_proj")
@@ -189,13 +195,15 @@ class Attention(nn.Module):
             v_BHTK = torch.cat((self.past[1], v_BHTK), dim=2)
             self.past = k_BHTK, v_BHTK
         # CUDA's flash kernels support grouped heads (enable_gqa). CUDA's kernels for fp32 and for masks do not: torch
-        # would silently fall back to the kernel that stores all T x T scores. Heads are therefore repeated for them.
+        # would silently fall back to the kernel that stores all T x T scores. For these kernels, key and value heads
+        # are therefore repeated.
         mask = rotary.mask_B1TT
-        enable_gqa = self.groups > 1 and mask is None and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
-        if self.groups > 1 and not enable_gqa:
-            k_BHTK = k_BHTK.repeat_interleave(self.groups, dim=1)
-            v_BHTK = v_BHTK.repeat_interleave(self.groups, dim=1)
-        is_causal = mask is None and start == 0  # With a cache there is one new token, which attends to all others.
+        enable_gqa = self.group_size > 1 and mask is None and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
+        if self.group_size > 1 and not enable_gqa:
+            k_BHTK = k_BHTK.repeat_interleave(self.group_size, dim=1)
+            v_BHTK = v_BHTK.repeat_interleave(self.group_size, dim=1)
+        # If the cache is not empty, the only new token attends to all tokens, so no causal mask is needed.
+        is_causal = mask is None and start == 0
         out_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BHTK, v_BHTK, mask, is_causal=is_causal, enable_gqa=enable_gqa
         )
@@ -244,9 +252,9 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and last norm of the model. A model part has only some of them.
+    """Embedding, blocks and last norm of the model. A model part has only some of these modules.
 
-    Its parameter names begin with `model.`, as in Hugging Face's `LlamaForCausalLM`.
+    It is the submodule `model` of the decoder, as in Hugging Face's `LlamaForCausalLM`.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int, layers: range) -> None:
@@ -264,7 +272,7 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """Map token ids to hidden states `x_BTD`, or hidden states to hidden states if this is not the first part.
 
-        The last part normalizes them.
+        The last part also applies the last norm.
         """
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
         rotary = self.rotary if starts_BT is None else PackedRotaryEmbedding(self.rotary, starts_BT)
@@ -299,7 +307,7 @@ class LMHead(nn.Linear):
         """Return `logits_BTV`, or the summed loss of `targets_BT` (int64) as an fp32 scalar.
 
         The loss equals :func:`cross_entropy_sum` of the logits. If the layer is sharded, the hidden states must be a
-        replicated DTensor, and the loss is one as well.
+        replicated DTensor, and the loss is also a replicated DTensor.
         """
         if targets_BT is None:
             return super().forward(x_BTD)
@@ -316,15 +324,15 @@ class LMHead(nn.Linear):
         x_ND = x_BTD.flatten(0, 1).to(dtype)
         weight_VD = weight.to(dtype)
         loss, grad_x, grad_weight = _compute_loss_in_chunks(x_ND, weight_VD, targets_BT.flatten(), self.chunk, group)
-        # Two autograd nodes with one input each, because the schedules of torch 2.11 that split the backward pass
-        # cannot split a node that is implemented in Python.
+        # These are two autograd nodes with one input each, because the schedules of torch 2.11 that split the backward
+        # pass cannot split a node that is implemented in Python.
         loss = loss + _KnownGradient.apply(x_ND, grad_x)  # type: ignore[no-untyped-call]
         loss = loss + _KnownGradient.apply(weight_VD, grad_weight)  # type: ignore[no-untyped-call]
         return loss if mesh is None else DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A function with the value 0 and a gradient that is computed before the backward pass."""
+    """Function with the value 0. Its gradient with respect to `tensor` is `gradient`, which is computed beforehand."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -341,7 +349,10 @@ class _KnownGradient(torch.autograd.Function):
 def _compute_loss_in_chunks(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss (fp32) and its gradients with respect to hidden states and weights, in their types."""
+    """Return the summed loss (fp32), and its gradients with respect to `x_ND` and `weight_VD`.
+
+    Each gradient has the type of its tensor. `chunk` is the number of tokens whose logits exist at the same time.
+    """
     loss = torch.zeros((), dtype=torch.float32, device=x_ND.device)
     grad_x = torch.empty_like(x_ND)
     grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
@@ -361,8 +372,8 @@ def _cross_entropy_with_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss, computed in fp32, and its gradient in the type of the logits.
 
-    The gradient is the softmax, minus 1 at the target. With a `group`, the logits are this rank's share of the
-    vocabulary.
+    The gradient is the softmax, minus 1 at the target. It is 0 for tokens without a loss. If there is a `group`, each
+    of its ranks has the logits of its share of the vocabulary.
     """
     local_vocab_size = logits_NV.shape[1]
     dtype = logits_NV.dtype
@@ -420,9 +431,10 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output layer use the embedding's parameter if the config ties them.
+        """Let the output layer use the embedding's parameter if `model.tie_word_embeddings` is set.
 
-        Call this again after `to_empty`, which separates tied parameters.
+        A part that has only one of the two modules is not changed. Call this again after `to_empty`, which separates
+        tied parameters.
         """
         if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -441,7 +453,7 @@ class Decoder(nn.Module):
             x: token ids, or hidden states `x_BTD` if this is not the first part.
             targets_BT: if given, the last part returns their summed loss instead of logits (see :class:`LMHead`).
             starts_BT: bool, True for the first token of each document. If given, attention is masked across documents.
-                Every part needs it.
+                Every part needs this argument.
         """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             x_BTD: Tensor = self.model(x, starts_BT)
@@ -463,8 +475,9 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
     """Set all parameters and the rotary tables in place. Of a DTensor, only this rank's shard is set.
 
     Norm weights are 1 and biases are 0. Everything else is normal with mean 0 and standard deviation `std`. Projections
-    that write to the residual stream have the standard deviation std / sqrt(2 * layers), because 2 * layers of them
-    add up (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
+    that write to the residual stream have the standard deviation std / sqrt(2 * layers), because the stream is the sum
+    of the outputs of 2 * layers such projections (Radford et al., "Language Models are Unsupervised Multitask
+    Learners", 2019, section 2.3).
 
     Initial weights depend only on the seed, the parameter's name and the position in the parameter. Each parameter is
     sampled separately and whole, by a generator that is seeded with the seed and the name (:func:`parameter_seed`). A
@@ -473,8 +486,8 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
 
     Args:
         model: the decoder or a part of it, on any device.
-        seed: seed of the values. None fills everything with zeros, for weights that are loaded afterwards.
-        std: standard deviation.
+        seed: seed of the values. None fills all parameters with zeros, because weights are loaded afterwards.
+        std: standard deviation of parameters that do not write to the residual stream.
         device: device that samples the values. It needs memory for one whole parameter at a time.
     """
     model.tie_weights()
@@ -528,7 +541,9 @@ def select_local_part(values: Tensor, like: DTensor) -> Tensor:
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices of the whole tensor that this rank's shard of a DTensor covers; all of any other tensor.
+    """Return the slices of the whole tensor that this rank's shard of a DTensor covers.
+
+    For any other tensor, the slices cover the whole tensor.
 
     Tensor parallelism shards a tensor first, and FSDP shards the result, although FSDP's mesh dimension comes first.
     Shards are therefore computed from the innermost mesh dimension outwards. Shards have the sizes of `torch.chunk`.
@@ -542,7 +557,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
             if dim is not None:
                 length = -(-len(ranges[dim]) // size)
                 ranges[dim] = ranges[dim][index * length : (index + 1) * length]
-    return tuple(slice(part.start, part.stop) for part in ranges)
+    return tuple(slice(indices.start, indices.stop) for indices in ranges)
 
 
 # -- tensor parallelism ----------------------------------------------------------------------------------
@@ -553,44 +568,48 @@ def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence_parallel:
 
     The mesh size `tp` must divide the model's sizes (`pipeline/parallel/mesh.py` checks this). Hidden states between
     layers are local tensors of shape (B, T / tp, D) with `sequence_parallel`, otherwise (B, T, D). With `shard_logits`,
-    logits are a DTensor that is sharded along the vocabulary, otherwise whole local tensors.
+    logits are a DTensor that is sharded along the vocabulary. Otherwise each rank has all logits as a local tensor.
     """
     # DTensor's from_local and to_local return views. FSDP warns that it loses its hook if a view is changed in place,
     # but neither the blocks nor the loss change their inputs in place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
-    stream = Shard(1) if sequence_parallel else Replicate()
+    hidden_placement = Shard(1) if sequence_parallel else Replicate()
     norm: ParallelStyle = SequenceParallel(use_local_output=True) if sequence_parallel else Replicated()
     plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": VocabParallelEmbedding(stream),
+        "model.embed_tokens": VocabParallelEmbedding(hidden_placement),
         "model.norm": norm,
         "lm_head": ColwiseParallel(
-            input_layouts=stream,
+            input_layouts=hidden_placement,
             output_layouts=Shard(-1) if shard_logits else Replicate(),
             use_local_output=not shard_logits,
         ),
         "model.layers.*.input_layernorm": norm,
         "model.layers.*.self_attn": PrepareModuleInput(
-            input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)
+            input_layouts=(hidden_placement, None), desired_input_layouts=(Replicate(), None)
         ),
         "model.layers.*.post_attention_layernorm": norm,
-        "model.layers.*.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=(hidden_placement,), desired_input_layouts=(Replicate(),)
+        ),
     }
     for name, spec in _get_specs(part.config, "").items():
         if spec.is_matrix:
-            style = ColwiseParallel() if spec.tp_dim == 0 else RowwiseParallel(output_layouts=stream)
+            style = ColwiseParallel() if spec.tp_dim == 0 else RowwiseParallel(output_layouts=hidden_placement)
             plan[f"model.layers.*.{name.removesuffix('.weight')}"] = style
     if part.config.qk_norm:  # Each rank normalizes its share of the heads, which are dimension 1 of (B, H, T, K).
-        heads = SequenceParallel(sequence_dim=1, use_local_output=True)
-        plan |= {f"model.layers.*.self_attn.{name}": heads for name in ("q_norm", "k_norm")}
+        head_norm = SequenceParallel(sequence_dim=1, use_local_output=True)
+        plan |= {f"model.layers.*.self_attn.{name}": head_norm for name in ("q_norm", "k_norm")}
     optional_modules = {
         "model.embed_tokens": part.model.embed_tokens,
         "model.norm": part.model.norm,
         "lm_head": part.lm_head,
     }
-    missing = {name for name, module in optional_modules.items() if module is None}
-    parallelize_module(part, mesh, {name: style for name, style in plan.items() if name not in missing})
+    missing_modules = {name for name, module in optional_modules.items() if module is None}
+    parallelize_module(part, mesh, {name: style for name, style in plan.items() if name not in missing_modules})
     norms = [norm for block in part.model.blocks for norm in (block.input_layernorm, block.post_attention_layernorm)]
-    for module in [*norms, part.model.norm] if part.model.norm is not None else norms:
+    if part.model.norm is not None:
+        norms.append(part.model.norm)
+    for module in norms:
         module.register_forward_hook(_cast_to_autocast_dtype)
     part.tie_weights()
 
@@ -598,8 +617,8 @@ def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence_parallel:
 def _cast_to_autocast_dtype(_: nn.Module, __: object, output: Tensor) -> Tensor:
     """Cast a norm's output to the dtype of the matrix products that follow.
 
-    Autocast would do this later anyway. If it is done before communication, the all-gather of the output and the
-    reduce-scatter of its gradient transfer half the bytes.
+    Autocast would cast the output later anyway. Casting it before communication halves the bytes that the all-gather of
+    the output and the reduce-scatter of its gradient transfer.
     """
     device_type = output.device.type
     return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output

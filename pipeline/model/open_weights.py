@@ -1,12 +1,13 @@
 """Initialize a model from the safetensors files in the folder of an open-weights model, for any parallel layout.
 
-Each rank reads the headers of some files. The ranks exchange the results, so all of them know the same tensors and
-raise the same error. Each rank then copies only its part of each tensor. Meanwhile, threads hash the files. Each file
-is hashed by one rank, which also brings it into the page cache.
+Each rank reads the headers of some files. The ranks exchange the headers, so all ranks match the same tensors and raise
+the same error. Each rank then copies only its part of each tensor. Meanwhile, threads hash the files. Each file is
+hashed by one rank, which also brings the file into the page cache.
 
 A safetensors file is a JSON header with names, types, shapes and offsets, followed by the tensors. It cannot execute
 code. The folder is read once, when training starts, and recorded in `source.json` of the run directory. The hash of
-`source.json` is part of each checkpoint (pipeline/checkpoint/identity.py). Export uses its copies of tokenizer files.
+`source.json` is part of each checkpoint (pipeline/checkpoint/identity.py). Export uses the copies of tokenizer files in
+`source.json`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from pipeline.run.directory import Run
 
 TensorSpecs = dict[str, tuple[list[int], str]]
 """Shape and safetensors dtype of each tensor, by name."""
-_TYPES = ("F64", "F32", "F16", "BF16")
+_SUPPORTED_TYPES = ("F64", "F32", "F16", "BF16")
 _UNUSED_SUFFIX = ".rotary_emb.inv_freq"
 """Suffix of a table that older Llama models store with their weights, although it follows from the config."""
 
@@ -54,7 +55,7 @@ class OpenWeights:
     files: Mapping[str, str]
     """Name of the file that contains each tensor."""
     write_source: Callable[[], object] = lambda: None
-    """Write `source.json` once all files are hashed. All ranks call it after copying their weights."""
+    """Function that writes `source.json` once all files are hashed. All ranks call it after copying their weights."""
 
     @torch.no_grad()
     def copy_into(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -129,7 +130,10 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
 
 
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
-    """Write `source.json`: the folder, the SHA-256 of its files and, if the run uses its tokenizer, tokenizer files."""
+    """Write `source.json`: the folder, and the SHA-256 of its config and weight files.
+
+    If the run uses the tokenizer of the folder, also write the tokenizer's files and the ids of its special tokens.
+    """
     uses_tokenizer_of_folder = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
     files = {CONFIG_FILE: run.config.metadata.model.init_sha256, **hashes}
     tokenizer: dict[str, object] = {"along": {}}
@@ -139,7 +143,7 @@ def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
 
 
 def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
-    """Return shape and type of each tensor in a safetensors file. Raises UserError if it is not a safetensors file."""
+    """Return shape and type of each tensor in a safetensors file. Raises UserError for any other file."""
     file = folder / file_name
     try:
         with (
@@ -149,7 +153,7 @@ def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
         ):
             names = content.keys()
             slices = {name: content.get_slice(name) for name in names}
-            return {name: (list(piece.get_shape()), str(piece.get_dtype())) for name, piece in slices.items()}
+            return {name: (list(tensor.get_shape()), str(tensor.get_dtype())) for name, tensor in slices.items()}
     except SafetensorError as error:
         raise UserError(
             "model.not_safetensors",
@@ -167,20 +171,21 @@ def match_tensors(
         folder: the model folder.
         specs: tensors of each file.
         parameters: parameters of the whole model, by name.
-        is_tied: whether the output layer shares the embedding. Its tensor is then ignored.
+        is_tied: whether the output layer shares the embedding. A tensor of the output layer is then ignored.
 
     Raises UserError if a tensor is missing, repeated or unexpected, or has the wrong shape or type.
     """
     files: dict[str, str] = {}
-    tensors: dict[str, tuple[list[int], str]] = {}
-    for name, content in sorted(specs.items()):
-        if duplicates := sorted(content.keys() & files.keys()):
+    tensors: TensorSpecs = {}
+    for file_name, file_tensors in sorted(specs.items()):
+        if duplicates := sorted(file_tensors.keys() & files.keys()):
             raise UserError(
                 "model.duplicate_tensor",
-                f"{folder}: tensor {duplicates[0]} is in both {files[duplicates[0]]} and {name}: remove one of them",
+                f"{folder}: tensor {duplicates[0]} is in both {files[duplicates[0]]} and {file_name}: remove one of "
+                "them",
             )
-        files |= dict.fromkeys(content, name)
-        tensors |= content
+        files |= dict.fromkeys(file_tensors, file_name)
+        tensors |= file_tensors
     for name, parameter in parameters.items():
         shape, dtype = tensors.get(name, (None, None))
         if shape is None:
@@ -193,11 +198,11 @@ def match_tensors(
                 "model.wrong_shape",
                 f"{folder}: tensor {name} has shape {shape}, but {CONFIG_FILE} requires {list(parameter.shape)}",
             )
-        if dtype not in _TYPES:
+        if dtype not in _SUPPORTED_TYPES:
             raise UserError(
                 "model.wrong_type",
-                f"{folder}: tensor {name} has type {dtype}, but only {', '.join(_TYPES)} are supported: use a version "
-                "of the model with one of these types",
+                f"{folder}: tensor {name} has type {dtype}, but only {', '.join(_SUPPORTED_TYPES)} are supported: "
+                "use a version of the model with one of these types",
             )
     unexpected = sorted(name for name in tensors.keys() - parameters.keys() if not name.endswith(_UNUSED_SUFFIX))
     if unexpected and not (is_tied and unexpected == [LM_HEAD]):

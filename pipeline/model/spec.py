@@ -45,12 +45,12 @@ class ParameterSpec(NamedTuple):
         return int(self.name.split(".")[2]) if ".layers." in self.name else -1
 
     @property
-    def is_block_matrix(self) -> bool:
+    def is_matrix_in_block(self) -> bool:
         """Whether the parameter is a matrix inside a block. The embedding and the output layer are outside blocks."""
         return self.is_matrix and self.layer >= 0
 
     def local(self, tp: int) -> ParameterSpec:
-        """Return the shard of one of `tp` tensor-parallel ranks. `tp` must divide the sharded dimension."""
+        """Return the shard of one tensor-parallel rank out of `tp`. `tp` must divide the sharded dimension."""
         if self.tp_dim is None:
             return self
         shape = tuple(size // tp if dim == self.tp_dim else size for dim, size in enumerate(self.shape))
@@ -118,7 +118,7 @@ def decoder_parameters(model: ModelConfig, vocab_size: int, layers: range | None
 
 
 def count_block_parameters(model: ModelConfig, *, matrices_only: bool = False) -> int:
-    """Return the number of elements of all parameters, or of the matrices only, of one block."""
+    """Return the number of elements of all parameters of one block, or only of its matrices."""
     return sum(p.numel for p in block_parameters(model, 0) if p.is_matrix or not matrices_only)
 
 
@@ -126,18 +126,19 @@ def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_lengt
     """Return the floating-point operations of the forward and backward pass per token: 6 N + 12 L H Q T.
 
     The formula is from Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width
-    Q, T tokens of context. The causal mask is not deducted and recomputation is not counted. As usual, N includes the
-    embedding even though it is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
+    Q, T tokens of context. The causal mask is not deducted, and recomputation is not counted. As usual, N includes the
+    embedding, although the embedding is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
     """
-    tables = 1 if model.tie_word_embeddings else 2
-    parameters = model.layers * count_block_parameters(model) + model.dim + tables * vocab_size * model.dim
+    vocab_matrices = 1 if model.tie_word_embeddings else 2  # the embedding and the output layer
+    parameters = model.layers * count_block_parameters(model) + model.dim + vocab_matrices * vocab_size * model.dim
     return 6 * parameters + 12 * model.layers * query_width(model) * sequence_length
 
 
-def block_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the number of multiplications per token in one block's forward pass.
+def block_multiplications_per_token(model: ModelConfig, sequence_length: int) -> int:
+    """Return the number of multiplications per token in one block's forward pass: of its matrices and of attention.
 
-    Because of the causal mask, a token attends to half the sequence on average.
+    Because of the causal mask, a token attends to half the sequence on average. Attention multiplies twice for each
+    pair of tokens: once for the score and once for the value.
     """
     return count_block_parameters(model, matrices_only=True) + query_width(model) * sequence_length
 

@@ -56,7 +56,7 @@ With `fp8`, pipeline/parallel/float8.py also converts some linear layers.
 _MAX_CHECKED_SAMPLES = 8
 """Maximum number of samples that are used to check whether a loss is a sum."""
 _SUM_TOLERANCE = 0.05
-"""Relative tolerance for sums in bfloat16. The mean of two losses differs from their sum by a half."""
+"""Relative tolerance for sums in bfloat16. The mean of two equal losses differs from their sum by 50 %."""
 _EQUAL_TOLERANCE = 0.005
 """Relative tolerance within which two losses of the same samples are equal. bfloat16 has 8 bits of precision."""
 _ACROSS_SAMPLES = (
@@ -75,7 +75,7 @@ class Task(ABC):
     """
 
     unit: str
-    """What metrics count: tokens or samples."""
+    """The unit that metrics count: `tokens` or `samples`."""
     units_per_step: int
     """Number of units in a global batch."""
     flops_per_unit: int = 0
@@ -83,9 +83,9 @@ class Task(ABC):
     sample_shapes: Mapping[str, tuple[tuple[int, ...], str]]
     """Shape and type of each array of a sample."""
     user_module: Any = None
-    """The user's module of a custom model."""
+    """The user's module of a custom model; None for the decoder."""
     transform: Any = None
-    """The `transform` function of the user's module, which changes samples as they are read."""
+    """The `transform` function of the user's module, which changes samples as they are read; None without one."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -104,9 +104,10 @@ class Task(ABC):
 
     @abstractmethod
     def fsdp_groups(self, part: Any) -> Iterable[tuple[list[nn.Module], bool]]:
-        """Return the modules that FSDP gathers together, and whether ZeRO 3 frees them after forward.
+        """Return the groups of modules whose weights FSDP gathers together.
 
-        Everything else belongs to the root group.
+        The second member of each pair is whether ZeRO 3 frees these weights after the forward pass. Modules in no group
+        belong to the root group.
         """
 
     @abstractmethod
@@ -115,7 +116,7 @@ class Task(ABC):
 
     @abstractmethod
     def init_weights(self, part: Any, device: torch.device, sample: bool = True) -> None:
-        """Set all initial weights in place. They are sampled on `device`, or 0 if `sample` is False."""
+        """Set all initial weights in place. They are sampled on `device`; if `sample` is False, they are 0."""
 
     @abstractmethod
     def named_weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -127,7 +128,7 @@ class Task(ABC):
         return [dict(zip(batch, arrays, strict=True)) for arrays in splits]
 
     def select_samples(self, batch: Batch, rows_B: Tensor) -> Batch:
-        """Return these samples of the batch."""
+        """Return the samples of the batch with the indices `rows_B` (int64)."""
         return {name: array[rows_B] for name, array in batch.items()}
 
     @abstractmethod
@@ -139,14 +140,20 @@ class Task(ABC):
 
     @abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the positional arguments of the model's forward."""
+        """Return the positional arguments of the model's `forward`."""
 
     def loss_inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the keyword arguments that let the forward of the last part return the loss; {} if there are none."""
+        """Return the keyword arguments with which the `forward` of the last part returns the loss.
+
+        Return {} if `forward` cannot return the loss. :meth:`loss` then computes the loss from the outputs.
+        """
         return {}
 
     def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the keyword arguments of every part that mask attention across documents; {} if it is not masked."""
+        """Return the keyword arguments of every part's `forward` that mask attention across documents.
+
+        Return {} if attention is not masked.
+        """
         return {}
 
     @abstractmethod
@@ -160,7 +167,8 @@ class Task(ABC):
     def smallest_batch(self, device: torch.device) -> Batch:
         """Return the smallest batch of zeros that a forward pass accepts.
 
-        It has one sample. With `train.compile` it has `train.micro_batch` samples, because shapes are then fixed.
+        The batch has one sample. With `train.compile` it has `train.micro_batch` samples, because compiled shapes are
+        fixed.
         """
         rows = self.config.train.micro_batch if self.config.train.compile else 1
         return {
@@ -178,9 +186,9 @@ class DecoderTask(Task):
     Args:
         config: the run's config.
         vocab_size: number of ids of the tokenizer. `model.vocab_size` has priority.
-        eos_id: id of the token that ends a document. It is used for `data.document_mask` on text.
-        eos_starts_next: whether `eos_id` is also the first token of the next document. This is so if a tokenizer uses
-            one token for both.
+        eos_id: id of the token that ends a document. `data.document_mask` uses it for data without a mask.
+        eos_starts_next: whether `eos_id` is also the first token of the next document, because the tokenizer has one
+            token for the end and the beginning of documents.
     """
 
     unit = "tokens"
@@ -216,17 +224,20 @@ class DecoderTask(Task):
     def modules_to_compile(self, part: Decoder, layout: Layout) -> Sequence[nn.Module]:
         """Return the blocks; with tensor parallelism, the attention and MLP of each block.
 
-        A parallelized norm must not be compiled together with the modules that use its output, because the backward
-        pass of torch 2.13 fails if it is.
+        A parallelized norm is not compiled, because the backward pass of torch 2.13 fails if the norm is compiled
+        together with the modules that use its output.
         """
         if layout.tp == 1:
             return self.blocks(part)
         return [module for block in part.model.blocks for module in (block.self_attn, block.mlp)]
 
     def fsdp_groups(self, part: Decoder) -> Iterable[tuple[list[nn.Module], bool]]:
-        """Return one group per block, one for the embedding, and one for the last norm and the output layer."""
+        """Return one group per block, one for the embedding, and one for the last norm and the output layer.
+
+        Tied weights must be in one group. They therefore stay in the root group, together with the last norm.
+        """
         yield from (([block], True) for block in self.blocks(part))
-        if not self.config.model.tie_word_embeddings:  # Tied weights must stay in one group, which is the root group.
+        if not self.config.model.tie_word_embeddings:
             if part.model.embed_tokens is not None:
                 yield [part.model.embed_tokens], True
             if part.model.norm is not None and part.lm_head is not None:
@@ -264,7 +275,8 @@ class DecoderTask(Task):
     def next_tokens(self, batch: Batch) -> Tensor:
         """Return the token that follows each input: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
 
-        Tokens outside responses have no loss. With a document mask, the first token of each document has none either.
+        With prompts and dialogues, the mask says which tokens have a loss: those of responses. For text with
+        `data.document_mask`, the first token of a document has no loss, unless it also ends the previous document.
         """
         tokens = batch["tokens"]
         targets_BT = tokens[:, 1:]
@@ -282,8 +294,8 @@ class DecoderTask(Task):
             return {"starts_BT": (batch["mask"][:, :-1] & MASK_DOCUMENT_START).ne(0)}
         if self._eos_starts_next:
             return {"starts_BT": batch["tokens"][:, :-1].eq(self.eos_id)}
-        # A document starts after each end token. roll() moves the last token to the front, which does no harm, because
-        # the first token of a sample always starts a document.
+        # A document starts after each end token. roll() moves the last token to the front. This has no effect, because
+        # the first token of a sample always starts a document (see PackedRotaryEmbedding).
         return {"starts_BT": batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -296,7 +308,7 @@ class DecoderTask(Task):
 
 @dataclass
 class _Losses:
-    """Losses of some samples of a batch. They show whether the loss function is a sum over samples."""
+    """Losses of some samples of a batch, which show whether the loss function is a sum over samples."""
 
     separate: list[float]
     """Losses of calls with one sample each."""
@@ -319,7 +331,11 @@ class _Losses:
 
     @property
     def is_inconclusive(self) -> bool:
-        """Whether the losses show nothing: all are 0 (for example for a batch of zeros), or one is not finite."""
+        """Whether the losses do not show if the loss function is a sum.
+
+        Either all losses are 0, for example for a batch of zeros. Or the loss of all samples is not finite, and at
+        least one separate loss is not finite either.
+        """
         if math.isfinite(self.together):
             return self.together == 0 and not any(self.separate)
         return not all(map(math.isfinite, self.separate))
@@ -345,14 +361,15 @@ class _Losses:
 
     @property
     def constant(self) -> float:
-        """Loss of a call without samples, if each sample adds a term that does not depend on the others."""
+        """Loss of a call without samples, if each sample adds a term that does not depend on the other samples."""
         return 2 * self.together - self.doubled
 
     @property
     def has_constant(self) -> bool:
-        """Whether the loss is a sum over samples plus a constant."""
-        expected = self.doubled - self.together + len(self.separate) * self.constant
-        return abs(self.total - expected) <= self._tolerance
+        """Whether the loss is a sum over samples plus a constant, which each separate call then also adds."""
+        sum_over_samples = self.doubled - self.together
+        expected_total = sum_over_samples + len(self.separate) * self.constant
+        return abs(self.total - expected_total) <= self._tolerance
 
 
 class CustomModelTask(Task):
@@ -365,11 +382,11 @@ class CustomModelTask(Task):
         self.user_model = user_model
         self.user_module = module
         self.transform = getattr(module, "transform", None)
-        first = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
-        self.sample_shapes = SampleDataset(first, run.data_dir, transform=self.transform).shapes
+        manifest_of_first_file = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
+        self.sample_shapes = SampleDataset(manifest_of_first_file, run.data_dir, transform=self.transform).shapes
         self.units_per_step = run.config.train.global_batch
         self.options = run.config.model.all_options
-        self._is_sum = False
+        self._is_loss_checked = False
 
     def build(self, layers: range) -> nn.Module:
         """Build the part with these blocks. Raises UserError as :func:`build_user_model` does."""
@@ -380,7 +397,7 @@ class CustomModelTask(Task):
         return part
 
     def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules that the user module's `blocks` function lists; [] if it has no such function."""
+        """Return the modules that the user module's `blocks` function returns; [] without such a function."""
         return list(self.user_module.blocks(part)) if "blocks" in self.user_model.names else []
 
     def fsdp_groups(self, part: nn.Module) -> Iterable[tuple[list[nn.Module], bool]]:
@@ -388,7 +405,7 @@ class CustomModelTask(Task):
         return [([block], True) for block in self.blocks(part)]
 
     def apply_tensor_parallel(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
-        """Parallelize the part with the user module's `tensor_plan`. Raises UserError if it omits a parameter."""
+        """Parallelize the part with the user module's `tensor_plan`. Raises UserError if the plan omits a parameter."""
         parallelize_module(part, mesh, self.user_module.tensor_plan(self.options))
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
@@ -403,11 +420,12 @@ class CustomModelTask(Task):
         """Set all buffers and weights in place.
 
         Buffers are filled by the `reset_buffers` method of their module. Parameters are filled by the user module's
-        `init` function or, without one, by the default rule (:meth:`_sample_parameter`).
+        `init` function or, without this function, by the default rule (:meth:`_sample_parameter`). If `sample` is
+        False, parameters are 0.
         """
         for child in part.modules():
-            if tables := _get_buffers(child):
-                child._buffers |= {name: torch.empty_like(table, device=device) for name, table in tables.items()}
+            if buffers := _get_buffers(child):
+                child._buffers |= {name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()}
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
             if sample:
@@ -418,7 +436,8 @@ class CustomModelTask(Task):
     def _sample_parameter(self, name: str, shape: torch.Size, device: torch.device) -> Tensor:
         """Return the initial values (fp32) of a whole parameter.
 
-        Without an `init` function, vectors named `weight` are 1, other vectors are 0, and the rest is normal.
+        If the user's module has an `init` function, this function sets the values. Otherwise vectors named `weight` are
+        1, other vectors are 0, and tensors with more dimensions are sampled from a normal distribution.
         """
         seed = self.config.run.seed
         if "init" in self.user_model.names:  # The user's function fills a tensor on the CPU.
@@ -448,16 +467,17 @@ class CustomModelTask(Task):
         return batch[LENGTHS_ARRAY].sum(dtype=torch.int64) if self.user_model.has_lengths else None
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the arrays that `inputs` of the user's module names."""
+        """Return the arrays that `INPUTS` of the user's module names."""
         return tuple(batch[name] for name in self.user_model.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the summed loss: an fp32 scalar. Raise UserError if it is not a sum over independent samples."""
+        """Return the summed loss: an fp32 scalar. Raises UserError if it is not a sum over independent samples."""
         try:
             loss: Tensor = self.user_module.loss(outputs, batch)
         except Exception as error:
             # The train stage starts with a batch of one sample of zeros, and evaluation uses batches of any size. A
-            # loss that expects a fixed number of samples fails for these batches. The note names the number of samples.
+            # loss that expects `train.micro_batch` samples fails for these batches. The note therefore names both
+            # numbers.
             count = len(next(iter(batch.values())))
             expected = self.config.train.micro_batch
             if count != expected:
@@ -472,7 +492,7 @@ class CustomModelTask(Task):
                 "model.wrong_loss",
                 f"loss of {self.user_model.target} must return a tensor without dimensions: the sum over the batch",
             )
-        self._is_sum = self._is_sum or self._check_sum(outputs, batch)
+        self._is_loss_checked = self._is_loss_checked or self._check_sum(outputs, batch)
         return loss.float()
 
     @torch.no_grad()
@@ -480,12 +500,13 @@ class CustomModelTask(Task):
         """Check that the loss of some samples together is the sum of their separate losses.
 
         Returns:
-            False if this batch is inconclusive, because its losses are 0 or not finite. Otherwise True. If no batch can
-            show the result, this prints a line and returns True: if the outputs cannot be split by samples, or if the
-            loss uses random numbers.
+            False if another batch must be checked, because the losses of this batch are 0 or not finite. True if the
+            loss is a sum. Also True, after printing a line, if no batch can show whether the loss is a sum. There are
+            three such cases: the outputs cannot be split by samples, the loss uses random numbers, or the outputs
+            contain a number that belongs to no single sample.
 
         Raises:
-            UserError: if the loss is not a sum.
+            UserError: if the loss is not a sum, or fails for some of the samples.
         """
         count = len(next(iter(batch.values())))
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -504,7 +525,7 @@ class CustomModelTask(Task):
             selected = {name: select_samples(array) for name, array in batch.items()}
             return self._try_loss(tree_map(select_samples, outputs), selected, len(samples), count)
 
-        # The first sample is used twice, so that there are at least two.
+        # The first sample is used twice, so that there are at least two samples.
         samples = [0, *range(min(count, _MAX_CHECKED_SAMPLES))]
         device = arrays[0].device
         # The check must not change the random numbers of the run.
@@ -532,7 +553,7 @@ class CustomModelTask(Task):
     def _try_loss(self, outputs: Any, batch: Batch, samples: int, count: int) -> float:
         """Return the loss of a batch with `samples` samples, taken from a micro-batch with `count` samples.
 
-        Raises UserError with the line in the user's module if the loss function fails.
+        Raises UserError if the loss function fails. The message names the line in the user's module.
         """
         try:
             return float(self.user_module.loss(outputs, batch))
@@ -584,7 +605,7 @@ class CustomModelTask(Task):
         return self.user_module.metrics(outputs, batch) if "metrics" in self.user_model.names else {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
-        """Return the smallest batch. Padded samples have their full length."""
+        """Return the smallest batch of zeros. If samples have lengths, each sample has the full padded length."""
         batch = super().smallest_batch(device)
         if self.user_model.has_lengths:
             batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.user_model.padded)])
@@ -623,8 +644,10 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
 
     Raises UserError in these cases:
     - The module's `build` does not return an `nn.Module`.
-    - It assigns values to weights. They would be lost.
-    - Its buffers or tied parameters would differ between layouts.
+    - `build` assigns values to weights. These values would be lost.
+    - A parameter has two names.
+    - A buffer is persistent, so its values would differ between layouts.
+    - A module with buffers has no method `reset_buffers`.
     """
     tensors_with_values: list[Tensor] = []
     with torch.device("meta"), _RecordCopies(tensors_with_values), _RecordNewTensors(tensors_with_values):
@@ -664,42 +687,42 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
     return part
 
 
-class _ReadOptions(dict[str, Any]):
-    """Options of a user's model that record which of their keys are read, also in nested mappings."""
+class _RecordingOptions(dict[str, Any]):
+    """Options of a user's model. This dict records which of its keys are read, also in nested mappings."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__((k, _ReadOptions(v) if isinstance(v, dict) else v) for k, v in values.items())
-        self._read: set[str] = set()
+        super().__init__((k, _RecordingOptions(v) if isinstance(v, dict) else v) for k, v in values.items())
+        self._read_keys: set[str] = set()
 
     def list_reads(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
         """Yield each key as a dotted name, and whether it was read. Keys inside an unread mapping are omitted."""
         for key, value in dict.items(self):
-            yield f"{prefix}{key}", key in self._read
-            if key in self._read and isinstance(value, _ReadOptions):
+            yield f"{prefix}{key}", key in self._read_keys
+            if key in self._read_keys and isinstance(value, _RecordingOptions):
                 yield from value.list_reads(f"{prefix}{key}.")
 
     def _read_all(self) -> None:
         """Record that all keys are read."""
-        self._read |= {*dict.keys(self)}
+        self._read_keys |= {*dict.keys(self)}
 
     def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
+        self._read_keys.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self._read.add(str(key))
+        self._read_keys.add(str(key))
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
+        self._read_keys.add(key)
         return super().get(key, default)
 
     def pop(self, key: str, *default: Any) -> Any:
-        self._read.add(key)
+        self._read_keys.add(key)
         return super().pop(key, *default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
+        self._read_keys.add(key)
         return super().setdefault(key, default)
 
     def __iter__(self) -> Iterator[str]:  # Iteration, including by ** and dict(), may read every key.
@@ -734,18 +757,18 @@ class _ReadOptions(dict[str, Any]):
 def try_user_model(target: str, *options: str) -> None:
     """Import a user's module and build the whole model with each of `options` (JSON objects).
 
-    The last line of output is UNREAD_OPTIONS followed by a JSON list of the dotted keys that no build reads. Raises
-    UserError as :func:`build_user_model` does.
+    The last line of output is UNREAD_OPTIONS followed by a JSON list of the dotted keys that no build reads. Any error
+    of the user's code and each UserError of :func:`build_user_model` is raised.
     """
     module = importlib.import_module(target)
     is_read_by_key: dict[str, bool] = {}
     for values in map(json.loads, options):
-        recording_options = _ReadOptions(values)
+        recording_options = _RecordingOptions(values)
         layers = range(values["layers"])
         try:
             try:
                 build_user_model(target, module, recording_options, layers)
-            except Exception:  # A library may accept only a plain dict. All keys then count as read.
+            except Exception:  # A library may accept only a plain dict. All keys of the options then count as read.
                 build_user_model(target, module, values, layers)
                 recording_options.keys()
         except Exception as error:
@@ -763,7 +786,10 @@ def _get_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
-    """Return the task of a run. Raises UserError if the user's module cannot be imported or breaks its contract."""
+    """Return the task of a run: for tokens a `DecoderTask`, for arrays a `CustomModelTask`.
+
+    Raises UserError if the user's module cannot be imported or its `transform` fails.
+    """
     if isinstance(manifest, Manifest):
         return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
     assert run.user_model is not None

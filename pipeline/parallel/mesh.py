@@ -24,7 +24,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.hugging_face import count_tokenizer_ids
 from pipeline.config.sections import Config
 from pipeline.config.types import INT8_BLOCK, StateConfig
-from pipeline.model.spec import block_flops_per_token, query_width
+from pipeline.model.spec import block_multiplications_per_token, query_width
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -644,7 +644,7 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     because all blocks cost the same.
     """
     model = config.model
-    block_cost = block_flops_per_token(model, config.data.sequence_length)
+    block_cost = block_multiplications_per_token(model, config.data.sequence_length)
     extra_costs = [0] * stages
     if model.target is None:
         extra_costs[0] += model.dim

@@ -146,7 +146,7 @@ class _RankTraffic:
         # Muon's update needs whole matrices: the fp32 weight, gradient and momentum are gathered. Matrices that are
         # sharded row-wise are gathered over the tensor-parallel ranks first, the others over the ZeRO ranks first.
         uses_muon = config.optimizer.name == "muon"
-        self.muon_matrices = [p for p in self.trained if uses_muon and p.is_block_matrix]
+        self.muon_matrices = [p for p in self.trained if uses_muon and p.is_matrix_in_block]
         self.rowwise_muon_matrices = [p for p in self.muon_matrices if p.tp_dim == 1]
         self.muon_bytes = 3 * 4
         """Bytes that are gathered per element of a matrix: weight, gradient and momentum, 4 bytes each."""

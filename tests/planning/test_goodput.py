@@ -15,13 +15,13 @@ from planning.goodput import (
     NodePool,
     best_interval_s,
     count_bounds,
-    daly_s,
+    daly_interval_s,
     effective_ratio,
     find_good_intervals_s,
     job_failure_rate,
     simulate_run,
     simulate_runs,
-    young_s,
+    young_interval_s,
 )
 
 RSC1 = 6.5
@@ -104,8 +104,8 @@ def test_the_best_interval_has_the_highest_ratio(one: JobConditions, factor: flo
 @given(st.floats(2e4, 1e7), st.floats(0.1, 600), st.floats(0, 300))
 def test_youngs_and_dalys_intervals_are_close_to_the_best_one(mttf: float, save: float, restart: float) -> None:
     one = job(mttf, save, save, restart)
-    assert daly_s(one) == pytest.approx(best_interval_s(one), rel=2e-3)
-    assert young_s(one) == pytest.approx(best_interval_s(one), rel=0.2)
+    assert daly_interval_s(one) == pytest.approx(best_interval_s(one), rel=2e-3)
+    assert young_interval_s(one) == pytest.approx(best_interval_s(one), rel=0.2)
 
 
 def test_without_failures_only_saves_reduce_the_ratio() -> None:

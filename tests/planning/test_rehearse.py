@@ -50,7 +50,7 @@ def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measur
     from pipeline.model.task import DecoderTask
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
-    from planning.rehearse import TensorAccount, account_step
+    from planning.rehearse import TensorAccount, run_counted_step
     from tests.support.communication_counter import CommunicationCounter
 
     class AccountWithoutGlooCopies(TensorAccount):
@@ -58,13 +58,13 @@ def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measur
 
         is_gloo_copy = False
 
-        def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
             is_split = func is torch.ops.aten.split.Tensor
             self.is_gloo_copy = is_split and args[0].untyped_storage()._cdata not in self._live
-            return super().call(func, args, kwargs)
+            return super().run_operator(func, args, kwargs)
 
-        def counts(self, tensor: Any) -> bool:
-            return not self.is_gloo_copy and super().counts(tensor)
+        def takes_memory(self, tensor: Any) -> bool:
+            return not self.is_gloo_copy and super().takes_memory(tensor)
 
     world = groups.join_process_group(rank_info, configs[0])
     measurements = []
@@ -76,7 +76,7 @@ def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measur
             steps = []
             for step in range(1, 5):
                 with CommunicationCounter() as counter:
-                    account_step(engine, account, step, {"tokens": tokens_BT})
+                    run_counted_step(engine, account, step, {"tokens": tokens_BT})
                 steps.append(summarize(account))
         smallest = min(steps[1:], key=lambda measurement: int(measurement["peak"]))  # the first step also sets up
         counted = {group.removeprefix("mesh_"): size for group, size in counter.bytes.items()}
