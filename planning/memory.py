@@ -167,7 +167,7 @@ class _RankEstimate:
         self.pp_rank = pp_rank
         self.vocab = vocab
         self.on_cpu = on_cpu
-        self.stages = layout.stages_on_rank(pp_rank)
+        self.stages = layout.stages_on_pipeline_rank(pp_rank)
         self.checkpointing = config.parallel.activation_checkpointing
         self.tokens = config.train.micro_batch * config.data.sequence_length
         """Tokens of one micro-batch."""

@@ -127,7 +127,7 @@ def _describe_mesh(layout: Layout) -> Iterator[str]:
                 yield f"{'…':>5}"
             continue
         pp, _, _, tp, dp = layout.coordinates(rank)
-        blocks_of_stages = (layout.stage_layers[stage] for stage in layout.stages_on_rank(pp))
+        blocks_of_stages = (layout.stage_layers[stage] for stage in layout.stages_on_pipeline_rank(pp))
         blocks = ", ".join(f"{stage_blocks.start}–{stage_blocks.stop - 1}" for stage_blocks in blocks_of_stages)
         yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {pp:>4} {dp:>4} {tp:>4}   {blocks}"
 
@@ -199,7 +199,10 @@ def _count_custom_parameters(config: Config, layout: Layout, custom_model: UserM
         try:
             module = custom_model.load(custom_model.root.parent)
             with torch.device("meta"):
-                parts = [module.build(options, layout.stage_layers[stage]) for stage in layout.stages_on_rank(pp_rank)]
+                parts = [
+                    module.build(options, layout.stage_layers[stage])
+                    for stage in layout.stages_on_pipeline_rank(pp_rank)
+                ]
             count = sum(parameter.numel() for part in parts for parameter in part.parameters())
         except (UserError, KeyboardInterrupt):
             raise

@@ -426,7 +426,7 @@ def rehearse_rank(
             FakeTensorMode(allow_non_fake_inputs=True),
             account,
         ):
-            stages = layout.stages_on_rank(layout.coordinates(rank).pp)
+            stages = layout.stages_on_pipeline_rank(layout.coordinates(rank).pp)
             start_phase(f"building rank {rank}: {sum(len(layout.stage_layers[stage]) for stage in stages)} blocks")
             task = DecoderTask(config, vocab)
             world = World(rank, world_size, torch.device("cpu"), "fake")

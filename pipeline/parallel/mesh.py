@@ -168,7 +168,7 @@ class Layout(Mesh):
         """
         return self.zero == 3 and self.pp == 1
 
-    def stages_on_rank(self, pp_rank: int) -> list[int]:
+    def stages_on_pipeline_rank(self, pp_rank: int) -> list[int]:
         """Return the stages of a pipeline rank, in the order in which samples pass through them."""
         if self.schedule in V_SCHEDULES and self.pp > 1:
             return [pp_rank, self.stages - 1 - pp_rank]
@@ -177,7 +177,7 @@ class Layout(Mesh):
     @property
     def last_stage_rank(self) -> int:
         """The pipeline rank that has the last stage and computes the loss."""
-        return next(rank for rank in range(self.pp) if self.stages - 1 in self.stages_on_rank(rank))
+        return next(rank for rank in range(self.pp) if self.stages - 1 in self.stages_on_pipeline_rank(rank))
 
     def random_stream(self, rank: int) -> int:
         """Return the number of the random stream that a rank uses during a step.

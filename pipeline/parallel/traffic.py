@@ -29,7 +29,7 @@ from pipeline.parallel.mesh import Layout
 
 def list_rank_parameters(config: Config, layout: Layout, pp_rank: int, vocab: int) -> Iterator[ParameterSpec]:
     """Yield the parameters of a rank at position `pp_rank` of the pipeline, as tensor parallelism shards them."""
-    for stage in layout.stages_on_rank(pp_rank):
+    for stage in layout.stages_on_pipeline_rank(pp_rank):
         for parameter in decoder_parameters(config.model, vocab, layout.stage_layers[stage]):
             yield parameter.local(layout.tp)
 
@@ -129,7 +129,7 @@ class _RankTraffic:
         self.layout = layout
         self.vocab = vocab
         self.pp_rank = pp_rank
-        self.stages = layout.stages_on_rank(pp_rank)
+        self.stages = layout.stages_on_pipeline_rank(pp_rank)
         self.has_first_stage = 0 in self.stages
         self.has_last_stage = layout.stages - 1 in self.stages
         trained_names, _, self.first_trained_block = find_trained_parameters(config)
@@ -275,7 +275,7 @@ def find_cross_rank_stages(layout: Layout, pp_rank: int) -> tuple[list[int], lis
 
     Both lists refer to hidden states in forward. In a V-shaped schedule, consecutive stages may be on the same rank.
     """
-    stages = layout.stages_on_rank(pp_rank)
+    stages = layout.stages_on_pipeline_rank(pp_rank)
     sending = [stage for stage in stages if stage + 1 < layout.stages and stage + 1 not in stages]
     receiving = [stage for stage in stages if stage and stage - 1 not in stages]
     return sending, receiving

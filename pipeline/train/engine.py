@@ -106,7 +106,7 @@ class Engine:
         reads_weights_early = has_custom_optimizer or parallel.hook.kind in HOOKS_WITH_RESIDUALS
         self._needs_initial_weights = from_scratch or reads_weights_early
         self._frozen = find_frozen_names(config.optimizer.freeze, task)
-        stage_numbers = layout.stages_on_rank(layout.coordinates(world.rank).pp)
+        stage_numbers = layout.stages_on_pipeline_rank(layout.coordinates(world.rank).pp)
         self.parts = [self._build_part(layout.stage_layers[number], mesh, source) for number in stage_numbers]
         """This rank's pipeline-parallel stages; one module with all layers if there is no pipeline."""
         if has_custom_optimizer:

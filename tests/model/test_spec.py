@@ -42,7 +42,7 @@ def build_stages(config: Config, layout: Layout, pp_rank: int, vocab: int) -> li
     try:
         mesh = init_device_mesh("cpu", (layout.tp,))
         parameters: list[tuple[str, tuple[int, ...]]] = []
-        for stage in layout.stages_on_rank(pp_rank):
+        for stage in layout.stages_on_pipeline_rank(pp_rank):
             with torch.device("meta"):
                 part = Decoder(config.model, vocab, config.data.sequence_length, layout.stage_layers[stage])
             if layout.tp > 1:
