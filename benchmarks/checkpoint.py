@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint [--steps 24] [--rounds 4]
 
 Two ranks train a model with about 300 MB of state, and save every 8 steps. The stall of a save is the time that it adds
-to the training: 8 × the difference between the mean step times with and without saves. It includes the call of `save`,
-slower steps afterwards, and the wait for the previous save. Each round consists of three runs, one after the other:
-without saves, with synchronous saves and with asynchronous saves.
+to the run: 8 × the difference between the mean step times with and without saves. The stall includes the call of
+`save`, slower steps afterwards, and the wait for the previous save. Each round consists of three runs, one after the
+other: without saves, with synchronous saves and with asynchronous saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ WARM_UP_STEPS = 4
 
 
 def train_rank(rank_info: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
-    """Train in a rank; return the mean seconds per step and the mean seconds of a call of `save`."""
+    """Train on this rank. Return the mean seconds per step, and the mean seconds of a call of `save`.
+
+    Warm-up steps and the first save do not count. With the mode `none`, no checkpoint is saved, and the second value
+    is 0.
+    """
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
     from pipeline.data.manifest import load_manifest
@@ -42,19 +46,19 @@ def train_rank(rank_info: RankInfo, run_path: Path, mode: str, steps: int) -> tu
     step = trainer.step
     save = trainer.save
 
-    def timed_step(number, batch):  # type: ignore[no-untyped-def]
+    def step_and_record(number, batch):  # type: ignore[no-untyped-def]
         step_starts.append(time.perf_counter())
         return step(number, batch)
 
-    def timed_save(number: int) -> None:
+    def save_and_record(number: int) -> None:
         if mode == "none":
             return
         start = time.perf_counter()
         save(number)
         save_times.append(time.perf_counter() - start)
 
-    trainer.step = timed_step  # type: ignore[method-assign]
-    trainer.save = timed_save  # type: ignore[assignment,method-assign]
+    trainer.step = step_and_record  # type: ignore[method-assign]
+    trainer.save = save_and_record  # type: ignore[assignment,method-assign]
     trainer.fit()
     step_starts.append(time.perf_counter())
     step_s = (step_starts[-1] - step_starts[WARM_UP_STEPS]) / (len(step_starts) - 1 - WARM_UP_STEPS)
@@ -78,19 +82,19 @@ def main() -> None:
                     *("checkpoint.keep=1", "model.dim=512", "model.layers=6", "train.micro_batch=2"),
                     *("train.global_batch=4", "optimizer.warmup_steps=1"),
                 ]
-                run = make_run(folder, f"{mode}-{number}", arguments.steps, data, overrides)
-                rank_results = run_ranks(2, train_rank, run, mode, arguments.steps, timeout=600)
+                run_dir = make_run(folder, f"{mode}-{number}", arguments.steps, data, overrides)
+                rank_results = run_ranks(2, train_rank, run_dir, mode, arguments.steps, timeout=600)
                 results[mode].append(max(rank_results))
                 print(number, mode, rank_results, flush=True)
     steps_without_saves = [step_s for step_s, _ in results["none"]]
     rows = []
-    for mode, pairs in results.items():
+    for mode, times_of_rounds in results.items():
         stalls = [
-            (step_s - without) * SAVE_EVERY_STEPS
-            for (step_s, _), without in zip(pairs, steps_without_saves, strict=True)
+            (step_s - step_without_saves_s) * SAVE_EVERY_STEPS
+            for (step_s, _), step_without_saves_s in zip(times_of_rounds, steps_without_saves, strict=True)
         ]
-        call_s = statistics.median(save_s for _, save_s in pairs)
-        row = [mode, f"{statistics.median(step_s for step_s, _ in pairs):.3f}"]
+        call_s = statistics.median(save_s for _, save_s in times_of_rounds)
+        row = [mode, f"{statistics.median(step_s for step_s, _ in times_of_rounds):.3f}"]
         spread = f"{min(stalls):.2f} to {max(stalls):.2f}"
         row += ["-"] * 3 if mode == "none" else [f"{statistics.median(stalls):.2f}", spread, f"{call_s:.3f}"]
         rows.append(row)

@@ -3,9 +3,9 @@
     python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md and hooks.md
     python -m benchmarks.comm hooks [ranks …]   # only one of the two tables: hooks or backends
 
-The same processes use both backends in turn, so that other load of the machine affects both. Results are medians of
-pairs. The DDP step trains the quickstart's model (20 MB of gradients) on one short sequence per rank, so that little
-computation hides communication. Set `parallel.bucket_mb` to the fastest bucket size on your machine.
+The same processes use both backends in turn, so that other load of the machine affects both backends. Results are
+medians of pairs. The DDP step trains the quickstart's model (20 MB of gradients) on one short sequence per rank, so
+that little computation hides communication. Set `parallel.bucket_mb` to the fastest bucket size on your machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from typing import Any
 from benchmarks.table import write_table
 
 ROOT = Path(__file__).resolve().parent.parent
-RAW = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
+ALL_REDUCE_SIZES = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
+"""Numbers of fp32 values of the measured all-reduces, by name."""
 BUCKETS_MB = (1, 5, 25, 100)
+"""Bucket sizes of DDP with which the backends are compared."""
 HOOKS: dict[str, dict[str, Any]] = {
     "none": {"kind": "none"},
     "fp16": {"kind": "fp16"},
@@ -34,8 +36,11 @@ HOOKS: dict[str, dict[str, Any]] = {
     "PowerSGD, rank 4": {"kind": "powersgd", "rank": 4},
     "Top-K, 1 %": {"kind": "topk", "ratio": 0.01},
 }
+"""Options of the gradient hooks, by the name in the table."""
 HOOK_BUCKETS_MB = (1, 25)
+"""Bucket sizes of DDP with which the hooks are compared."""
 ROUNDS = 11
+"""Number of measured rounds. A round measures each backend once."""
 
 
 def main() -> None:
@@ -55,10 +60,10 @@ def write_hooks_table(rank_counts: list[int]) -> None:
     for ranks in rank_counts:
         median_ms: dict[str, float] = {}
         for name, bucket, sent, pairs in run_benchmark(ranks, "--hooks"):
-            by_backend = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
-            times = [f"{ms:.1f}" for ms in by_backend]
+            times_ms = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
+            times = [f"{ms:.1f}" for ms in times_ms]
             rows.append([f"{ranks} ranks, {name}, {bucket} MiB", f"{sent / 1e6:.2f}", *times])
-            for backend, ms in zip(("mpi", "gloo"), by_backend, strict=True):
+            for backend, ms in zip(("mpi", "gloo"), times_ms, strict=True):
                 median_ms[f"{name}, {bucket} MiB, {backend}"] = ms
         best.append(f"on {ranks} ranks: {min(median_ms, key=median_ms.__getitem__)}")
     note = (
@@ -82,8 +87,8 @@ def write_backends_table(rank_counts: list[int]) -> None:
             rows.append([f"{ranks} ranks, DDP step, buckets of {bucket} MiB", *format_pairs(pairs)])
         for bucket, pairs in result["cpu"].items():
             rows.append([f"{ranks} ranks, CPU time of the DDP step, {bucket} MiB", *format_pairs(pairs)])
-        for bucket, parts in result["parts"].items():
-            for part, seconds in parts.items():
+        for bucket, thread_s in result["parts"].items():
+            for part, seconds in thread_s.items():
                 rows.append([f"{ranks} ranks, {bucket} MiB, {part}", f"{seconds * 1e3:.3f}", *"---"])
         for index, backend in enumerate(("mpi", "gloo")):
             median_s = {
@@ -109,7 +114,12 @@ def format_pairs(pairs: list[tuple[float, float]]) -> list[str]:
 
 
 def run_benchmark(ranks: int, option: str) -> Any:
-    """Run `measure_rank` in `ranks` MPI ranks and return what rank 0 prints."""
+    """Run `measure_rank` in `ranks` MPI ranks. Return the JSON value that rank 0 prints as the last line.
+
+    Args:
+        ranks: number of ranks.
+        option: `--hooks` or `--backends`.
+    """
     from slurm.supervise.launch import build_mpirun_command
 
     command, environment = build_mpirun_command(ranks)
@@ -145,7 +155,10 @@ def measure_rank(measures_hooks: bool) -> None:
     groups: dict[str, Any] = {"mpi": dist.group.WORLD, "gloo": gloo}
 
     def measure(repetitions: int, calls: Mapping[str, Callable[[], object]]) -> list[tuple[float, ...]]:
-        """Return seconds and CPU seconds per call, for each backend in turn. The first round warms up."""
+        """Return, for each round, the seconds and the CPU seconds per call of each backend, one after the other.
+
+        A round before the measured rounds warms up.
+        """
         rounds = []
         for _ in range(ROUNDS + 1):
             times: list[float] = []
@@ -160,32 +173,32 @@ def measure_rank(measures_hooks: bool) -> None:
             rounds.append(tuple(times))
         return rounds[1:]
 
-    # seconds of the MPI group's communication thread, summed over the buckets of a step
-    parts = {"waiting for ranks": 0.0, "transfer": 0.0}
+    # Seconds of the MPI group's communication thread, by activity. They are summed over all measured steps.
+    thread_s = {"waiting for ranks": 0.0, "transfer": 0.0}
     wait_for_all_ranks = CollectiveThread._wait_for_all_ranks
 
-    def timed_wait(thread: CollectiveThread, item: Any) -> None:
+    def wait_and_record(thread: CollectiveThread, item: Any) -> None:
         finish = item.work.finish
         start = time.perf_counter()
         wait_for_all_ranks(thread, item)
         transfer_start = time.perf_counter()
 
-        def timed_finish(error: BaseException | None = None) -> None:
-            parts["transfer"] += time.perf_counter() - transfer_start
+        def finish_and_record(error: BaseException | None = None) -> None:
+            thread_s["transfer"] += time.perf_counter() - transfer_start
             finish(error)
 
-        item.work.finish = timed_finish
-        parts["waiting for ranks"] += transfer_start - start
+        item.work.finish = finish_and_record
+        thread_s["waiting for ranks"] += transfer_start - start
 
-    CollectiveThread._wait_for_all_ranks = timed_wait  # type: ignore[assignment,method-assign]
+    CollectiveThread._wait_for_all_ranks = wait_and_record  # type: ignore[assignment,method-assign]
     result: dict[str, Any] = {"raw": {}, "ddp": {}, "cpu": {}, "parts": {}}
-    for name, count in {} if measures_hooks else RAW.items():
+    for name, count in {} if measures_hooks else ALL_REDUCE_SIZES.items():
         calls = {
             backend: functools.partial(dist.all_reduce, torch.ones(count), group=group)
             for backend, group in groups.items()
         }
         measured = measure(2 if count > 1 << 20 else 20, calls)
-        result["raw"][name] = [(times[0], times[2]) for times in measured]
+        result["raw"][name] = [(times[0], times[2]) for times in measured]  # seconds with MPI and with Gloo
 
     tokens = torch.randint(0, 4096, (1, 65))
 
@@ -216,11 +229,11 @@ def measure_rank(measures_hooks: bool) -> None:
             pairs = [(times[0], times[2]) for times in measured]
             hook_results.append((hook, bucket, sum(sent.bytes.values()), pairs))
     for bucket in () if measures_hooks else BUCKETS_MB:
-        parts.update(dict.fromkeys(parts, 0.0))
+        thread_s.update(dict.fromkeys(thread_s, 0.0))
         measured = measure(4, {backend: make_step(group, bucket) for backend, group in groups.items()})
-        result["parts"][bucket] = {name: seconds / (4 * (ROUNDS + 1)) for name, seconds in parts.items()}
+        result["parts"][bucket] = {name: seconds / (4 * (ROUNDS + 1)) for name, seconds in thread_s.items()}
         result["ddp"][bucket] = [(times[0], times[2]) for times in measured]
-        result["cpu"][bucket] = [(times[1], times[3]) for times in measured]
+        result["cpu"][bucket] = [(times[1], times[3]) for times in measured]  # CPU seconds with MPI and with Gloo
     if dist.get_rank() == 0:
         print(json.dumps(hook_results if measures_hooks else result), flush=True)
     dist.destroy_process_group()

@@ -5,11 +5,11 @@
 The model is a Llama 3.2 3B with random bf16 weights (6.4 GB, largest tensor 0.79 GB). The import does what the
 train stage does before its first step: it checks and hashes the files, and fills the bf16 weights of one rank. Then a
 checkpoint of the weights is saved. The export reads this checkpoint, hashes it and writes the exported directory.
-Import and export run in separate processes, whose peak memory is the increase of VmHWM.
+Import and export run in separate processes. Their peak memory is the increase of VmHWM (proc(5)).
 
-The times are compared with plain I/O: reading the bytes of the source, and writing as many in chunks of 16 MB with one
-fsync. Plain I/O is measured before and after. The files are removed from the page cache before each measurement. The
-benchmark needs 26 GB of disk.
+The times are compared with plain I/O: reading the bytes of the source, and writing the same number of bytes in chunks
+of 16 MB with one fsync. Plain I/O is measured before and after each import and export. The files are removed from the
+page cache before each measurement. The benchmark needs 26 GB of disk.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from typing import Any
 from benchmarks.table import write_table
 
 CHUNK_BYTES = 1 << 24
-SIZES = {
+"""Size of a chunk of plain I/O."""
+MODEL_CONFIG = {
     "model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "head_dim": 128,
     "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "rope_theta": 500000.0,
 }  # fmt: skip
+"""Keys of the model's config.json, except the number of layers."""
 
 
 def make_source(folder: Path, layers: int) -> None:
-    """Write the open model: a file for the embedding and one for every four layers."""
+    """Write the open model: a weight file for the embedding and the last norm, and one for every four layers."""
     import torch
     from safetensors.torch import save_file
 
@@ -45,7 +47,7 @@ def make_source(folder: Path, layers: int) -> None:
     from pipeline.config.sections import ModelConfig
     from pipeline.model.decoder import Decoder
 
-    config = {**SIZES, "num_hidden_layers": layers}
+    config = {**MODEL_CONFIG, "num_hidden_layers": layers}
     with torch.device("meta"):
         model = Decoder(ModelConfig(**parse_model_config(config)), 128256, 64)
     weights_by_file: dict[str, dict[str, Any]] = {}
@@ -83,15 +85,15 @@ def make_run(folder: Path, source: Path) -> Path:
 
 
 def read_memory_gb(key: str) -> float:
-    """Return VmRSS or VmHWM (its peak) of this process in GB. Source: proc(5)."""
+    """Return the value of `key` in /proc/self/status (proc(5)) in GB: `VmRSS`, or `VmHWM`, the peak of VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024 / 1e9
 
 
 @contextmanager
 def measure_block(results: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds, the CPU seconds and the increase of the peak memory in GB of the block to `results`."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    """Measure the `with` block. Add its seconds, its CPU seconds and its peak memory increase in GB to `results`."""
+    Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM.
     memory_before = read_memory_gb("VmRSS")
     start = time.perf_counter()
     cpu_start = time.process_time()
@@ -143,13 +145,15 @@ def export_run(path: Path, results: dict[str, float]) -> None:
         print(export_checkpoint(Run.open(path), path.parent / "exported", None, "bf16"), file=sys.stderr)
 
 
-CHILDREN: dict[str, Callable[[Path, dict[str, float]], None]] = {"import": import_and_save, "export": export_run}
+MEASUREMENTS: dict[str, Callable[[Path, dict[str, float]], None]] = {"import": import_and_save, "export": export_run}
+"""Functions that are measured in a child process, by the value of `--child`."""
 
 
 def run_child(name: str, run: Path) -> dict[str, float]:
-    """Run a function of CHILDREN in a new process and return its results."""
+    """Run a function of MEASUREMENTS in a new process, and return the results that it adds."""
     command = [sys.executable, "-m", "benchmarks.convert", "--child", name, "--run", str(run)]
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1" if name == "export" else "0"}  # as pipeline/__main__.py
+    # pipeline/__main__.py sets the same value.
+    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1" if name == "export" else "0"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800, env=environment)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -165,12 +169,12 @@ def drop_page_cache(folder: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def copy_plainly(source: Path, scratch: Path, write: bool) -> tuple[float, float]:
-    """Read all bytes of `source`; return seconds and CPU seconds.
+def measure_plain_io(source: Path, scratch: Path, write: bool) -> tuple[float, float]:
+    """Read all files of `source`. Return the seconds and the CPU seconds.
 
     Args:
         source: the folder to read.
-        scratch: a temporary file to write.
+        scratch: a file that is written if `write` is set, and deleted afterwards.
         write: whether to also write the same number of bytes to `scratch`, with fsync.
     """
     size = drop_page_cache(source)
@@ -197,12 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--child", choices=CHILDREN)
+    parser.add_argument("--child", choices=MEASUREMENTS)
     parser.add_argument("--run", type=Path)
     arguments = parser.parse_args()
     if arguments.child:
         results: dict[str, float] = {}
-        CHILDREN[arguments.child](arguments.run, results)
+        MEASUREMENTS[arguments.child](arguments.run, results)
         print(json.dumps(results))
         return
     rows: list[list[str]] = []
@@ -213,16 +217,16 @@ def main() -> None:
         make_source(source, arguments.layers)
         run = make_run(folder, source)
         for action, input_folder in (("import", source), ("export", run / "checkpoints")):
-            copy_times = [copy_plainly(input_folder, scratch, True)]
-            read_times = [copy_plainly(input_folder, scratch, False)]
+            read_and_write_times = [measure_plain_io(input_folder, scratch, True)]
+            read_times = [measure_plain_io(input_folder, scratch, False)]
             size = drop_page_cache(input_folder)
             results = run_child(action, run)
-            copy_times.append(copy_plainly(input_folder, scratch, True))
-            read_times.append(copy_plainly(input_folder, scratch, False))
-            print(action, size, results, copy_times, read_times, flush=True)
-            plain_times = {"export": copy_times}
+            read_and_write_times.append(measure_plain_io(input_folder, scratch, True))
+            read_times.append(measure_plain_io(input_folder, scratch, False))
+            print(action, size, results, read_and_write_times, read_times, flush=True)
+            plain_times = {"export": read_and_write_times}
             if action == "import":
-                plain_times = {"import": read_times, "save": [], "import, save": copy_times}
+                plain_times = {"import": read_times, "save": [], "import, save": read_and_write_times}
                 for kind in ("", ", CPU"):
                     results[f"import, save{kind}"] = results[f"import{kind}"] + results[f"save{kind}"]
             for row_name, times in plain_times.items():

@@ -2,14 +2,15 @@
 
     python -m benchmarks.loader [--repetitions 9] [--peers PYTHON]     # benchmarks/loader_peers.py describes PYTHON
 
-20,480 samples of 2,048 uint16 tokens (plus the last target) in batches of 8. Sluice reads 8 HDF5 shards, the others one
-flat file; all read the same samples in the same order, which is checked. CPU seconds are user and system time of all
-threads, with a warm page cache. Each round measures each loader once; a ratio is the median of the rounds' ratios. A
-loader is compared with the raw loop with the same result: uint16 arrays, or pairs of int64 tensors (inputs, targets).
-In the rows of the table, the batches are not used. This is the worst case for a thread that reads ahead. The relevant
-result is the one with a step of 1 ms after each batch, as during training.
+The data is 20,480 samples of 2,048 uint16 tokens (plus the last target) in batches of 8. Sluice reads 8 HDF5 shards,
+and the other loaders read one flat file. The benchmark checks that all loaders read the same samples in the same order.
+CPU seconds are user and system time of all threads, with a warm page cache. Each round measures each loader once. A
+ratio is the median of the ratios of all rounds. A loader is compared with the raw loop with the same result: uint16
+arrays, or pairs of int64 tensors (inputs, targets).
 
-Also measured: system calls of an epoch (with strace), and the first batch at 0 and at 90 % of an epoch of 10⁹ tokens.
+In the rows of the table, the batches are not used. This is the worst case for a thread that reads ahead. The note above
+the table has the relevant result, with a step of 1 ms after each batch, as during training. It also has the system
+calls of an epoch (with strace), and the time of the first batch at 0 and at 90 % of an epoch of 10⁹ tokens.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ from pipeline.data.samples import TokenDataset
 
 SHARDS = 8
 STEP_S = 1e-3
+"""Duration of the step that `measure_with_steps` simulates."""
 SYSTEM_CALLS = "open,openat,stat,lstat,newfstatat,statx,access,fstat,lseek,getdents64,readlink"
 CPU = torch.device("cpu")
 ARRAYS = "uint16 array"
 PAIRS = "int64 pair"
 RAW = ("raw memmap, per sample", "raw memmap, per batch")
+"""Names of the raw loops with which the loaders are compared."""
 RAW_VIEWS = "raw memmap, per batch, inputs and targets are views"
 SLUICE = "Sluice, sampler and `BatchLoader`"
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets of a batch, or of a sample."""
 
 
 def make_data(folder: Path) -> tuple[list[ShardEntry], Path]:
@@ -93,7 +97,7 @@ class BatchDataset(SampleDataset):
 
 
 def make_loaders(entries: list[ShardEntry], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
-    """Return functions that return an iterator over the batches of one epoch, by (kind of batch, name)."""
+    """Return the loaders by (kind of batch, name). A loader is a function that returns the batches of one epoch."""
     dataset = TokenDataset(entries, LENGTH)
     tokens = np.memmap(flat, np.uint16, "r")
     order = compute_index_range(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
@@ -137,8 +141,8 @@ def measure_with_steps(
     """Measure an epoch in which a step that sleeps follows each batch.
 
     Returns:
-        CPU seconds of the raw loop and of Sluice, without those of sleeping. Medians of the repetitions, without the
-        first epoch, which allocates Sluice's buffers.
+        CPU seconds of the raw loop and of Sluice, without the CPU seconds of a loop that only sleeps. They are medians
+        of the repetitions. The first epoch does not count, because it allocates Sluice's buffers.
     """
     dataset = TokenDataset(entries, LENGTH)
     sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
@@ -164,7 +168,7 @@ def is_batch_equal(batch: Any, expected: np.ndarray) -> bool:
 
 
 def count_system_calls(entries: list[ShardEntry], folder: Path) -> str:
-    """Return how often a process that reads one epoch calls each system call with a shard's file."""
+    """Return how often a process that reads one epoch calls each of SYSTEM_CALLS for the files of the shards."""
     names = ", ".join(f"{entry.file!r}: ({entry.tokens}, {entry.offset})" for entry in entries)
     code = f"""
 import torch
@@ -220,7 +224,13 @@ def measure_first_batches(folder: Path, pairs: int = 40) -> tuple[float, float, 
 
 
 def measure_peers(python: str, folder: Path, flat: Path) -> dict[str, float]:
-    """Return CPU seconds of an epoch with the loader of each other library, the median of three processes."""
+    """Return the CPU seconds of an epoch for each other library: the median of three processes.
+
+    Args:
+        python: path of a Python that has these libraries.
+        folder: where the libraries write the samples in their formats.
+        flat: the flat file with the samples.
+    """
     seconds = {}
     for name in PEERS:
         command = [python, str(Path(__file__).with_name("loader_peers.py"))]
@@ -244,7 +254,7 @@ def main() -> None:
         sys.addaudithook(lambda event, args: opened.update([str(args[0])]) if event == "open" else None)
         loaders = make_loaders(entries, flat)
         readers = [read() for read in loaders.values()]
-        for batches in zip(*readers, strict=True):  # also warms the page cache
+        for batches in zip(*readers, strict=True):  # This loop also warms the page cache.
             if not all(is_batch_equal(batch, batches[0]) for batch in batches):
                 raise SystemExit("the loaders do not return the same samples")
         seconds: dict[tuple[str, str], list[float]] = {key: [] for key in loaders}

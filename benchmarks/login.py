@@ -1,9 +1,9 @@
-"""Compare `submit.py CONFIG --dry-run` with a process that only imports its dependencies.
+"""Compare `submit.py CONFIG --dry-run` with a process that only imports the dependencies of this command.
 
     python -m benchmarks.login [--pairs 15]
 
-Target: at most 1.5 × the CPU seconds, in interleaved pairs of processes. The dependencies are all modules from outside
-the project that the dry run imports.
+The dependencies are all modules from outside the project that the command imports. Target: the command takes at most
+1.5 × the CPU seconds of the imports, as the median of interleaved pairs of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("submit", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "benchmarks")
 
 
-def write_import_program() -> str:
+def make_import_program() -> str:
     """Return a program that imports every module from outside the project that the dry run imports."""
     probe = (
         "import runpy, sys, contextlib, io; sys.argv = ['submit.py', 'configs/quickstart.yaml', '--dry-run']\n"
@@ -42,7 +42,7 @@ def write_import_program() -> str:
 
 
 def measure_cpu_seconds(command: list[str]) -> float:
-    """Run a command and return its user and system seconds."""
+    """Run a command and return its user and system seconds. Exits if the command fails."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
@@ -55,12 +55,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     pairs = parser.parse_args().pairs
     dry_run = [sys.executable, "submit.py", "configs/quickstart.yaml", "--dry-run"]
-    import_only = [sys.executable, "-c", write_import_program()]
+    import_only = [sys.executable, "-c", make_import_program()]
     dry_run_s = []
     import_s = []
     for pair in range(pairs + 1):
         pair_s = measure_cpu_seconds(dry_run), measure_cpu_seconds(import_only)
-        if pair:  # the first pair warms the page cache
+        if pair:  # The first pair only warms the page cache.
             dry_run_s.append(pair_s[0])
             import_s.append(pair_s[1])
     ratios = [a / b for a, b in zip(dry_run_s, import_s, strict=True)]

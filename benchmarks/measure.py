@@ -2,9 +2,9 @@
 
     python -m benchmarks.measure [ROUNDS]   # default 7: ten minutes on two idle cores; writes measure.md
 
-`python -m planning.calibrate` measures the machine, as a user would. Then the steps of every layout are timed in
-rounds: each round times all layouts in turn, in new processes. The result of a layout is the median of its rounds. If
-a layout has more ranks than there are cores, ranks share cores.
+First, `python -m planning.calibrate` measures the machine, as a user would. Then the steps of every layout are timed in
+rounds. Each round times all layouts in turn, in new processes. The result of a layout is the median of its rounds. If a
+layout has more ranks than the machine has cores, ranks share cores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from tests.support.ranks import run_ranks
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs/quickstart.yaml"
 MEASURED = ((2, ()), (4, ("parallel.tensor=2",)))
+"""Number of ranks and config overrides of the layouts with which the machine is measured."""
 PREDICTED = (
     (1, ()), (2, ("parallel.tensor=2",)), (2, ("parallel.pipeline=2",)), (2, ("parallel.zero=3",)),
     (2, ("train.micro_batch=2",)), (2, ("parallel.activation_checkpointing=full",)), (4, ()),
     (4, ("parallel.pipeline=2",)), (4, ("parallel.tensor=2", "parallel.pipeline=2")),
 )  # fmt: skip
+"""Number of ranks and config overrides of the layouts whose step time is predicted."""
 ROUNDS = int(sys.argv[1]) if sys.argv[1:] else 7
 LIMIT_S = 300
+"""Time limit of one measurement of one layout."""
 
 
 def load_quickstart(ranks: int, overrides: tuple[str, ...]) -> Config:
@@ -44,7 +47,7 @@ def load_quickstart(ranks: int, overrides: tuple[str, ...]) -> Config:
 
 
 def time_step_on_rank(rank_info: RankInfo, config: Config) -> float:
-    """Return the seconds of a real step. All ranks of the layout must call it."""
+    """Return the seconds of a real step. All ranks of the layout must call this."""
     from pipeline.comm import groups
     from planning.calibrate import time_step
 
@@ -56,7 +59,7 @@ def time_step_on_rank(rank_info: RankInfo, config: Config) -> float:
 
 
 def measure_machine() -> Machine:
-    """Measure this machine with the layouts of `MEASURED`, one after the other."""
+    """Measure this machine with the layouts of `MEASURED`, one after the other, and return the resulting machine."""
     with tempfile.TemporaryDirectory() as folder:
         previous: list[str] = []
         for number, (ranks, overrides) in enumerate(MEASURED):

@@ -1,4 +1,4 @@
-"""Measure the memory that each ZeRO level needs on a rank. Sharded memory must decrease as 1/ranks.
+"""Measure the memory that each ZeRO level needs on a rank. Sharded memory must be proportional to 1 / ranks.
 
     python -m benchmarks.memory [--ranks 2 4]
 
@@ -31,7 +31,7 @@ LEVELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def make_config(ranks: int, parallel: dict[str, Any]) -> Config:
-    """Return a config of the model on `ranks` ranks, with this section `parallel`."""
+    """Return a config of the model on `ranks` ranks, with the keys of `parallel` in the section `parallel`."""
     return parse_config(
         {
             "run": {"name": "memory"},
@@ -51,7 +51,11 @@ def count_local_bytes(tensor: Any) -> int:
 
 
 def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, int, int]:
-    """Train two steps on this rank; return its bytes of weights, optimizer state, gradients and gathered weights."""
+    """Train two steps on this rank.
+
+    Returns:
+        The rank's bytes of weights, optimizer state, gradients and gathered weights.
+    """
     import torch
     from torch.distributed.fsdp import FSDPModule
 
@@ -89,7 +93,8 @@ def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, 
         tokens = torch.zeros((2, config.data.sequence_length + 1), dtype=torch.int64)
         engine.backward({"tokens": tokens}, step, record_phase)
         engine.update_weights(engine.clip_gradients(1.0).item())
-    # the phases of a step are forward, backward, forward, backward, reduce; the third starts between the micro-batches
+    # The phases of a step are forward, backward, forward, backward, reduce. The third phase starts between the
+    # micro-batches.
     gradients, gathered = phase_bytes[-3]
     weights = sum(count_local_bytes(t) for name, t in state.items() if name.startswith("model."))
     optimizer = sum(count_local_bytes(t) for name, t in state.items() if "exp_avg" in name)

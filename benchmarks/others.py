@@ -1,7 +1,7 @@
-"""Predict communication that only other frameworks have: that of experts and of context parallelism.
+"""Predict the communication of expert and context parallelism, which Sluice does not support.
 
-`python -m benchmarks.plan` passes `expert_and_context_time` to the prediction (planning/predict.py), which adds this
-time to each block.
+`python -m benchmarks.plan` passes `expert_and_context_time` to `predict_step` (planning/predict.py), which adds the
+returned time to each block.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from planning.predict import CommGroup, RankModel, all_gather_time
 
 
 def expert_and_context_time(rank: RankModel, forward: float) -> float:
-    """Return the seconds of exposed communication, of experts and context parallelism, in the forward of one block.
+    """Return the seconds of exposed expert-parallel and context-parallel communication in a block's forward pass.
 
-    The communication in the backward of the block takes the same time.
+    The communication of the block's backward pass takes the same time.
 
     Args:
-        rank: the rank.
-        forward: seconds of computation in the forward of one block.
+        rank: the model of the rank.
+        forward: seconds of computation in the forward pass of one block.
     """
     exchange = expert_exchange_time(rank)
-    # DualPipe-V hides the exchange behind computation of another micro-batch; only a forward is counted as cover
+    # In DualPipe-V, the exchange overlaps with the computation of another micro-batch. The estimate is cautious: it
+    # counts only a forward pass as this computation.
     if rank.work.schedule == "dualpipe_v":
         exchange = max(0.0, exchange - forward)
     return ring_attention_time(rank) + exchange
 
 
 def ring_attention_time(rank: RankModel) -> float:
-    """Return the seconds to exchange keys and values in the forward of one block that attention does not hide."""
+    """Return the seconds of exposed communication of keys and values in a block's forward pass.
+
+    The exchange of keys and values with other ranks overlaps with attention. The rest of its time is exposed.
+    """
     work = rank.work
     group = rank.group(work.context, work.tensor)
     size = 2 * rank.tokens * work.kv_heads * work.head / work.tensor * work.low_bytes
@@ -36,7 +40,7 @@ def ring_attention_time(rank: RankModel) -> float:
 
 
 def expert_exchange_time(rank: RankModel) -> float:
-    """Return the seconds to send tokens to their experts and back in the forward of one block."""
+    """Return the seconds to send tokens to their experts and back, in a block's forward pass."""
     work = rank.work
     size = rank.tokens * work.active * work.hidden * work.low_bytes / work.tensor
     group = rank.group(work.expert, work.tensor)
@@ -48,11 +52,12 @@ def all_to_all_time(size: float, group: CommGroup, machine: Machine, share: floa
     """Return the seconds of an all-to-all in which each rank sends `size` bytes. Each GPU has its own network card.
 
     Args:
-        size: bytes that each rank sends.
+        size: bytes that each rank sends, including copies.
         group: ranks of the all-to-all.
-        machine: bandwidths and latencies.
+        machine: the machine with the bandwidths and latencies.
         share: fraction of the bandwidth that is reached.
-        copies: number of copies of the same bytes. Each node receives one copy and distributes it inside.
+        copies: number of ranks that receive the same bytes. Several ranks of one node receive them only once from
+            another node, and then distribute them inside their node.
     """
     remote_fraction = (1 - group.ranks_per_node / group.ranks) * min(1.0, group.nodes / copies)
     inside = size * (group.ranks_per_node - 1) / group.ranks / (machine.inside.bandwidth * share)

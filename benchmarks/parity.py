@@ -3,8 +3,8 @@
     python -m benchmarks.parity
 
 The model and the batches are those of tests/parallel/test_parallel.py, which fails if a difference exceeds 1e-5. This
-benchmark records the differences. Then one run changes its layout repeatedly: each layout loads the checkpoint of the
-previous one.
+benchmark records the differences. Then one run changes its layout repeatedly. Each layout loads the checkpoint that the
+previous layout saved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     8: [ALL, *({**ALL, "virtual_stages": 2, "schedule": name} for name in ("interleaved_1f1b", "zbv"))],
 }
+"""Sections `parallel` of the compared layouts, by number of ranks."""
 LIMIT_S = 500
+"""Time limit for the layouts of one number of ranks."""
 
 
 def format_layout(parallel: dict[str, Any]) -> str:
@@ -48,7 +50,12 @@ def format_layout(parallel: dict[str, Any]) -> str:
 def format_largest_differences(
     actual: Sequence[tuple[float, float]], expected: Sequence[tuple[float, float]]
 ) -> list[str]:
-    """Return the largest relative difference of the losses, and that of the norms."""
+    """Return the largest relative difference of the losses, and the largest relative difference of the norms.
+
+    Args:
+        actual: loss and gradient norm of each step of a layout.
+        expected: loss and gradient norm of each step of one process.
+    """
     pairs = zip(zip(*actual, strict=True), zip(*expected, strict=True), strict=True)
     return [f"{max(abs(a - b) / b for a, b in zip(*pair, strict=True)):.1e}" for pair in pairs]
 

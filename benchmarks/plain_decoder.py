@@ -1,7 +1,7 @@
 """A plain Llama-style decoder, for benchmarks that compare Sluice with a handwritten training loop.
 
-It shares no code with pipeline/model, so that a slower kernel there is visible in a comparison. Names have shapes:
-B sequences, T tokens, D model width, H heads, K head width, V vocabulary size.
+It shares no code with pipeline/model, so that a comparison shows if the kernels of pipeline/model are slower. Names of
+tensors end with their shape: B sequences, T tokens, D model width, H heads, K head width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864); `cos_TK` and `sin_TK` have one angle for each half of K."""
+    """Apply rotary positions (arXiv 2104.09864).
+
+    `cos_TK` and `sin_TK` have the shape (T, K / 2): one angle for each value of the first half of K and the value at
+    the same place in the second half.
+    """
     first, second = x_BHTK.chunk(2, dim=-1)
     return torch.cat((first * cos_TK - second * sin_TK, second * cos_TK + first * sin_TK), dim=-1)
 
@@ -60,7 +64,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainDecoder(nn.Module):
-    """Compute `logits_BTV` of int64 `tokens_BT`. Input and output embeddings are separate parameters."""
+    """A decoder that maps int64 `tokens_BT` to `logits_BTV`. Embedding and output layer are separate parameters."""
 
     cos_TK: Tensor
     sin_TK: Tensor

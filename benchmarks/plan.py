@@ -2,15 +2,15 @@
 
     python -m benchmarks.plan FILE.csv [--fit] [--write]
 
-Each row of the file is a published run (benchmarks/published.py). The table has, for each source, the errors of
-planning/predict.py with its constants, and with constants that were fitted to all other sources. `--fit` prints
-constants that are fitted to all rows; `--write` writes the table to benchmarks/results/plan.md. Unsupported rows are
-listed with the reason.
+Each row of the file is a published run (benchmarks/published.py). The table has the errors of planning/predict.py for
+each source, with its default constants and with constants that were fitted to all other sources. `--fit` prints
+constants that are fitted to all rows. `--write` writes the table to benchmarks/results/plan.md. Rows that are not
+supported are listed with the reason.
 
 The fit is a maximum a posteriori estimate of the logarithms of the constants. Each constant has a prior: its physical
 value in `PRIOR`, with a standard deviation of 20 %. The residual of a row is the logarithm of predicted divided by
 published tokens/s, with an expected size of 10 %. A residual r above 5 % has the weight 1/|r|, which limits the
-influence of outliers. All rows of a source together have the weight of the square root of their number.
+influence of outliers. n rows of one source together have the weight √n.
 """
 
 from __future__ import annotations
@@ -75,16 +75,21 @@ def _linearize(rows: Sequence[Row], logs: np.ndarray) -> tuple[np.ndarray, np.nd
     """Return the residuals, shape (rows,), and their slopes by each constant's logarithm, shape (rows, constants)."""
     residuals = compute_residuals(rows, logs)
     step = 0.03
-    shifted = [compute_residuals(rows, logs + step * unit) for unit in np.eye(len(logs))]
-    return residuals, np.stack([(each - residuals) / step for each in shifted], axis=1)
+    shifted_residuals = [compute_residuals(rows, logs + step * unit_vector) for unit_vector in np.eye(len(logs))]
+    return residuals, np.stack([(shifted - residuals) / step for shifted in shifted_residuals], axis=1)
 
 
 def _solve(
     rows: Sequence[Row], offset: np.ndarray, slopes: np.ndarray, residuals: np.ndarray, prior: np.ndarray
 ) -> np.ndarray:
-    """Return the logarithms that minimize the weighted residuals and the distance to the prior.
+    """Return the logarithms of the constants that minimize the weighted residuals and the distance to the prior.
 
-    The residuals are offset + slopes @ logarithms.
+    Args:
+        rows: published runs.
+        offset: residuals at logarithms of zero, shape (rows,).
+        slopes: slopes of the residuals, shape (rows, constants). The residuals are offset + slopes @ logarithms.
+        residuals: residuals from which the first weights are computed, shape (rows,).
+        prior: logarithms of `PRIOR`, shape (constants,).
     """
     counts = Counter(row.source for row in rows)
     source_weight = np.array([1 / np.sqrt(counts[row.source]) for row in rows])
@@ -93,7 +98,7 @@ def _solve(
         left = slopes.T @ (slopes * weight[:, None]) + np.eye(len(prior)) / PRIOR_WIDTH**2
         logs = np.linalg.solve(left, prior / PRIOR_WIDTH**2 - slopes.T @ (weight * offset))
         residuals = offset + slopes @ logs
-    # a constant that is a share cannot exceed 1
+    # Constants that are shares cannot exceed 1. For other constants, 1e9 is no limit in practice.
     upper_bounds = np.log(
         [1.0 if name in ("matmul", "portable", "memory", "link", "hidden") else 1e9 for name in asdict(PRIOR)]
     )
@@ -107,10 +112,10 @@ def fit_without_source(
 
     Args:
         rows: all rows.
-        source: the source that is left out.
+        source: the source whose rows are not used.
         slopes: slopes of the residuals, from :func:`fit_constants`.
         offset: offsets of the residuals, from :func:`fit_constants`.
-        fitted: the constants that are fitted to all rows.
+        fitted: the constants that are fitted to all rows, from which the fit starts.
     """
     kept = [number for number, row in enumerate(rows) if row.source != source]
     prior, logs = (np.log(np.array(list(asdict(constants).values()))) for constants in (PRIOR, fitted))
@@ -120,14 +125,15 @@ def fit_without_source(
 
 
 def quantile_percent(errors: Sequence[float], share: float) -> float:
-    """Return a quantile of the absolute errors in per cent; NaN if there are none."""
+    """Return the quantile `share` (0 to 1) of the absolute errors in per cent; NaN if there are no errors."""
     return 100 * float(np.quantile(np.abs(errors), share)) if len(errors) else float("nan")
 
 
 def correlate_layout_order(rows: Sequence[Row], tokens: Sequence[float]) -> float:
-    """Return how well predictions order the layouts of one model: Spearman's coefficient, the median over groups.
+    """Return how well predictions order the layouts of one model: the median over groups of Spearman's coefficient.
 
-    A group has at least four rows with the same source, model, GPU, sequence length and precision.
+    A group has at least four rows with the same source, model, GPU, sequence length and precision. Without such a
+    group, return NaN.
 
     Args:
         rows: published runs.
@@ -146,7 +152,10 @@ def correlate_layout_order(rows: Sequence[Row], tokens: Sequence[float]) -> floa
 
 
 def _compute_ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value. Values within 0.5 %, the variation of repeated runs, share their rank."""
+    """Return a linear function of each value's average rank, which is sufficient for Spearman's coefficient.
+
+    Values within 0.5 %, the variation of repeated runs, share their rank.
+    """
     return [
         sum(other < value * 0.995 for other in values) + sum(other <= value * 1.005 for other in values)
         for value in values
@@ -161,8 +170,25 @@ def describe_parts(prediction: StepPrediction) -> str:
 
 
 def compute_memory_errors(rows: Sequence[Row]) -> list[float]:
-    """Return the relative errors of the predicted memory, of the rows with published memory."""
+    """Return the relative errors of the predicted memory for the rows with published memory."""
     return [estimate_footprint(row.work).total / 2**30 / row.gib - 1 for row in rows if row.gib]
+
+
+def format_errors(errors: Sequence[float], errors_without: Sequence[float]) -> list[str]:
+    """Return the cells of the table that describe the errors of several rows.
+
+    Args:
+        errors: relative errors with the default constants.
+        errors_without: relative errors with constants that were fitted without the source of the row.
+    """
+    figures = [
+        quantile_percent(errors, 0.5),
+        100 * float(np.median(errors)),
+        quantile_percent(errors, 0.9),
+        quantile_percent(errors_without, 0.5),
+        quantile_percent(errors_without, 0.9),
+    ]
+    return [f"{figure:.1f} %" for figure in figures]
 
 
 def main() -> None:
@@ -187,24 +213,10 @@ def main() -> None:
         all_errors_without += errors_without
         source_errors = [error for row, error in zip(rows, errors, strict=True) if row.source == source]
         memory_errors = compute_memory_errors(source_rows)
-        figures = [
-            quantile_percent(source_errors, 0.5),
-            100 * float(np.median(source_errors)),
-            quantile_percent(source_errors, 0.9),
-            quantile_percent(errors_without, 0.5),
-            quantile_percent(errors_without, 0.9),
-        ]
         memory = f"{quantile_percent(memory_errors, 0.5):.1f} % of {len(memory_errors)}" if memory_errors else "-"
-        table.append([source, str(len(source_rows)), *(f"{figure:.1f} %" for figure in figures), memory])
-    figures = [
-        quantile_percent(errors, 0.5),
-        100 * float(np.median(errors)),
-        quantile_percent(errors, 0.9),
-        quantile_percent(all_errors_without, 0.5),
-        quantile_percent(all_errors_without, 0.9),
-        quantile_percent(compute_memory_errors(rows), 0.5),
-    ]
-    table.append(["all", str(len(rows)), *(f"{figure:.1f} %" for figure in figures)])
+        table.append([source, str(len(source_rows)), *format_errors(source_errors, errors_without), memory])
+    memory = f"{quantile_percent(compute_memory_errors(rows), 0.5):.1f} %"
+    table.append(["all", str(len(rows)), *format_errors(errors, all_errors_without), memory])
     note = (
         "Errors of the predicted tokens/s of one GPU, compared with published runs. Fitted without it: predicted with "
         "constants that were fitted to all other sources. This second fit uses a linear approximation of the "

@@ -23,7 +23,7 @@ OTHER_MACHINES = Path(__file__).parent / "machines"
 
 
 class UnsupportedRowError(ValueError):
-    """A row that cannot be predicted; the message says why."""
+    """A row that cannot be predicted. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,12 @@ class Row:
 
     id: str
     source: str
+    """Name of the publication, which usually contains the name of the framework."""
     model: str
     work: Workload
     machine: Machine
     tokens: float
-    """Published tokens per second of one GPU; computed from the published MFU if they are missing."""
+    """Published tokens per second of one GPU. If only the MFU is published, they are computed from it."""
     gib: float | None
     """Published memory of the fullest rank in GiB; None if it is missing."""
 
@@ -51,7 +52,8 @@ GPUS = (
 )  # fmt: skip
 """Pattern of a GPU's name, and its machine file. The first match counts."""
 TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
-    # hand-written fused kernels, Transformer Engine and cuDNN; tensor parallel communication overlaps with products
+    # These frameworks have hand-written fused kernels, Transformer Engine and cuDNN. Tensor-parallel communication
+    # overlaps with matrix products.
     (r"nemo|dgxc|mlperf|megascale|megatron-bridge|transformer.?engine|deepseek",
      {"by_hand": True, "fused": True, "native": True, "hide_tensor": True, "each_micro_batch": False}),
     (r"zero bubble", {"by_hand": True, "fused": True, "scores": True, "each_micro_batch": False}),
@@ -62,13 +64,13 @@ TRAITS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 """Pattern of a row's source, and fields of `Workload` that describe how this framework computes.
 
-The first match counts. `by_hand` is not a field: it marks frameworks whose selective recomputation is that of
-attention.
+The first match counts. `by_hand` is not a field of `Workload`. It marks frameworks whose selective recomputation
+recomputes attention.
 """
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Return the rows of a CSV file that can be predicted, and the ids of the others with the reason."""
+    """Return the rows of a CSV file that can be predicted, and the ids of all other rows with the reason."""
     supported: list[Row] = []
     unsupported: list[tuple[str, str]] = []
     with path.open(newline="") as file:
@@ -78,7 +80,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
                 try:
                     predict_step(row.work, row.machine)
                 except (RuntimeError, LookupError, ValueError):
-                    # the schedule does not support this number of micro-batches; 1f1b is the most similar one
+                    # The schedule does not support this number of micro-batches. 1f1b is the most similar schedule.
                     row = replace(row, work=replace(row.work, schedule="1f1b", virtual_stages=1, stage_layers=()))
                     predict_step(row.work, row.machine)
                 supported.append(row)
@@ -121,8 +123,8 @@ def _find_machine(row: dict[str, str]) -> Machine:
 def parse_precision(text: str) -> str:
     """Return the precision of the matrix products that `text` names, for example bf16 for "bf16+fp32grad".
 
-    Precisions of gradients, master weights, optimizer states or messages do not count. If several remain, the products
-    use the lowest ("fp16/fp32 mixed"). If the text names no precision, the result is bf16.
+    Precisions of gradients, master weights, optimizer states or messages do not count. If several precisions remain,
+    the products use the lowest ("fp16/fp32 mixed"). If the text names no precision, the result is bf16.
     """
     text = text.lower().replace("bfloat", "bf").replace("float", "fp")
     other_uses = r"grad|master|optim|state|reduc|accum|comm|gather|all"
@@ -133,7 +135,7 @@ def parse_precision(text: str) -> str:
 
 
 def _parse_schedule(text: str, virtual_stages: int) -> str:
-    """Return the pipeline schedule that `text` names."""
+    """Return the pipeline schedule that `text` names; if it names none, 1f1b or interleaved_1f1b."""
     for pattern, name in (
         (r"dualpipe", "dualpipe_v"),
         (r"zb.?v", "zbv"),
@@ -149,8 +151,8 @@ def _parse_schedule(text: str, virtual_stages: int) -> str:
 def _parse_experts(row: dict[str, str], layers: int, hidden: int, attention_weights: int) -> dict[str, Any]:
     """Return the fields of `Workload` that describe a mixture of experts; empty for a dense model.
 
-    The number of experts comes from the notes or the name of the model. Their width follows from the number of weights
-    in total, and of those that one token uses.
+    The number of experts comes from the notes or the name of the model. The width of an expert follows from the total
+    number of weights and from the number of weights that one token uses.
     """
     notes = f"{row.get('moe_notes') or ''} {row.get('notes') or ''}"
     is_named_mixture = re.search(r"\d+x\d+b|moe|a\d+b\b", row["model"], re.I)
@@ -158,7 +160,7 @@ def _parse_experts(row: dict[str, str], layers: int, hidden: int, attention_weig
         return {}
     count_match = re.search(r"(\d+)\s*(?:routed\s*)?experts", notes, re.I) or re.search(r"(\d+)x\d", row["model"])
     active_match = re.search(r"top-?\s*(\d+)", notes, re.I)
-    if not row.get("n_matmul_b") and count_match:  # the row's MLP width is then that of one expert
+    if not row.get("n_matmul_b") and count_match:  # The MLP width in the row is then the width of one expert.
         active = int(active_match.group(1)) if active_match else 2
         return {"experts": int(count_match.group(1)), "active": active}
     embedding_weights = _parse_number(row, "vocab", 50304) * hidden
@@ -189,13 +191,14 @@ def _parse_recomputation(text: str, traits: dict[str, Any]) -> str:
     """Return the kind of activation recomputation of a row, as in `Workload.recompute`.
 
     Args:
-        text: how the row describes the recomputation, in the words of its framework.
-        traits: see `TRAITS`.
+        text: the row's description of the recomputation, in the terms of its framework.
+        traits: properties of this framework (see `TRAITS`).
     """
     if re.search(r"full|block|uniform|yes", text, re.IGNORECASE):
         return "full"
     if re.search(r"selective\((op|layer)", text) or ("selective" in text and not traits.get("by_hand")):
-        return "half"  # torch's selective recomputation: every second product, or every second block
+        # Torch's selective recomputation recomputes every second matrix product, or every second block.
+        return "half"
     return "attention" if re.search(r"selective|attn|attention|mlp|partial", text, re.IGNORECASE) else "none"
 
 
@@ -220,7 +223,7 @@ def parse_row(row: dict[str, str]) -> Row:
     if zero == 3 and context > 1 and shard == data * context:
         shard = data
     shard = shard if zero else 1
-    # torch's pipelines with ZeRO 3 use as many micro-batches as pipeline ranks
+    # Torch's pipelines with ZeRO 3 use as many micro-batches as pipeline ranks.
     zero3_pipeline_batch = max(1, _parse_number(row, "global_batch_seqs", 0) / data / pipeline)
     micro = int(_parse_number(row, "micro_batch", zero3_pipeline_batch if zero == 3 and pipeline > 1 else 1))
     default_batch = data * micro * (8 * pipeline if pipeline > 1 else 1)
@@ -228,12 +231,15 @@ def parse_row(row: dict[str, str]) -> Row:
     batch = max(1, batch // (data * micro)) * data * micro
     source = f"{row['source']} {row.get('id') or ''}"
     if "megatron" in source.lower() and _parse_number(row, "year", 2024) >= 2024:
-        source += " mlperf"  # since 2024, Megatron uses Transformer Engine and overlaps communication as NeMo does
+        # Since 2024, Megatron uses Transformer Engine and overlaps communication, as NeMo does. With "mlperf", the
+        # first pattern of TRAITS matches.
+        source += " mlperf"
     traits = next(fields for pattern, fields in TRAITS if re.search(pattern, source, re.IGNORECASE))
     traits = {"fused": row.get("compile") == "yes", **traits}
     notes = row.get("notes") or ""
     checkpointing = row.get("activation_ckpt") or ""
     schedule = row.get("schedule") or ""
+    # Some rows name an interleaved schedule ("Interleaved" or "interleaved") without its number of stages per rank.
     virtual_stages = int(_parse_number(row, "virtual_stages", 1)) if pipeline > 1 else 1
     if "nterleaved" in schedule and virtual_stages == 1 and pipeline > 1:
         virtual_stages = 2
@@ -264,7 +270,7 @@ def parse_row(row: dict[str, str]) -> Row:
     machine = _find_machine(row)
     if work.precision not in machine.achievable and work.precision not in ("bf16", "fp16"):
         raise UnsupportedRowError(f"{machine.gpu} has no {work.precision}")
-    if not checkpointing:  # assume the least recomputation with which the run fits
+    if not checkpointing:  # Assume the least recomputation with which the run fits into the GPU's memory.
         kinds_that_fit = [
             kind
             for kind in ("none", "selective", "full")

@@ -2,13 +2,14 @@
 
     python -m benchmarks.recovery [--steps 1600] [--requeues 6]      (the second part needs root and Debian's Slurm)
 
-Coordination (agreement.md): two ranks take steps of about 50 ms (matrix products, all-reduces of gradients and loss).
-In half of the steps, chosen at random, the ranks check for stop requests (pipeline/resilience/stop.py). The table has
-the median over all steps, and over each quarter of the run. It also has the CPU time of the check, and the time of a
-step with a request. Target: less than 0.5 % of a step.
+Coordination (results/agreement.md): two ranks run steps of about 50 ms (matrix products, all-reduces of gradients and
+loss). In half of the steps, chosen at random, the ranks check for stop requests (pipeline/resilience/stop.py). The
+table compares the median times of steps with and without the check, over all steps and over each quarter of the run. It
+also has the CPU time of the check, and the time of a step with a request. Target: the check takes less than 0.5 % of a
+step.
 
-Requeue (restart.md): a tiny training run on the test cluster (4 nodes × 1 rank) is preempted repeatedly. The times come
-from events.jsonl (event `ready`, field `startup_s`).
+Requeue (results/restart.md): a tiny training run on the test cluster (4 nodes × 1 rank) is preempted repeatedly. The
+times come from events.jsonl (event `ready`, field `startup_s`).
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from tests.cluster.config import CRED_EXPIRE_S
 from tests.support.ranks import run_ranks
 
 STEP_S = 0.050
+"""Approximate duration of a step."""
 WARM_UP_STEPS = 40
 PARTS = 4
+"""Number of parts of the run for which the medians are also compared."""
 
 
 def measure_steps_rank(rank_info: RankInfo, steps: int) -> tuple[list[float], list[float], list[float], float]:
-    """Time the steps of one rank.
+    """Time the steps on this rank.
 
     Returns:
         Seconds of each step without a check for requests, of each step with a check, and of each step with a request;
@@ -95,16 +98,16 @@ def measure_steps_rank(rank_info: RankInfo, steps: int) -> tuple[list[float], li
 
 def write_agreement_table(steps: int) -> None:
     """Measure the check for stop requests and write its table."""
-    plain, checked, requested, check_cpu_s = run_ranks(2, measure_steps_rank, steps, timeout=600)[0]
+    plain_s, checked_s, requested_s, check_cpu_s = run_ranks(2, measure_steps_rank, steps, timeout=600)[0]
 
     def median_of_part(step_times: list[float], number: int) -> float:
         size = len(step_times) // PARTS
         return statistics.median(step_times[number * size : (number + 1) * size])
 
-    overheads = [median_of_part(checked, i) / median_of_part(plain, i) - 1 for i in range(PARTS)]
-    check_overhead = statistics.median(checked) / statistics.median(plain) - 1
-    request_overhead = statistics.median(requested) / statistics.median(plain) - 1
-    step_ms = statistics.median(plain) * 1000
+    overheads = [median_of_part(checked_s, i) / median_of_part(plain_s, i) - 1 for i in range(PARTS)]
+    check_overhead = statistics.median(checked_s) / statistics.median(plain_s) - 1
+    request_overhead = statistics.median(requested_s) / statistics.median(plain_s) - 1
+    step_ms = statistics.median(plain_s) * 1000
     rows = [
         ["step with the check, against a step without", f"{check_overhead:+.2%}",
          f"{min(overheads):+.2%} to {max(overheads):+.2%}", "< 0.5 %"],
@@ -120,8 +123,7 @@ def write_agreement_table(steps: int) -> None:
 
 
 def read_restarts(run: Run) -> list[dict[str, float]]:
-    """Return the seconds of each part of each start after a requeue, in order."""
-
+    """Return, for each start after a requeue, the seconds of each part of the start by the name of the part."""
     events = run.read_events("train", Requeued, Started, Restored, Ready)
     lines = {line["step"]: line for line in read_jsonl(run.metrics_file)}
     restarts = []
@@ -145,7 +147,7 @@ def read_restarts(run: Run) -> list[dict[str, float]]:
 
 
 def write_restart_table(requeues: int) -> None:
-    """Preempt a training run `requeues` times, and write the table with the time of each part of the restarts."""
+    """Preempt a training run `requeues` times, and write the table with the time of each part of a restart."""
     if reason := find_cluster_problem(Options()):
         sys.exit(reason)
     directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))

@@ -2,12 +2,12 @@
 
     python -m benchmarks.sharding [--mb 64] [--repetitions 3] [--datatrove PYTHON] [--memory-mb 2048]
 
-The text is the source code of the Python library in documents of 4,000 characters, as .jsonl, with a byte-level BPE of
-8,192 tokens. `--datatrove`: a Python of another environment that has `datatrove[io,processing]` and orjson. Rates are
-tokens per CPU second (user and system, all threads) on one core after the imports. Repetitions are interleaved; a
-ratio is the median of their ratios. The bare loop reads lines, parses JSON and encodes, and writes nothing. Memory is
-the peak resident set of a process that shards a large file with a fast word-level tokenizer (memory does not depend on
-it).
+The text is the source code of Python's standard library in documents of 4,000 characters, as .jsonl. The tokenizer is a
+byte-level BPE of 8,192 tokens. `--datatrove` names the Python of another environment that has
+`datatrove[io,processing]` and orjson. Rates are tokens per CPU second (user and system time, all threads) on one core
+after the imports. Repetitions are interleaved, and a ratio is the median of the ratios of all repetitions. The bare
+loop reads lines, parses JSON and encodes, but writes nothing. Memory is the peak resident set of a process that shards
+a large file. This process uses a fast word-level tokenizer, because memory does not depend on the tokenizer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from pipeline.config.datasets import DataConfig, TokenizerConfig
 from pipeline.data.manifest import ShardEntry, load_manifest, write_manifest
 
 FILES = 100_000
+"""Number of input files in `measure_many_files`."""
 UNITS = 10_000
-"""Approximate number of work units; fewer if there is little text."""
+"""Approximate number of work units in `measure_many_files`. It is smaller if there is little text."""
 TIMEOUT_S = 3600
 
-DATATROVE = """
+DATATROVE_PROGRAM = """
 import json, resource, sys
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
@@ -64,7 +65,7 @@ print(json.dumps({"cpu": cpu() - before}))
 
 
 def write_text(path: Path, size: int) -> None:
-    """Write about `size` bytes of documents as lines of JSON."""
+    """Write documents with about `size` bytes of source code to `path`, as JSON Lines."""
     root = Path(sysconfig.get_path("stdlib"))
     written = 0
     sources = sorted(file for file in root.rglob("*.py") if "-packages" not in str(file))
@@ -79,19 +80,24 @@ def write_text(path: Path, size: int) -> None:
 
 
 def read_cpu_seconds() -> float:
-    """Return user and system time of this process, all threads."""
+    """Return the user and system seconds of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def make_config(folder: Path, **fields: Any) -> DataConfig:
-    """Return the config of the text and the tokenizer in a folder."""
+    """Return a DataConfig that reads `text.jsonl` and `tokenizer.json` from `folder`.
+
+    Args:
+        folder: the folder.
+        fields: further fields of DataConfig.
+    """
     tokenizer = TokenizerConfig(kind="file", path=folder / "tokenizer.json")
     return DataConfig(source=str(folder / "text.jsonl"), tokenizer=tokenizer, **fields)
 
 
 def tokenize_bare(folder: Path) -> None:
-    """Run the bare loop in this process and print its result as JSON."""
+    """Run the bare loop in this process. Print its CPU seconds and its number of tokens as JSON."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -108,8 +114,11 @@ def tokenize_bare(folder: Path) -> None:
     print(json.dumps({"cpu": read_cpu_seconds() - cpu_start, "tokens": tokens}))
 
 
-def run_task(folder: Path, out: Path, task: int, tasks: int, **fields: Any) -> None:
-    """Run one task of the prepared stage `shard` in this process and print its result as JSON."""
+def run_array_task(folder: Path, out: Path, task: int, tasks: int, **fields: Any) -> None:
+    """Run array task `task` of `tasks` of stage shard in this process. Print CPU seconds and peak memory as JSON.
+
+    The stage prepare must have run. The peak memory is in MB.
+    """
     import data_prep.shard_writer
 
     data = TextFolder(make_config(folder, **fields), out)
@@ -129,15 +138,25 @@ def start_on_core(core: int, *arguments: str, python: str = sys.executable) -> s
 
 
 def wait_for_result(process: subprocess.Popen[str]) -> dict[str, float]:
-    """Wait for a process and return the JSON of its last line."""
+    """Wait for a process and return the JSON object in its last line of output. Exits if the process failed."""
     output, _ = process.communicate(timeout=TIMEOUT_S)
     if process.returncode:
         raise SystemExit(f"{process.args!r} failed")
     return json.loads(output.splitlines()[-1])
 
 
-def shard(folder: Path, name: str, tasks: int = 1, **fields: Any) -> tuple[dict[str, float], float]:
-    """Shard the text with `tasks` tasks of one core each; return the result of the last task and the wall seconds."""
+def shard_text(folder: Path, name: str, tasks: int = 1, **fields: Any) -> tuple[dict[str, float], float]:
+    """Shard `text.jsonl` of `folder` with array tasks of one core each.
+
+    Args:
+        folder: folder with the text and the tokenizer.
+        name: folder inside `folder` for the output. It is deleted first.
+        tasks: number of array tasks.
+        fields: further fields of DataConfig.
+
+    Returns:
+        What the last array task prints (see :func:`run_array_task`), and the wall seconds of all array tasks together.
+    """
     out = folder / name
     subprocess.run(["rm", "-rf", str(out)], check=True, timeout=60)
     TextFolder(make_config(folder, **fields), out).prepare(lambda _: None)
@@ -148,20 +167,26 @@ def shard(folder: Path, name: str, tasks: int = 1, **fields: Any) -> tuple[dict[
 
 
 def measure_rates(folder: Path, repetitions: int, datatrove: str | None) -> list[list[str]]:
-    """Return the rows with the tokens per CPU second of each tokenization."""
+    """Return the table rows with the tokens per CPU second of each program.
+
+    Args:
+        folder: folder with the text and the tokenizer.
+        repetitions: number of measurements of each program.
+        datatrove: path of a Python that has datatrove; None: it is not measured.
+    """
     seconds: dict[str, list[float]] = {}
     tokens = 0.0
     for number in range(repetitions):
         bare = wait_for_result(start_on_core(0, "-m", "benchmarks.sharding", "--child", str(folder)))
         tokens = bare["tokens"]
         seconds.setdefault("bare `encode_batch_fast` loop", []).append(bare["cpu"])
-        seconds.setdefault("Sluice", []).append(shard(folder, "one")[0]["cpu"])
+        seconds.setdefault("Sluice", []).append(shard_text(folder, "one")[0]["cpu"])
         manifest = load_manifest(folder / "one")
         assert manifest.train_tokens + manifest.held_out_tokens == tokens
-        seconds.setdefault("Sluice, deduplicate", []).append(shard(folder, "once", deduplicate=True)[0]["cpu"])
+        seconds.setdefault("Sluice, deduplicate", []).append(shard_text(folder, "once", deduplicate=True)[0]["cpu"])
         if datatrove:
             out = folder / f"datatrove-{number}"
-            arguments = ["-c", DATATROVE, str(folder), str(folder / "tokenizer.json"), str(out)]
+            arguments = ["-c", DATATROVE_PROGRAM, str(folder), str(folder / "tokenizer.json"), str(out)]
             result = wait_for_result(start_on_core(0, *arguments, python=datatrove))
             assert sum(file.stat().st_size for file in out.rglob("*.ds")) == 2 * tokens
             seconds.setdefault("datatrove", []).append(result["cpu"])
@@ -178,7 +203,7 @@ def measure_rates(folder: Path, repetitions: int, datatrove: str | None) -> list
 
 
 def measure_memory(folder: Path, megabytes: int) -> list[str]:
-    """Return the row with the peak memory of a task that shards a large file."""
+    """Return the table row with the peak memory of an array task that shards a file of `megabytes` MB."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"<|endoftext|>": 0, "<unknown>": 1, **{f"word{i}": i + 2 for i in range(70_000)}}
@@ -186,13 +211,13 @@ def measure_memory(folder: Path, megabytes: int) -> list[str]:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    block = "".join(
+    text_block = "".join(
         json.dumps({"text": " ".join(f"word{(i * j) % 70_000}" for j in range(400))}) + "\n" for i in range(400)
     )
     with open(folder / "text.jsonl", "w") as file:
-        for _ in range(megabytes * 2**20 // len(block)):
-            file.write(block)
-    result, _ = shard(folder, "large")
+        for _ in range(megabytes * 2**20 // len(text_block)):
+            file.write(text_block)
+    result, _ = shard_text(folder, "large")
     tokens = load_manifest(folder / "large").train_tokens
     return [
         f"peak memory, a file of {megabytes:,} MB, {tokens:,} uint32 tokens",
@@ -202,8 +227,11 @@ def measure_memory(folder: Path, megabytes: int) -> list[str]:
 
 
 def measure_many_files(folder: Path) -> list[list[str]]:
-    """Return the rows of planning many files, and of the progress and the finalizer of many work units."""
+    """Return the table rows about many input files and many work units.
 
+    They have the time to plan the files, to read the progress of the work units, and to finalize the work units. Only
+    the first work unit is tokenized. The others are links to its files.
+    """
     cpu_start = 0.0
     wall_start = 0.0
 
@@ -224,7 +252,7 @@ def measure_many_files(folder: Path) -> list[list[str]]:
     split_into_units(inputs, measure_inputs(inputs, "text"), 1000)
     planning_time = format_elapsed()
     fsync = os.fsync
-    os.fsync = lambda fd: None  # only while the work units are written, which is not measured
+    os.fsync = lambda fd: None  # This saves time while the work units are written, which is not measured.
     shard_tokens = max(1024, int((folder / "text.jsonl").stat().st_size / 3.5 / 0.9 / UNITS))
     config = make_config(folder, shard_tokens=shard_tokens, held_out=0.0)
     data = TextFolder(config, folder / "units")
@@ -273,7 +301,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, default=default)
     arguments = parser.parse_args()
     if arguments.child and arguments.out:
-        run_task(arguments.child, arguments.out, arguments.task, arguments.tasks, **json.loads(arguments.more))
+        run_array_task(arguments.child, arguments.out, arguments.task, arguments.tasks, **json.loads(arguments.more))
         return
     if arguments.child:
         tokenize_bare(arguments.child)
@@ -287,7 +315,7 @@ def main() -> None:
         rows = measure_rates(folder, arguments.repetitions, arguments.datatrove)
         print(rows, flush=True)
         pairs = [
-            (shard(folder, "one")[1], shard(folder, "two", tasks=2)[1])
+            (shard_text(folder, "one")[1], shard_text(folder, "two", tasks=2)[1])
             for _ in range(arguments.repetitions if (os.cpu_count() or 1) > 1 else 0)
         ]
         if pairs:

@@ -11,13 +11,21 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table with these cells."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def write_table(name: str, title: str, note: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the table and write it to benchmarks/results/NAME.md."""
+    """Write a page with a table to benchmarks/results/NAME.md, and print the page.
+
+    Args:
+        name: name of the file without `.md`.
+        title: heading of the page.
+        note: paragraph above the table. A description of this machine is appended.
+        header: titles of the columns.
+        rows: cells of the table.
+    """
     machine = f"{os.cpu_count()} cores, Linux {platform.machine()}, Python {platform.python_version()}."
     text = f"# {title}\n\n{note} {machine}\n\n{format_table(header, rows)}"
     RESULTS.mkdir(exist_ok=True)

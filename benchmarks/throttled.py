@@ -1,16 +1,17 @@
-"""Measure how long training waits for data on a slow file system, with and without copies on the node's local disk.
+"""Measure how long a run waits for data on a slow file system, with and without copies on the node's local disk.
 
     python -m benchmarks.throttled [--steps 200] [--rate 8]     # needs root and cgroup v1 (tests/support/slow_mount.py)
 
 The data is a file of 96 million uint16 tokens, which the run reads in place (`data.records: tokens`). A control group
-limits how many bytes per second the training process reads from the file system. The page cache is empty at the start.
-One process trains with 64 samples of 129 tokens per step, from all parts of the file. Because the kernel reads ahead
-around each sample, a step reads at least a megabyte.
+limits how many bytes per second the rank reads from the file system. The page cache is empty at the start. One rank
+trains with 64 samples of 129 tokens per step, from all parts of the file. Because the kernel reads ahead around each
+sample, a step reads at least a megabyte.
 
-- With `site.local_disk`, training starts from the slow file system and changes to the copy when it is complete. The
-  benchmark then empties the page cache of the slow file system, so any further read from it would wait.
-- Without it, the page cache keeps what was read. The waits end when the cache has the whole file, which would not
-  happen with terabytes of data.
+- With `site.local_disk`, the rank first reads from the slow file system, and reads the copy as soon as the copy is
+  complete. The benchmark then empties the page cache of the slow file system, so that any further read from this file
+  system would wait.
+- Without `site.local_disk`, the page cache keeps what was read. The waits end when the cache has the whole file. This
+  would not happen with terabytes of data.
 
 The results are the sums of `data_wait_s` and `step_time_s` in metrics.jsonl.
 """
@@ -40,14 +41,17 @@ from tests.support.slow_mount import SlowMount, find_slow_mount_problem, slow_mo
 from tests.support.tiny import PassiveStopFlag, make_run, write_config
 
 TRAINING_TIMEOUT_S = 400.0
+"""Time limit of one run."""
 
 
 def create_run_on_mount(mount: SlowMount, folder: Path, name: str, tokens: int, *overrides: str) -> Run:
-    """Create a run, prepared for training, whose data is a file on the mount. The file is divided into eight shards.
+    """Create a run that reads a file of tokens on the mount, and run its stages prepare and shard.
+
+    The file is divided into eight shards.
 
     Args:
         mount: the slow file system. The file of tokens is created if it does not exist.
-        folder: where the run, and a small run with the tokenizer, are created.
+        folder: where the run is created, and a small run whose tokenizer is used.
         name: name of the run.
         tokens: number of tokens of the file.
         overrides: config overrides.
@@ -76,8 +80,14 @@ def create_run_on_mount(mount: SlowMount, folder: Path, name: str, tokens: int, 
 
 
 def start_training(mount: SlowMount, run: Run, log: Path) -> subprocess.Popen[bytes]:
-    """Start the train stage with the run's copy of the code, as a process whose reads from the mount are limited."""
-    command = mount.run_in_group([sys.executable, "-m", "pipeline", "train", str(run.path)])
+    """Start the train stage with the run's copy of the code. The read bandwidth from the mount is limited.
+
+    Args:
+        mount: the slow file system. The process joins its control group.
+        run: the run.
+        log: file for the output of the process.
+    """
+    command = mount.wrap_command([sys.executable, "-m", "pipeline", "train", str(run.path)])
     with open(log, "wb") as out:
         environment = {**os.environ, "PYTHONPATH": str(run.code_dir)}
         return subprocess.Popen(command, cwd=run.code_dir, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -99,11 +109,11 @@ def has_complete_copies(run: Run) -> bool:
 def measure_training(
     mount: SlowMount, run: Run, bytes_per_s: int, log: Path
 ) -> tuple[list[dict[str, float]], int, int]:
-    """Train while reads from the mount are limited.
+    """Run the train stage while the read bandwidth from the mount is limited to `bytes_per_s`.
 
     Returns:
-        The lines of metrics.jsonl; the number of steps until the copies were complete, 0 without copies; and the bytes
-        read from the device afterwards.
+        The lines of metrics.jsonl; the number of steps until the copies were complete; and the bytes read from the
+        mount's device afterwards. Without copies, the number of steps is 0, and all bytes are counted.
     """
     mount.drop_page_cache()
     mount.limit_reads(bytes_per_s)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.trainer [--steps 100] [--pairs 4]
 
-Two ratios Sluice / bare loop, from interleaved pairs of runs on two ranks:
-- CPU seconds per step (user + system, all threads, both ranks) after the first five steps. Sluice coordinates stops,
-  writes metrics and saves asynchronously every 50 steps. Target: at most 1.00.
+The results are two ratios, Sluice divided by the bare loop, from interleaved pairs of runs on two ranks:
+- CPU seconds per step (user + system, all threads, both ranks) after the first five steps. Unlike the bare loop, Sluice
+  coordinates stops, writes metrics and saves asynchronously every 50 steps. Target: at most 1.00.
 - CPU seconds from the start of the process to the end of the first step. Target: at most 1.05.
 """
 
@@ -44,16 +44,22 @@ def main() -> None:
 
 
 def compare(folder: Path, steps: int, pairs: int) -> None:
-    """Run the pairs and write the table."""
+    """Run `pairs` pairs of runs, and write the table.
+
+    Args:
+        folder: where the runs are created.
+        steps: number of steps of each run.
+        pairs: number of pairs.
+    """
     from pipeline.base.dist_env import make_local_rank_env
 
     data = make_run(folder, "data", steps)
     results: dict[str, list[dict[str, float]]] = {"sluice": [], "bare": []}
-    for pair in range(pairs + 1):  # the first pair warms the page cache and is not counted
+    for pair in range(pairs + 1):  # The first pair only warms the page cache.
         for kind in ("sluice", "bare"):
-            run = make_run(folder, f"{kind}-{pair}", steps, data)
+            run_dir = make_run(folder, f"{kind}-{pair}", steps, data)
             command = [sys.executable, "-m", "benchmarks.trainer", "--child", kind]
-            command += ["--run", str(run), "--steps", str(steps)]
+            command += ["--run", str(run_dir), "--steps", str(steps)]
             children = []
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port = listener.getsockname()[1]
@@ -108,7 +114,7 @@ def make_run(folder: Path, name: str, steps: int, data: Path | None = None, over
         folder: parent of the run directory.
         name: name of the run.
         steps: number of steps.
-        data: path of another run whose data it uses; None: prepare the data.
+        data: path of another run whose data is used; None: run the stages prepare and shard.
         overrides: further overrides of config keys.
     """
     from pipeline.config.read import load_config
@@ -126,10 +132,10 @@ def make_run(folder: Path, name: str, steps: int, data: Path | None = None, over
 
 
 def print_result(cpu_times: list[float], start_time: float) -> None:
-    """Print the result of a rank as JSON.
+    """Print the result of a rank as JSON: CPU seconds of the start and of a step, and wall seconds of the process.
 
     Args:
-        cpu_times: CPU seconds of the process after each step, and after the last save.
+        cpu_times: CPU seconds of the process after each step and, as last item, after the last save.
         start_time: time at the start of the process.
     """
     steps = len(cpu_times) - WARM_UP_STEPS
@@ -137,8 +143,8 @@ def print_result(cpu_times: list[float], start_time: float) -> None:
     print(json.dumps({"start": cpu_times[0], "step": step_s, "wall": time.time() - start_time}), flush=True)
 
 
-def train_with_sluice(run: Path, steps: int) -> None:
-    """Run the entry point of a rank and record the CPU time after each step."""
+def train_with_sluice(run_dir: Path, steps: int) -> None:
+    """Run the train stage on this rank with the entry point `python -m pipeline`, and print the result of the rank."""
     start_time = time.time()
     from pipeline import __main__ as entry_point
     from pipeline.run import stages
@@ -160,16 +166,19 @@ def train_with_sluice(run: Path, steps: int) -> None:
         return load(name)
 
     stages.load_stage_module = load_and_patch  # type: ignore
-    code = entry_point.main(["train", str(run)])
-    cpu_times.append(time.process_time())  # the time of the last save counts as time of the steps
+    code = entry_point.main(["train", str(run_dir)])
+    cpu_times.append(time.process_time())  # The time of the last save counts as time of the steps.
     if code == 0:
         print_result(cpu_times, start_time)
     sys.stdout.flush()
     os._exit(code)
 
 
-def train_bare(run: Path, steps: int) -> None:
-    """Train as a handwritten script does: DDP, AdamW, clipping, gradient accumulation, tokens from a memory map."""
+def train_bare(run_dir: Path, steps: int) -> None:
+    """Train as a handwritten script does, and print the result of the rank.
+
+    The script uses DDP, AdamW, gradient clipping, gradient accumulation, and tokens from a memory map.
+    """
     start_time = time.time()
     import numpy as np
     import torch
@@ -185,8 +194,8 @@ def train_bare(run: Path, steps: int) -> None:
     port = int(os.environ["SLUICE_MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, master_listen_fd=listen_fd)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    shard = json.loads((run / "data/manifest.json").read_text())["train"][0]
-    tokens = np.memmap(run / "data" / shard["file"], np.uint16, "r", shard["offset"], (shard["tokens"],))
+    shard = json.loads((run_dir / "data/manifest.json").read_text())["train"][0]
+    tokens = np.memmap(run_dir / "data" / shard["file"], np.uint16, "r", shard["offset"], (shard["tokens"],))
     torch.manual_seed(1)
     model = PlainDecoder(4096, 256, dim=256, layers=4, heads=8, kv_heads=4, ffn=704, theta=1e4)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)

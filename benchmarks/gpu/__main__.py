@@ -1,4 +1,4 @@
-"""Run the sequences of rows, each within its time limit (see benchmarks/gpu/__init__.py)."""
+"""Run a sequence of rows within its time limit (see benchmarks/gpu/__init__.py)."""
 
 from __future__ import annotations
 
@@ -26,30 +26,39 @@ CONFIG_1B = "configs/lm-1b.yaml"
 BF16 = "optimizer.state={master: none, moments: bf16}"
 FP32 = "optimizer.state={master: fp32, moments: fp32}"
 RECOMPUTE = "parallel.activation_checkpointing"
-SHORTEST_S = 25.0
-"""No row is started with less time left."""
+MIN_ROW_S = 25.0
+"""If less time remains, no further row is started."""
 DEFAULT_ENV = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
-"""Environment variables of each row that are not set already."""
+"""Environment variables of each row, unless they are already set."""
 if not IS_FAKE_GPU:
-    # With 119 GiB of tensors, fragmentation may fill the rest of the card. torchtitan's rows have the same setting.
+    # With 119 GiB of tensors, fragmentation may fill the remaining memory of the card. torchtitan's rows have the same
+    # setting.
     DEFAULT_ENV["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 NVIDIA_SMI_FIELDS = {"clocks.sm": "clock_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
-"""Fields of `nvidia-smi` and their names in a row."""
+"""Fields of `nvidia-smi`, and their names in a result."""
 PROBLEMS = {"failed", "wrong"}
-UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
+"""Keys of a result that mark a row without a good result."""
+UNITS_BY_FIELD = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
 
 
 class Row(NamedTuple):
-    """The name of a row, and the module of this package that measures it with its arguments."""
+    """A benchmark or check that is one row of the table."""
 
     name: str
     module: str
+    """Module of this package that runs the row."""
     arguments: tuple[str, ...]
+    """Command-line arguments of the module."""
 
 
 def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of one model, the most important first. The first one is measured twice."""
+    """Yield the rows of the sequence `8b`, the most important rows first. The first row is measured twice.
+
+    Args:
+        steps: number of measured steps of each row.
+        model: config overrides of all rows.
+    """
 
     def row(name: str, *overrides: str) -> Row:
         return Row(name, "speed", (str(steps), CONFIG_8B, *model, *overrides))
@@ -59,9 +68,11 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
     yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
     yield row("all bf16, selective", BF16)
     yield row("fp8 rowwise, weights fp32, moments bf16, selective", "train.precision=fp8", "train.fp8_scales=rowwise")
-    yield Row("through the trainer: weights fp32, moments bf16, selective", "trained", (str(steps), CONFIG_8B, *model))
+    yield Row("through the trainer: weights fp32, moments bf16, selective", "trainer_speed",
+              (str(steps), CONFIG_8B, *model))  # fmt: skip
     yield first._replace(name=f"{first.name}, again")
-    yield row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")  # fits 80 GB
+    # This row fits into 80 GB.
+    yield row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")
     yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
               "train.micro_batch=1")  # fmt: skip
     yield row(f"{first.name}, FlashAttention instead of cuDNN", "--flash")
@@ -70,16 +81,23 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
               "train.fp8_scales=tensorwise")  # fmt: skip
     yield row("weights fp32, moments bf16, selective, loss in one chunk, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
-    # Two of the rows above fit a card of 80 GB; the following rows fit it too.
-    small = (BF16, f"{RECOMPUTE}=full")
-    yield Row("through the trainer: all bf16, full", "trained", (str(steps), CONFIG_8B, *model, *small))
-    yield row("all bf16, full, again", *small)
+    # Two of the rows above fit into a card of 80 GB. All following rows also fit.
+    least_memory = (BF16, f"{RECOMPUTE}=full")
+    yield Row("through the trainer: all bf16, full", "trainer_speed", (str(steps), CONFIG_8B, *model, *least_memory))
+    yield row("all bf16, full, again", *least_memory)
     yield row("all bf16, selective, micro-batch 1", BF16, "train.micro_batch=1")
-    yield row("fp8 rowwise, all bf16, full", *small, "train.precision=fp8", "train.fp8_scales=rowwise")
+    yield row("fp8 rowwise, all bf16, full", *least_memory, "train.precision=fp8", "train.fp8_scales=rowwise")
 
 
 def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """Yield rows of Sluice and torchtitan in turn with all state in fp32, as torchtitan has it; then other options."""
+    """Yield the rows of the sequence `1b`: Sluice and torchtitan in turn, then Sluice with other options.
+
+    In the comparison, both have all state in fp32, which is torchtitan's default.
+
+    Args:
+        steps: number of measured steps of each row.
+        model: config overrides of all rows.
+    """
     untied = "model.tie_word_embeddings=false"
     sluice = (str(steps), CONFIG_1B, untied, "train.loss_chunk=2048", *model)
     for again in ("", ", again"):
@@ -96,9 +114,14 @@ def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 
 
 def rows_correct(small: bool, overrides: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows that check correctness."""
+    """Yield the rows of the sequence `correct`, which check correctness.
+
+    Args:
+        small: whether to use a small model for rehearsals.
+        overrides: config overrides of all rows.
+    """
     for name in ("ceilings", "products", "layouts", "stops", "stops-compiled", "chain", "saves"):
-        yield Row(name, "correct", (name, *["small"] * small, *overrides))
+        yield Row(name, "correctness", (name, *["small"] * small, *overrides))
 
 
 def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
@@ -110,7 +133,8 @@ def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
         folder: where the output of a failed row is written.
 
     Returns:
-        What the process printed as JSON, or `failed` with a description if it printed no result.
+        The JSON object that the process printed, with the seconds of the process and the medians of the GPU's samples.
+        If the process printed no result, the key `failed` describes the error.
     """
     command = [sys.executable, "-m", f"benchmarks.gpu.{row.module}", *row.arguments]
     start = time.monotonic()
@@ -125,7 +149,7 @@ def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
             with sample_gpu(samples):
                 stdout, stderr = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # including the train stage, if the row started it
+            os.killpg(process.pid, signal.SIGKILL)  # The process group includes a train stage that the row started.
             stdout, stderr = process.communicate()
             timed_out = True
     duration = {"seconds": round(time.monotonic() - start, 1)}
@@ -143,7 +167,7 @@ def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
 
 
 def describe_failure(stderr: str) -> str:
-    """Return the last error of a process, without torch's advice after it."""
+    """Return the last error in the output of a process, without the advice that torch prints after its errors."""
     if "OutOfMemoryError" in stderr:
         return "out of memory"
     lines = [line for line in stderr.splitlines() if line.strip() and "Warning: " not in line]
@@ -153,10 +177,11 @@ def describe_failure(stderr: str) -> str:
 
 @contextlib.contextmanager
 def sample_gpu(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
-    """Sample clock, power and temperature with `nvidia-smi` during the block.
+    """Sample clock, power and temperature with `nvidia-smi` during the `with` block.
 
     Args:
-        samples: list to which the time and the values of each sample are appended. Empty without `nvidia-smi`.
+        samples: list to which the time and the values of each sample are appended. Without `nvidia-smi`, nothing is
+            appended.
     """
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     fields = ",".join(NVIDIA_SMI_FIELDS)
@@ -181,18 +206,22 @@ def sample_gpu(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
 
 
 def summarize_samples(samples: Iterable[tuple[float, list[str]]], start: float, end: float) -> dict[str, float]:
-    """Return the median of each numeric field between two times."""
+    """Return the median of each field of NVIDIA_SMI_FIELDS that has numeric values between two times."""
     lines = [values for sample_time, values in samples if start <= sample_time <= end]
     medians: dict[str, float] = {}
     for column, name in enumerate(NVIDIA_SMI_FIELDS.values()):
         values = [line[column] for line in lines if len(line) == len(NVIDIA_SMI_FIELDS)]
-        with contextlib.suppress(ValueError, statistics.StatisticsError):  # a value "[N/A]"; no samples
+        # A value may be "[N/A]" (ValueError), or there may be no samples (StatisticsError).
+        with contextlib.suppress(ValueError, statistics.StatisticsError):
             medians[name] = statistics.median(map(float, values))
     return medians
 
 
 def read_device_name() -> str:
-    """Return the name of the GPU. A child process queries it, because a CUDA context needs half a gibibyte."""
+    """Return the name of the GPU; `cpu` without a GPU.
+
+    A child process queries the name, because a CUDA context needs half a gibibyte of GPU memory.
+    """
     query = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')"
     return subprocess.run([sys.executable, "-c", query], capture_output=True, text=True, timeout=120).stdout.strip()
 
@@ -200,7 +229,7 @@ def read_device_name() -> str:
 def run_rows(rows: Iterable[Row], file: Path, limit_s: float, device: str) -> bool:
     """Measure the rows that have no good result in `file` for this device, until the time limit.
 
-    A row takes at most a third of the time, except the last one, so that a row that hangs leaves time for others.
+    Each row except the last may take at most a third of the time, so that time remains for other rows if a row hangs.
 
     Returns:
         True if all rows have good results.
@@ -219,9 +248,9 @@ def run_rows(rows: Iterable[Row], file: Path, limit_s: float, device: str) -> bo
                 print(f"{row.name}: measured before", flush=True)
                 continue
             remaining_s = end - time.monotonic()
-            row_limit_s = remaining_s if row == rows[-1] else min(remaining_s, max(SHORTEST_S, limit_s / 3))
+            row_limit_s = remaining_s if row == rows[-1] else min(remaining_s, max(MIN_ROW_S, limit_s / 3))
             result: dict[str, Any] = {"failed": "no time was left"}
-            if remaining_s > SHORTEST_S:
+            if remaining_s > MIN_ROW_S:
                 result = measure_row(row, row_limit_s, file.parent)
             all_good &= not result.keys() & PROBLEMS
             lines.write(json.dumps({"row": row.name, "device": device, **result}) + "\n")
@@ -232,24 +261,25 @@ def run_rows(rows: Iterable[Row], file: Path, limit_s: float, device: str) -> bo
 
 
 def read_results(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the last result of each row on each device, by (row, device)."""
+    """Return the last result of each row on each device, by the names of the row and the device."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {(result["row"], result["device"]): result for result in map(json.loads, lines)}
 
 
 def _format_result(result: dict[str, Any]) -> str:
+    """Describe a result in one line."""
     if "failed" in result:
         return str(result["failed"])
     if "median_s" not in result:
         return json.dumps(result)
     mfu = result["tflops"] / (get_peak_tflops(result["device"]) or float("nan"))
     memory = f", {result['allocated_gib']:.1f} GiB" if "allocated_gib" in result else ""
-    samples = "".join(f", {result[name]:.0f} {unit}" for name, unit in UNITS.items() if name in result)
+    samples = "".join(f", {result[name]:.0f} {unit}" for name, unit in UNITS_BY_FIELD.items() if name in result)
     return f"{result['tokens_per_s']:,.0f} tokens/s, MFU {mfu:.1%}{memory}, spread {result['spread']:.1%}{samples}"
 
 
 def write_gpu_table(folder: Path) -> None:
-    """Write benchmarks/results/gpu.md from all results in the folder."""
+    """Write benchmarks/results/gpu.md from the results of all sequences in the folder."""
     rows = []
     names = set()
     for file in sorted(folder.glob("*.jsonl")):
@@ -266,10 +296,10 @@ def write_gpu_table(folder: Path) -> None:
                 f"{result['median_s']:.3f}", f"{result['spread']:.1%}", f"{result['tflops'] / peak:.1%}",
                 f"{result['tflops_without_embedding'] / peak:.1%}",
                 f"{result['allocated_gib']:.1f}" if "allocated_gib" in result else "", str(result.get("retries", "")),
-                *(f"{result[name]:.0f}" if name in result else "" for name in UNITS),
+                *(f"{result[name]:.0f}" if name in result else "" for name in UNITS_BY_FIELD),
             ])  # fmt: skip
     header = ["device", "sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
-    header += ["retries", *UNITS.values()]
+    header += ["retries", *UNITS_BY_FIELD.values()]
     write_table("gpu", "One GPU", f"{'; '.join(sorted(names))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.pack wheels                                   here; git ignores the folder `wheels`
     pip install --no-index --no-deps --target /tmp/site wheels/*.whl       there; then set PYTHONPATH=/tmp/site
 
-PACKAGES lists what a machine with PyTorch usually does not have. torch, numpy and h5py must be installed there.
+PACKAGES are the packages that a machine with PyTorch usually does not have. The GPU machine must have torch, numpy and
+h5py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main() -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
                    "--python-version", PYTHON, "--implementation", "cp", "--dest", str(folder)]  # fmt: skip
         command += [argument for name in PLATFORMS for argument in ("--platform", name)]
-        command += ["--constraint", str(ROOT / "constraints.txt")]  # compatible versions: pydantic needs one core
+        # Constraints give compatible versions. For example, pydantic requires one version of pydantic-core.
+        command += ["--constraint", str(ROOT / "constraints.txt")]
         subprocess.run([*command, package], check=True, timeout=300)
     size = sum(file.stat().st_size for file in folder.glob("*.whl"))
     print(f"{folder}: {len(list(folder.glob('*.whl')))} wheels, {size / 1e6:.1f} MB")

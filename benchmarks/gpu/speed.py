@@ -4,8 +4,8 @@
 
 `--flash`: disable cuDNN's attention, so that torch uses FlashAttention.
 
-It drives pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW; random tokens, one rank)
-with 32,768 tokens per step. A step ends when its loss is read, which waits for the device.
+It calls pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW), on one rank with 32,768
+random tokens per step. A step ends when its loss is read, which waits for the device.
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ from typing import Any
 from benchmarks.gpu import IS_FAKE_GPU, ONE_GPU_OVERRIDES
 
 TOKENS = 32_768
-"""Tokens per step."""
+"""Number of tokens per step."""
 WARM_UP = 3
+"""Number of steps at the start that are not measured."""
 MIN_DURATION_S = 15.0
-"""Minimal duration of the measurement on a GPU, because a GPU is cool after compilation."""
+"""Minimum duration of the measurement on a GPU. After compilation a GPU is cool, and for a while faster than later."""
 MAX_STEPS = 64
+"""Number of measured steps after which the measurement ends before MIN_DURATION_S."""
 
 
 def time_steps(step: Any, steps: int) -> dict[str, Any]:
-    """Time `step(number)`, which returns the loss. Numbers begin at 1; the first WARM_UP steps are not counted."""
+    """Measure steps and return the result, with the device.
+
+    Args:
+        step: function that runs a step and returns its loss. Its argument is the number of the step, from 1.
+        steps: minimum number of measured steps, after WARM_UP steps.
+    """
     import torch
 
     losses = []
@@ -52,19 +59,31 @@ def time_steps(step: Any, steps: int) -> dict[str, Any]:
 
 
 def describe_device() -> dict[str, Any]:
-    """Return the name of the device, the version of torch, and the peak memory in GiB."""
+    """Return the name of the device and the version of torch.
+
+    On a GPU, also return the peak memory in GiB, and the number of times that the allocator had to free its cache.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return {"device": "cpu", "torch": torch.__version__}
     peak_bytes = {"allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved()}
     names = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)  # each frees all cached memory and synchronizes
+    # At each retry, the allocator frees all cached memory and synchronizes, which slows down the step.
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     return {**names, **{name: size / 2**30 for name, size in peak_bytes.items()}, "retries": retries}
 
 
 def add_rates(result: dict[str, Any], model: Any, vocab: int, length: int, tokens: int) -> dict[str, Any]:
-    """Return `result` with tokens/s and TFLOP/s by both definitions of operations per token."""
+    """Return `result` with tokens/s, and with TFLOP/s by both definitions of DEFINITION (benchmarks/gpu/__init__.py).
+
+    Args:
+        result: the result of `time_steps`, with `median_s`.
+        model: the model's config.
+        vocab: size of the vocabulary.
+        length: sequence length.
+        tokens: number of tokens per step.
+    """
     from pipeline.model.spec import training_flops_per_token
 
     tokens_per_s = tokens / result["median_s"]
@@ -77,7 +96,10 @@ def add_rates(result: dict[str, Any], model: Any, vocab: int, length: int, token
 
 
 def check_fits_gpu(config: Any, layout: Any, vocab: int, gpu_bytes: float) -> None:
-    """Raise MemoryError if the estimate of `plan` exceeds the GPU. Otherwise this would only fail after compilation."""
+    """Raise MemoryError if the estimate of `plan` exceeds the memory of the GPU.
+
+    Without this check, the process would fail only after compilation.
+    """
     from planning.memory import estimate_memory, reserved_gpu_bytes
     from planning.timeline import rank_actions
 
@@ -88,7 +110,7 @@ def check_fits_gpu(config: Any, layout: Any, vocab: int, gpu_bytes: float) -> No
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Measure in this process, on the GPU or, without one, on the CPU."""
+    """Measure the steps of a config in this process and return the result. Without a GPU, the CPU is measured."""
     import torch
 
     from pipeline.base.dist_env import read_rank_info

@@ -60,7 +60,7 @@ def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount
         assert bytes_read - bytes_before >= 2 * TOKENS * 0.95, "the copies must be read from the mount, not the cache"
         # each row maps 64 KiB of the file, which stay in memory; after 60 steps, most of the 32 MB is not mapped yet
         assert step_count < 60, "the copies were complete too late for this test"
-        reader = subprocess.Popen(mount.run_in_group(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
+        reader = subprocess.Popen(mount.wrap_command(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
         assert process.wait(120) == ExitCode.DONE, (tmp_path / "log").read_text()
         assert reader.poll() is None and mount.count_bytes_read() == bytes_read, "the run must not read the mount again"
         assert [line["step"] for line in read_steps(run)] == list(range(1, STEPS + 1))
@@ -104,7 +104,7 @@ def test_a_slow_read_of_short_rows_lets_other_threads_run(mount: SlowMount, row_
     np.arange(1 << 20, dtype=np.uint16).tofile(file)
     mount.drop_page_cache()
     mount.limit_reads(200_000)
-    command = mount.run_in_group([sys.executable, "-c", READ_ROWS, str(file), *row_shape])
+    command = mount.wrap_command([sys.executable, "-c", READ_ROWS, str(file), *row_shape])
     result = subprocess.run(command, cwd=CODE_ROOT, check=True, capture_output=True, text=True, timeout=120)
     longest_pause_s, total_s = map(float, result.stdout.split())
     assert total_s > 3 and longest_pause_s < total_s / 4, "a read must not block other threads"

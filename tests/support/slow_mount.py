@@ -43,7 +43,7 @@ class SlowMount:
         device_number = (self._device_state / "dev").read_text().strip()
         (self.group / "blkio.throttle.read_bps_device").write_text(f"{device_number} {bytes_per_s}")
 
-    def run_in_group(self, command: list[str]) -> list[str]:
+    def wrap_command(self, command: list[str]) -> list[str]:
         """Return a command that runs `command` in the control group."""
         return ["sh", "-c", f'echo $$ > "{self.group}/cgroup.procs" && exec "$@"', "sh", *command]
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.__main__ import (
     run_rows,
     write_gpu_table,
 )
-from benchmarks.gpu.correct import find_largest
+from benchmarks.gpu.correctness import find_largest
 from benchmarks.gpu.pack import PACKAGES
 from benchmarks.table import RESULTS
 from pipeline.config.read import load_config
@@ -67,9 +67,9 @@ def test_failed_rows_are_recorded_and_no_row_starts_without_enough_time(
 ) -> None:
     rows = [Row("missing module", "no_such_module", ()), Row("not started", "speed", ())]
     file = tmp_path / "8b.jsonl"
-    monkeypatch.setattr("benchmarks.gpu.__main__.SHORTEST_S", 0.0)
+    monkeypatch.setattr("benchmarks.gpu.__main__.MIN_ROW_S", 0.0)
     assert not run_rows(rows[:1], file, 60.0, "H200")
-    monkeypatch.setattr("benchmarks.gpu.__main__.SHORTEST_S", 100.0)
+    monkeypatch.setattr("benchmarks.gpu.__main__.MIN_ROW_S", 100.0)
     assert not run_rows(rows[1:], file, 60.0, "H200")
     first, second = map(json.loads, file.read_text().splitlines())
     assert "no_such_module" in first["failed"] and second["failed"] == "no time was left"
@@ -166,8 +166,8 @@ def test_clocks_are_measured_only_during_the_steps(monkeypatch: pytest.MonkeyPat
 def test_the_pack_contains_all_packages_that_the_rows_import() -> None:
     """The machine has torch, numpy, h5py and their dependencies. The pack must contain everything else."""
     installed = "torch, torch.distributed.checkpoint, torch.distributed.pipelining, torch._dynamo, numpy, h5py"
-    ours = "pipeline.train.train_stage, pipeline.train.trainer, pipeline.__main__, benchmarks.gpu.correct, submit"
-    ours += ", benchmarks.gpu.trained, data_prep.shard, data_prep.prepare_text, data_prep.shard_writer"
+    ours = "pipeline.train.train_stage, pipeline.train.trainer, pipeline.__main__, benchmarks.gpu.correctness, submit"
+    ours += ", benchmarks.gpu.trainer_speed, data_prep.shard, data_prep.prepare_text, data_prep.shard_writer"
     program = f"import sys, {installed}; had = set(sys.modules); import {ours}; print(*set(sys.modules) - had)"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -1,6 +1,6 @@
-"""Measure the same steps with the whole pipeline: text to shards, then `python -m pipeline train`.
+"""Measure the same steps with the real stages: prepare, shard and `python -m pipeline train`.
 
-    python -m benchmarks.gpu.trained STEPS CONFIG [key=value …]     print one measurement as JSON
+    python -m benchmarks.gpu.trainer_speed STEPS CONFIG [key=value …]     print one measurement as JSON
 
 The times come from metrics.jsonl. The run is created in a temporary directory. After the measured steps, the rank is
 killed with SIGKILL, because a checkpoint of eight billion parameters would fill the disk of a small machine.
@@ -23,9 +23,13 @@ from benchmarks.gpu import IS_FAKE_GPU, ONE_GPU_OVERRIDES, ROOT
 from benchmarks.gpu.speed import TOKENS, WARM_UP, add_rates, check_fits_gpu
 
 LIMIT_S = 170.0
-"""Less than the time limit of a row (benchmarks/gpu/__main__.py), so that this process can report the failure."""
+"""Time limit of a stage. It is less than the time limit of a row (benchmarks/gpu/__main__.py).
+
+This process can therefore report that a stage takes too long.
+"""
 QUERY_GPU = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'); "
 QUERY_GPU += "print(torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 'inf')"
+"""Program that prints the name and the memory of the GPU."""
 
 
 def write_text_and_tokenizer(folder: Path, vocab: int, tokens: int) -> list[str]:
@@ -33,7 +37,9 @@ def write_text_and_tokenizer(folder: Path, vocab: int, tokens: int) -> list[str]
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     end = "<|endoftext|>"
-    names = {f"w{number}": number for number in range(vocab - 1)}  # text must not contain the end token
+    names = {
+        f"w{number}": number for number in range(vocab - 1)
+    }  # The text must not contain the last id, the end token.
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([end])
@@ -55,7 +61,14 @@ def write_text_and_tokenizer(folder: Path, vocab: int, tokens: int) -> list[str]
 def run_stage(
     name: str, config: str | Path, *overrides: str, limit_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run a stage in a process. Raises RuntimeError with its output if it fails."""
+    """Run a stage in a process. Raises RuntimeError with the end of its output if the stage fails.
+
+    Args:
+        name: name of the stage.
+        config: path of a config or a run directory.
+        overrides: config overrides.
+        limit_s: seconds after which the process is killed.
+    """
     command = [sys.executable, "-m", "pipeline", name, str(config), *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
     if done.returncode:
@@ -64,7 +77,7 @@ def run_stage(
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Train in a separate process, and return the result of its steps."""
+    """Run the train stage in a separate process, and return the result of its first steps."""
     from pipeline.config.read import load_config
     from pipeline.parallel.mesh import resolve_layout
 
@@ -72,7 +85,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     length = config.data.sequence_length
     vocab = config.data.tokenizer.vocab_size
     has_gpu = os.path.exists("/dev/nvidiactl") or IS_FAKE_GPU
-    # A child process queries the GPU, because a CUDA context needs half a gibibyte of its memory.
+    # A child process queries the GPU, because a CUDA context needs half a gibibyte of GPU memory.
     query = subprocess.run([sys.executable, "-c", QUERY_GPU], capture_output=True, text=True, timeout=120, check=True)
     device, gpu_bytes = query.stdout.splitlines()
     check_fits_gpu(config, resolve_layout(config, 1), vocab, float(gpu_bytes))
@@ -93,15 +106,15 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
         ]
         for stage in ("prepare", "shard"):
             run_stage(stage, config_file, *run_overrides)
-        run = folder / "runs/trained"
+        run_dir = folder / "runs/trained"
         training = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "train", str(run)], cwd=ROOT, text=True,
+            [sys.executable, "-m", "pipeline", "train", str(run_dir)], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         deadline = time.monotonic() + LIMIT_S
         start_time = 0.0
         try:
-            while len(lines := _read_complete_lines(run / "metrics.jsonl")) < step_count:
+            while len(lines := _read_complete_lines(run_dir / "metrics.jsonl")) < step_count:
                 if training.poll() is not None or time.monotonic() > deadline:
                     training.kill()
                     raise RuntimeError(f"only {len(lines)} steps completed\n{training.communicate()[0][-3000:]}")
@@ -126,7 +139,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
 
 def _read_complete_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a .jsonl file, without an incomplete last line; [] if it does not exist."""
+    """Return the lines of a .jsonl file, without an incomplete last line; [] if the file does not exist."""
     return (
         [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
     )

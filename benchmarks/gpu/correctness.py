@@ -1,6 +1,6 @@
 """Check that training on this GPU is correct.
 
-    python -m benchmarks.gpu.correct ROW [small] [key=value …]     print one result as JSON; the rows:
+    python -m benchmarks.gpu.correctness ROW [small] [key=value …]     print one result as JSON; the rows:
 
 ceilings   measures the peak speed of the device: bf16 products of 8192 × 8192 matrices, copies within its memory
 products   compares loss and gradients with fp64 on the CPU. Models: a small decoder in fp32 and bf16, and a wider one
@@ -32,38 +32,44 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ONE_GPU_OVERRIDES, ROOT
-from benchmarks.gpu.trained import run_stage
+from benchmarks.gpu.trainer_speed import run_stage
 
 DECODER = (
     "model.dim=256", "model.layers=4", "model.heads=8", "model.kv_heads=4", "model.intermediate_size=768",
     "model.tie_word_embeddings=false", "data.tokenizer.vocab_size=4096", "data.sequence_length=256",
     "train.global_batch=8", "train.micro_batch=4", "train.compile=false", "parallel.activation_checkpointing=none",
 )  # fmt: skip
-WIDE = (
+"""Overrides of a small decoder."""
+WIDE_DECODER = (
     "model.dim=512", "model.layers=2", "model.heads=4", "model.kv_heads=1", "model.intermediate_size=1536",
     "model.tie_word_embeddings=false", "data.tokenizer.vocab_size=4096", "data.sequence_length=2048",
     "train.global_batch=2", "train.micro_batch=1", "train.compile=true", "train.loss_chunk=512",
     "parallel.activation_checkpointing=selective", "train.precision=bf16", "train.deterministic=false",
 )  # fmt: skip
-"""Heads of width 128 that share one key, compiled, not deterministic: other kernels than those of DECODER."""
+"""Overrides of a decoder that uses other kernels than DECODER.
+
+Its heads have width 128 and share one key head. It is compiled and not deterministic.
+"""
 CONFIG_1B = "configs/lm-1b.yaml"
 COMMAND_LINE_OVERRIDES = [argument for argument in sys.argv[2:] if "=" in argument]
 """Overrides of the command line, for all engines and runs."""
-FEWER_BITS = {
+SMALLER_STATE = {
     "moments bf16": "optimizer.state={moments: bf16}",
     "moments int8": "optimizer.state={moments: int8}",
     "all bf16": "optimizer.state={master: none, moments: bf16}",
 }
+"""Overrides that store weights or moments with fewer bits, by name."""
 
 
 def has_cuda() -> bool:
+    """Return whether this process has a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def measure_ceilings() -> dict[str, Any]:
-    """Return the TFLOP/s of a matrix product, and the GB/s of a copy."""
+def measure_peak_rates() -> dict[str, Any]:
+    """Measure the peak rates of this device: the TFLOP/s of a matrix product, and the GB/s of a copy in its memory."""
     import torch
 
     device = "cuda" if has_cuda() else "cpu"
@@ -88,7 +94,12 @@ def measure_ceilings() -> dict[str, Any]:
 
 
 def make_engine(*overrides: str, config_file: str = CONFIG_1B) -> tuple[Any, Any, Any]:
-    """Return an engine on this device, its config and its world."""
+    """Return an engine on this device, its config, and the world of this process.
+
+    Args:
+        overrides: config overrides, in addition to ONE_GPU_OVERRIDES and the overrides of the command line.
+        config_file: path of the config, relative to the repository.
+    """
     import torch
 
     from pipeline.base.dist_env import read_rank_info
@@ -102,15 +113,15 @@ def make_engine(*overrides: str, config_file: str = CONFIG_1B) -> tuple[Any, Any
     groups.configure_determinism(config)
     # This setting is per process. Each engine must have the kernels that it would have in its own process.
     torch.use_deterministic_algorithms(config.train.deterministic)
-    if "world" not in _shared:
-        _shared["world"] = groups.join_process_group(read_rank_info(os.environ), config)
-    world = _shared["world"]
+    if "world" not in _shared_world:
+        _shared_world["world"] = groups.join_process_group(read_rank_info(os.environ), config)
+    world = _shared_world["world"]
     task = DecoderTask(config, config.data.tokenizer.vocab_size)
     return Engine(config, resolve_layout(config, 1), world, task), config, world
 
 
-_shared: dict[str, Any] = {}
-"""The world of this process, which several engines share."""
+_shared_world: dict[str, Any] = {}
+"""The world of this process under the key `world`, once it exists. Several engines share it."""
 
 
 def make_batch(config: Any, device: Any) -> dict[str, Any]:
@@ -123,7 +134,10 @@ def make_batch(config: Any, device: Any) -> dict[str, Any]:
 
 
 def check_products() -> dict[str, Any]:
-    """Compare loss and gradients of each precision with fp64; return the relative errors."""
+    """Compare loss and gradients with fp64 on the CPU, for several precisions and models. Return the relative errors.
+
+    Raises WrongResultError if an error is larger than the tolerance.
+    """
     import torch
 
     from pipeline.model.decoder import Decoder
@@ -132,7 +146,7 @@ def check_products() -> dict[str, Any]:
     cases = {
         "fp32": (2e-5, (*DECODER, "train.precision=fp32", "train.deterministic=true")),
         "bf16": (3e-2, (*DECODER, "train.precision=bf16", "train.deterministic=true")),
-        "wide": (3e-2, WIDE),
+        "wide": (3e-2, WIDE_DECODER),
     }
     for name, (tolerance, overrides) in cases.items():
         engine, config, world = make_engine(*overrides)
@@ -162,7 +176,10 @@ def check_products() -> dict[str, Any]:
 
 
 def check_layouts() -> dict[str, Any]:
-    """Compare the losses of five steps with each option; return the losses and the relative errors."""
+    """Compare the losses of five steps with each option. Return the losses and the relative errors.
+
+    Raises WrongResultError if an error is larger than the tolerance, or if the loss does not decrease.
+    """
     import torch
 
     from pipeline.train.optimizer import set_learning_rate
@@ -180,8 +197,8 @@ def check_layouts() -> dict[str, Any]:
         "weights in host memory": ("parallel.offload=true",),
         "fp8": ("train.precision=fp8",),
         "fp8, compile": ("train.precision=fp8", "train.compile=true"),
-        **{name: (state,) for name, state in FEWER_BITS.items()},
-        **{f"{name}, compile": (state, "train.compile=true") for name, state in FEWER_BITS.items()},
+        **{name: (state,) for name, state in SMALLER_STATE.items()},
+        **{f"{name}, compile": (state, "train.compile=true") for name, state in SMALLER_STATE.items()},
     }
     losses: dict[str, list[float]] = {}
     for name, overrides in variants.items():
@@ -207,7 +224,7 @@ def check_layouts() -> dict[str, Any]:
 
 
 def quickstart_overrides(folder: Path, name: str, *overrides: str) -> list[str]:
-    """Return the overrides of a short run of the quickstart."""
+    """Return the overrides of a short run of the quickstart with the name `name` in `folder`."""
     return [
         *ONE_GPU_OVERRIDES, f"run.root={folder}", f"run.name={name}", "train.steps=60", "checkpoint.every_steps=20",
         "data.tokenizer={vocab_size: 1024, train_bytes: 200000}", "train.log_every=20", *overrides,
@@ -219,7 +236,10 @@ QUICKSTART = ROOT / "configs/quickstart.yaml"
 
 
 def check_chain() -> dict[str, Any]:
-    """Run all stages of the quickstart; return the first and last loss, and the bits per byte."""
+    """Run all stages of the quickstart. Return the first and last loss, and the bits per byte of the evaluation.
+
+    Raises WrongResultError if the loss does not decrease.
+    """
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         for stage in ("prepare", "shard", "train", "evaluate"):
             run_stage(stage, QUICKSTART, *quickstart_overrides(Path(folder), "chain"))
@@ -231,19 +251,19 @@ def check_chain() -> dict[str, Any]:
 
 
 def check_stops(*overrides: str) -> dict[str, Any]:
-    """Check that an uninterrupted run and a stopped run have the same digest; return the digest."""
+    """Check that an uninterrupted run and a stopped run have the same digest. Return the digest."""
     digests = []
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         for name in ("uninterrupted", "stopped"):
-            run = Path(folder, name)
-            # 120 steps, because a GPU may complete 60 steps before the stop arrives
-            run_overrides = quickstart_overrides(run.parent, run.name, "train.steps=120", *overrides)
+            run_dir = Path(folder, name)
+            # The run has 120 steps, because a GPU may complete 60 steps before it receives the signal.
+            run_overrides = quickstart_overrides(run_dir.parent, run_dir.name, "train.steps=120", *overrides)
             for stage in ("prepare", "shard"):
                 run_stage(stage, QUICKSTART, *run_overrides)
             if name == "stopped":
-                _stop_at(run, 25)
-            run_stage("train", run)
-            command = [sys.executable, "submit.py", "verify", str(run)]
+                _stop_at(run_dir, 25)
+            run_stage("train", run_dir)
+            command = [sys.executable, "submit.py", "verify", str(run_dir)]
             verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
             digests.append(verified.stdout.split("digest", 1)[1].split()[0])
     check_result(digests[0] == digests[1], f"digests differ: {digests}")
@@ -251,18 +271,19 @@ def check_stops(*overrides: str) -> dict[str, Any]:
 
 
 def check_stops_compiled() -> dict[str, Any]:
-    return check_stops("train.precision=bf16", "train.compile=true", FEWER_BITS["moments bf16"])
+    """Do the same as `check_stops` with bf16, torch.compile and moments in bf16."""
+    return check_stops("train.precision=bf16", "train.compile=true", SMALLER_STATE["moments bf16"])
 
 
-def _stop_at(run: Path, step: int) -> None:
-    """Train until this step, then stop the training with SIGTERM."""
-    training = subprocess.Popen([sys.executable, "-m", "pipeline", "train", str(run)], cwd=ROOT)
+def _stop_at(run_dir: Path, step: int) -> None:
+    """Start the train stage, and stop it with SIGTERM after step `step`. Check its exit code."""
+    training = subprocess.Popen([sys.executable, "-m", "pipeline", "train", str(run_dir)], cwd=ROOT)
     deadline = time.monotonic() + 150
-    metrics = run / "metrics.jsonl"
+    metrics = run_dir / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
         if training.poll() is not None or time.monotonic() > deadline:
             training.kill()
-            raise RuntimeError(f"the training did not reach step {step}; exit {training.wait(60)}")
+            raise RuntimeError(f"the train stage did not reach step {step}; exit {training.wait(60)}")
         time.sleep(0.02)
     training.send_signal(signal.SIGTERM)
     check_result(training.wait(120) == 75, f"exit code {training.returncode}, not 75 for `stopped`")
@@ -272,7 +293,12 @@ def check_saves(small: bool = False) -> dict[str, Any]:
     """Save after steps 2 and 4, with two more steps while each save is written, and check the second save.
 
     The first save pins host memory, which waits for the device. Before the update of step 4, the device is kept busy
-    for a second. A copy that does not wait for this update would contain the weights before it.
+    for a second. If the copy of the second save did not wait for this update, it would contain the old weights.
+
+    Raises WrongResultError if a saved tensor differs.
+
+    Args:
+        small: whether to use DECODER instead of 1.2 billion parameters.
     """
     import torch
 
@@ -301,7 +327,7 @@ def check_saves(small: bool = False) -> dict[str, Any]:
             if step == 4:
                 saver.wait_until_saved()
                 if has_cuda():
-                    torch.cuda._sleep(2_000_000_000)  # cycles
+                    torch.cuda._sleep(2_000_000_000)  # The unit is clock cycles.
             engine.update_weights(norm)
             if step in (2, 4):
                 expected = {name: value.detach().clone() for name, value in engine.state_dict().items()}
@@ -335,12 +361,12 @@ def relative_difference(value: float, expected: float) -> float:
 
 
 def find_largest(values: Iterable[float]) -> float:
-    """Return the largest value; infinity if one is NaN, which `max` may ignore."""
+    """Return the largest value; infinity if a value is NaN, because `max` may ignore NaN."""
     return max(math.inf if math.isnan(value) else value for value in values)
 
 
 ROWS: dict[str, Callable[..., dict[str, Any]]] = {
-    "ceilings": measure_ceilings,
+    "ceilings": measure_peak_rates,
     "products": check_products,
     "layouts": check_layouts,
     "saves": check_saves,
