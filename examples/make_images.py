@@ -20,7 +20,7 @@ SIZE = 16
 
 
 def main(path: Path, count: int) -> None:
-    """Write `count` images, the same ones in every call."""
+    """Write `count` images to `path`. The images are the same in every call."""
     generator = np.random.default_rng(0)
     labels = generator.integers(0, CLASSES, count, dtype=np.uint8)
     angle = np.pi * labels[:, None, None] / CLASSES

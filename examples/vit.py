@@ -1,6 +1,6 @@
 """An example of a custom model: a small vision transformer (Dosovitskiy et al., arXiv 2010.11929) for classification.
 
-`pipeline/config/user_model.py` describes the names that such a module defines. Shapes: B images of C channels and H × W
+`pipeline/config/user_model.py` describes the names that the module of a custom model defines. Shapes: B images of C channels and H × W
 pixels are divided into T square patches, which become tokens of width D. The classifier reads the mean over the tokens,
 so there is no class token.
 
@@ -25,7 +25,7 @@ CUTS = True
 
 
 class Patches(nn.Module):
-    """Embed the patches of uint8 images (B, C, H, W) as tokens (B, T, D), with a learned position for each."""
+    """Embed the patches of uint8 images (B, C, H, W) as tokens (B, T, D), with a learned position for each patch."""
 
     def __init__(self, size: int, channels: int, patch: int, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Patches(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention over all tokens, then an MLP. Each reads normalized input and is added to the residual stream."""
+    """Attention over all tokens, then an MLP. Both read normalized tokens, and their outputs are added to the tokens."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Transform tokens (B, T, D).
 
-        The number of heads follows from the shape, because each tensor parallel rank has only a part of the heads.
+        The number of heads follows from the shape, because each tensor-parallel rank has only a part of the heads.
         """
         y = self.norm1(x)
         q, k, v = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
@@ -67,7 +67,10 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """The blocks `layers`. The part with the first block embeds the patches, the part with the last one classifies."""
+    """The part of the model with the blocks `layers`.
+
+    The part with the first block also embeds the patches. The part with the last block also classifies the images.
+    """
 
     def __init__(self, options: dict[str, Any], layers: range) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class ViT(nn.Module):
         self.classes = nn.Linear(width, options["classes"]) if is_last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return tokens, or logits (B, classes) from the last part. `x`: images, or the tokens of the part before."""
+        """Map images, or the tokens of the previous part, to tokens. The last part returns logits (B, classes)."""
         x = x if self.patches is None else self.patches(x)
         for block in self.blocks.values():
             x = block(x)
@@ -89,7 +92,7 @@ class ViT(nn.Module):
 
 
 def build(options: dict[str, Any], layers: range) -> ViT:
-    """Return the model with the blocks `layers`."""
+    """Return the part of the model with the blocks `layers`."""
     return ViT(options, layers)
 
 
@@ -99,7 +102,7 @@ def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def metrics(outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the number of images that are classified correctly."""
+    """Return the number of images that are classified correctly. Sluice divides it by the number of images."""
     return {"accuracy": (outputs.argmax(-1) == batch["labels"]).sum()}
 
 
@@ -109,7 +112,10 @@ def blocks(model: ViT) -> list[nn.Module]:
 
 
 def tensor_plan(options: dict[str, Any]) -> dict[str, Any]:
-    """Split attention by heads and the MLP by its hidden width, and replicate everything else."""
+    """Return the plan of tensor parallelism: split attention by heads and the MLP by its hidden width.
+
+    All other modules are replicated.
+    """
     plan: dict[str, Any] = {"patches": Replicated(), "norm": Replicated(), "classes": Replicated()}
     for name in ("norm1", "norm2"):
         plan[f"blocks.*.{name}"] = Replicated()
