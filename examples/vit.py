@@ -1,8 +1,8 @@
 """An example of a custom model: a small vision transformer (Dosovitskiy et al., arXiv 2010.11929) for classification.
 
-`pipeline/config/user_model.py` describes the names that the module of a custom model defines. Shapes: B images of C channels and H × W
-pixels are divided into T square patches, which become tokens of width D. The classifier reads the mean over the tokens,
-so there is no class token.
+`pipeline/config/user_model.py` describes the names that the module of a custom model defines. Shapes: B images of C
+channels and H × W pixels are divided into T square patches, which become tokens of width D. The classifier reads the
+mean over the tokens, so there is no class token.
 
     python examples/make_images.py runs/images.h5
     python submit.py examples/vit.yaml
@@ -42,7 +42,7 @@ class Patches(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention over all tokens, then an MLP. Both read normalized tokens, and their outputs are added to the tokens."""
+    """Attention over all tokens, then an MLP. Both read normalized tokens and add their outputs to the tokens."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
