@@ -175,7 +175,7 @@ class Layout(Mesh):
         return [pp_rank + self.pp * number for number in range(self.virtual_stages)]
 
     @property
-    def last_stage_rank(self) -> int:
+    def last_stage_pipeline_rank(self) -> int:
         """The pipeline rank that has the last stage and computes the loss."""
         return next(rank for rank in range(self.pp) if self.stages - 1 in self.stages_on_pipeline_rank(rank))
 

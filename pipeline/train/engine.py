@@ -411,7 +411,7 @@ class Engine:
 
             weight = copy if copy is not None else self.parts[0].get_parameter(EMBEDDING)
             assert weight.grad is not None
-            peer = self.layout.last_stage_rank if has_first_stage else 0
+            peer = self.layout.last_stage_pipeline_rank if has_first_stage else 0
             add_gradient_of_peer(local_tensor(weight.grad), peer, self._pipeline_group)
 
     # -- state -------------------------------------------------------------------------------------------

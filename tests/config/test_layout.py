@@ -258,7 +258,7 @@ def test_tensor_parallel_ranks_must_be_on_one_node() -> None:
 def test_without_a_pipeline_the_schedule_has_no_effect() -> None:
     """This allows resuming a run with fewer ranks by changing only `parallel.pipeline`."""
     layout = resolve_layout(tiny_config(2, parallel={"schedule": "zbv", "virtual_stages": 2}))
-    assert (layout.stages, layout.stages_on_pipeline_rank(0), layout.last_stage_rank) == (1, [0], 0)
+    assert (layout.stages, layout.stages_on_pipeline_rank(0), layout.last_stage_pipeline_rank) == (1, [0], 0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -298,7 +298,7 @@ def test_a_layout_is_valid_or_the_error_suggests_a_valid_one(data: st.DataObject
     assert blocks == list(range(config.model.layers)) and all(layout.stage_layers)
     stages = [stage for rank in range(layout.pp) for stage in layout.stages_on_pipeline_rank(rank)]
     assert sorted(stages) == list(range(layout.stages))
-    assert layout.stages - 1 in layout.stages_on_pipeline_rank(layout.last_stage_rank)
+    assert layout.stages - 1 in layout.stages_on_pipeline_rank(layout.last_stage_pipeline_rank)
 
 
 @settings(deadline=None, max_examples=60)
