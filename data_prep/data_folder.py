@@ -248,26 +248,26 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         (0, 0, None). While tasks run, `progress.jsonl` is enough, so the manifests of the work units are not read.
         """
         try:
-            entries = self._read_progress()
+            lines_by_unit = self._read_progress()
             total = self.quick_unit_count
         except InputError:
             return 0, 0, None
         has_manifest = (self.path / "manifest.json").exists()
         if has_manifest and self.find_shard_problem(check_user_files=False) is None:
             return total, total, None
-        if has_manifest and not entries:  # All units were built once, but some files are missing now.
+        if has_manifest and not lines_by_unit:  # All units were built once, but some files are missing now.
             return sum(self.load_unit(number) is not None for number in range(total)), total, None
-        recent = [entry for entry in entries.values() if entry["seconds"]][-_PACE_UNITS:]
-        if not recent:
-            return len(entries), total, None
-        start_time = min(entry["time"] - entry["seconds"] for entry in recent)
-        seconds_per_unit = (recent[-1]["time"] - start_time) / len(recent)
-        return len(entries), total, (total - len(entries)) * seconds_per_unit
+        recent_lines = [line for line in lines_by_unit.values() if line["seconds"]][-_PACE_UNITS:]
+        if not recent_lines:
+            return len(lines_by_unit), total, None
+        start_time = min(line["time"] - line["seconds"] for line in recent_lines)
+        seconds_per_unit = (recent_lines[-1]["time"] - start_time) / len(recent_lines)
+        return len(lines_by_unit), total, (total - len(lines_by_unit)) * seconds_per_unit
 
     def _read_progress(self) -> dict[int, dict[str, Any]]:
         """Return the last line of `progress.jsonl` for each work unit, by the number of the unit."""
         key = self.manifest_key
-        return {entry["unit"]: entry for entry in read_jsonl(self.path / PROGRESS_FILE) if entry.get("key") == key}
+        return {line["unit"]: line for line in read_jsonl(self.path / PROGRESS_FILE) if line.get("key") == key}
 
     def check_inputs(self) -> list[str]:
         """Return the files that the config names, after a quick check that needs no run directory.
@@ -325,14 +325,14 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         units = range(task, self.unit_count, tasks)
         self.array_task = (task, tasks)
         self.create_shards_dir(log, striping)
-        recorded = self._read_progress()
+        lines_by_unit = self._read_progress()
         for number, unit in enumerate(units, 1):
             start_time = time.monotonic()
             is_new = self.build_unit(unit)
             seconds = time.monotonic() - start_time if is_new else 0
-            if is_new or unit not in recorded:
-                entry = {"key": self.manifest_key, "unit": unit, "time": time.time(), "seconds": seconds}
-                append_line(self.path / PROGRESS_FILE, json.dumps(entry | {"stripe": self.stripe_options}))
+            if is_new or unit not in lines_by_unit:
+                line = {"key": self.manifest_key, "unit": unit, "time": time.time(), "seconds": seconds}
+                append_line(self.path / PROGRESS_FILE, json.dumps(line | {"stripe": self.stripe_options}))
             log(f"shard: unit {unit} {'written' if is_new else 'exists already'} ({number} of {len(units)})")
 
     def create_shards_dir(self, log: Log, striping: StripeConfig) -> None:
@@ -353,15 +353,15 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         Only file sizes are checked here, because the tasks that wrote the shards computed the hashes. Raises what
         `combine_units` raises.
         """
-        entries = self._read_progress()
+        lines_by_unit = self._read_progress()
         units: dict[int, Unit] = {}
         # Units without a line in progress.jsonl are loaded first, because they are usually missing. All units must be
         # loaded, because a line may be lost although its unit exists.
-        for number in sorted(range(self.unit_count), key=lambda unit: unit in entries):
+        for number in sorted(range(self.unit_count), key=lambda unit: unit in lines_by_unit):
             if (unit := self.load_unit(number)) is None:
                 return False
             units[number] = unit
-        recorded_stripes = (entry.get("stripe") for entry in entries.values())
+        recorded_stripes = (line.get("stripe") for line in lines_by_unit.values())
         self.stripe_options = next(filter(None, recorded_stripes), self.stripe_options)
         try:
             self.combine_units([units[number] for number in range(self.unit_count)], log)

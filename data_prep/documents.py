@@ -602,9 +602,9 @@ class _JsonReader:
         """
         if self.is_at_end:
             return False
-        count = max(_BLOCK_BYTES, min_bytes)
-        block = self._stream.read(count)
-        self.is_at_end = len(block) < count
+        block_bytes = max(_BLOCK_BYTES, min_bytes)
+        block = self._stream.read(block_bytes)
+        self.is_at_end = len(block) < block_bytes
         text = self._decoder.decode(block, final=self.is_at_end)
         self.has_invalid_utf8 = self.has_invalid_utf8 or not (text.isascii() or _is_encodable(text))
         self.text = self.text[self.position :] + text
@@ -664,7 +664,7 @@ def _is_encodable(text: str) -> bool:
 def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
     """Yield the values of a JSON file: the elements of its array, or values that are separated by white space only."""
     reader = _JsonReader(path, stream)
-    number = 0
+    value_number = 0
     is_array = reader.skip_spaces() == "["
     reader.position += is_array
     if is_array and reader.skip_spaces() == "]":  # The array is empty.
@@ -672,22 +672,22 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
         _check_end_of_file(reader)
         return
     while reader.skip_spaces():
-        number += 1
+        value_number += 1
         try:
             value, source = reader.read_value()
         except (ValueError, RecursionError) as error:
             problem = _describe_invalid_json(error)
             # A small file with a single invalid value is one rejected record. Otherwise it is unclear where the next
             # value would begin.
-            if is_array or number > 1 or not reader.is_at_end:
+            if is_array or value_number > 1 or not reader.is_at_end:
                 raise UserError(
                     "data.damaged_file",
-                    f"cannot read {path}: value {number:,} is {problem}: repair the file. If it has one object per "
-                    "line, set data.format: jsonl",
+                    f"cannot read {path}: value {value_number:,} is {problem}: repair the file. If it has one object "
+                    "per line, set data.format: jsonl",
                 ) from error
             yield ObjectRecord(1, RejectedError(problem))
             return
-        yield ObjectRecord(number, _find_utf8_error(source) or _check_object(value))
+        yield ObjectRecord(value_number, _find_utf8_error(source) or _check_object(value))
         if is_array:
             separator = reader.skip_spaces()
             reader.position += 1
@@ -695,15 +695,16 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
                 _check_end_of_file(reader)
                 return
             if separator != ",":
-                problem = f"{separator!r} follows value {number:,}" if separator else f"it ends after value {number:,}"
+                event = f"{separator!r} follows" if separator else "it ends after"
                 raise UserError(
                     "data.damaged_file",
-                    f"cannot read {path}: {problem} of the array instead of ',' or ']': repair the file",
+                    f"cannot read {path}: {event} value {value_number:,} of the array instead of ',' or ']': repair "
+                    "the file",
                 )
     if is_array:
         raise UserError(
             "data.damaged_file",
-            f"cannot read {path}: it ends within the array, after value {number:,}: repair the file",
+            f"cannot read {path}: it ends within the array, after value {value_number:,}: repair the file",
         )
 
 
@@ -858,18 +859,18 @@ def _find_text_column(path: str, schema: pyarrow.Schema, column: str) -> list[st
 
     names = [column] if column in schema.names else column.split(".")
     arrow_type: Any = None
-    for number, name in enumerate(names):
-        fields = {field.name: field.type for field in (schema if number == 0 else arrow_type)}
+    for depth, name in enumerate(names):
+        fields = {field.name: field.type for field in (schema if depth == 0 else arrow_type)}
         if name not in fields:
-            outer = ".".join(names[:number])
+            outer = ".".join(names[:depth])
             raise UserError(
                 "data.no_column",
                 f"{path}: no column {column!r} (data.text_field); there are {', '.join(fields)}"
                 + (f" in {outer}" if outer else ""),
             )
         arrow_type = fields[name]
-        if number + 1 < len(names) and not types.is_struct(arrow_type):
-            outer = ".".join(names[: number + 1])
+        if depth + 1 < len(names) and not types.is_struct(arrow_type):
+            outer = ".".join(names[: depth + 1])
             raise UserError(
                 "data.wrong_column_type",
                 f"{path}: column {outer!r} has type {arrow_type}, which has no fields (data.text_field: {column})",
@@ -1015,7 +1016,7 @@ def _read_tar(path: str, field: str) -> Iterator[Document]:
     Members with the same key form a sample. Each .txt member of a sample is a document. If a sample has no .txt member,
     the text in `field` of each .json member is a document.
     """
-    number = 0
+    document_number = 0
     members = read_tar_members(path, (".txt", ".json"), MAX_DOCUMENT_BYTES)
     for key, sample in groupby(members, lambda member: _get_sample_key(member[0])):
         texts: list[bytes | None] = []
@@ -1037,8 +1038,8 @@ def _read_tar(path: str, field: str) -> Iterator[Document]:
                 map(parse_object, objects), lambda value: "" if value is None else get_text_field(value, field)
             )
         for document in documents:
-            number += 1
-            yield document._replace(line=number)
+            document_number += 1
+            yield document._replace(line=document_number)
 
 
 def _get_sample_key(name: str) -> str:
@@ -1058,10 +1059,10 @@ class _StrictTarInfo(tarfile.TarInfo):
     def fromtarfile(cls, tarfile: Any) -> Any:
         """Read the next header. Raises ReadError if it is damaged, missing or too large."""
         # After an extended header, the inherited method calls this method again for the header that follows.
-        count = getattr(tarfile, "extended_headers", 0)
-        if count > _MAX_EXTENDED_HEADERS:
+        header_count = getattr(tarfile, "extended_headers", 0)
+        if header_count > _MAX_EXTENDED_HEADERS:
             raise ReadError(f"more than {_MAX_EXTENDED_HEADERS} extended headers before one member")
-        tarfile.extended_headers = count + 1
+        tarfile.extended_headers = header_count + 1
         try:
             header = super().fromtarfile(tarfile)
         except HeaderError as error:
@@ -1069,7 +1070,7 @@ class _StrictTarInfo(tarfile.TarInfo):
                 raise
             raise ReadError(f"after {tarfile.offset:,} bytes: {error}") from error
         finally:
-            tarfile.extended_headers = count
+            tarfile.extended_headers = header_count
         if sum(map(len, (*tarfile.pax_headers, *tarfile.pax_headers.values()))) > _MAX_HEADER_BYTES:
             raise ReadError(f"global headers of more than {_MAX_HEADER_BYTES:,} bytes")
         return header

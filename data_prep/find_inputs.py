@@ -159,13 +159,13 @@ class _DocumentFiles:
         try:
             with translate_read_errors(path):
                 records = read_objects(path, 0, os.path.getsize(path), kind, self.fields[0])
-                first = next((record.result for record in records if record.result is not None), None)
-            if isinstance(first, Exception):
-                return str(first)
-            if first is None:  # A CSV file is accepted even if it has only a header.
+                first_result = next((record.result for record in records if record.result is not None), None)
+            if isinstance(first_result, Exception):
+                return str(first_result)
+            if first_result is None:  # A CSV file is accepted even if it has only a header.
                 return None if kind in ("csv", "tsv") else "it has no object"
-            if not any(field in first for field in self.fields):
-                get_field(first, self.fields[0])
+            if not any(field in first_result for field in self.fields):
+                get_field(first_result, self.fields[0])  # This raises RejectedError.
         except (UserError, RejectedError) as error:
             return str(error).removeprefix(f"{path}: ")
         return None
@@ -387,14 +387,14 @@ def _select_dataset_files(folder: str, names: list[str]) -> list[str]:
     entries = state.get("_data_files") if isinstance(state, dict) else None
     if not isinstance(entries, list):
         return [name for name in names if not (name.startswith("cache-") and name.endswith(".arrow"))]
-    listed = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
-    if missing := [name for name in listed if name not in names]:
+    listed_names = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
+    if missing_names := [name for name in listed_names if name not in names]:
         raise UserError(
             "data.missing_file",
-            f"{state_file} lists {missing[0]!r}, which is not in its folder: restore the file, or save the dataset "
-            "again",
+            f"{state_file} lists {missing_names[0]!r}, which is not in its folder: restore the file, or save the "
+            "dataset again",
         )
-    return [name for name in names if name in listed]
+    return [name for name in names if name in listed_names]
 
 
 def _raise_list_error(error: OSError) -> None:

@@ -102,10 +102,10 @@ class ShardWriter:
         self._document_starts.append(self._token_count)
         self._text_bytes += text_bytes
         while len(tokens):
-            part = tokens[: self._limit - self._token_count]
-            self._append_tokens(part, mask)
-            mask = None if mask is None else mask[len(part) :]
-            tokens = tokens[len(part) :]
+            fitting_tokens = tokens[: self._limit - self._token_count]
+            self._append_tokens(fitting_tokens, mask)
+            mask = None if mask is None else mask[len(fitting_tokens) :]
+            tokens = tokens[len(fitting_tokens) :]
             if self._token_count == self._limit:
                 self._write_file()
 

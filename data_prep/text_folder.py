@@ -273,9 +273,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """
         prepared = self.prepared
         ranges = ([self.inputs[index], *span] for index, *span in self.plan.units[number])
-        optional = [entry.sha256 for entry in (prepared.chat, prepared.filter) if entry]
-        optional += [prepared.units.sha256] if self.data.deduplicate else []
-        return sha256_json([prepared.key, prepared.tokenizer.sha256, *optional, *ranges])
+        optional_hashes = [entry.sha256 for entry in (prepared.chat, prepared.filter) if entry]
+        optional_hashes += [prepared.units.sha256] if self.data.deduplicate else []
+        return sha256_json([prepared.key, prepared.tokenizer.sha256, *optional_hashes, *ranges])
 
     def load_unit(self, number: int, hashes: bool = False) -> UnitManifest | None:
         """Return the manifest of a work unit.
@@ -440,15 +440,15 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             filtered: output: the number of documents of each range that the filter excludes is added to this list.
             rejected: output: index of the range, line and reason of each unreadable document are appended.
         """
-        for number, (index, start, end) in enumerate(ranges):
+        for range_index, (input_index, start, end) in enumerate(ranges):
             for document in read_documents(
-                self.inputs[index], start, end, self.data.text_field, self.record_reader, self.document_filter
+                self.inputs[input_index], start, end, self.data.text_field, self.record_reader, self.document_filter
             ):
-                lines[number] = document.line
+                lines[range_index] = document.line
                 if document.reason == FILTERED:
-                    filtered[number] += 1
+                    filtered[range_index] += 1
                 elif document.reason is not None:
-                    rejected.append((number, document.line, document.reason))
+                    rejected.append((range_index, document.line, document.reason))
                 elif document.text:
                     yield document
 
@@ -500,11 +500,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             )
         self.check_has_training_sample(train)
         write_manifest(self.path / "manifest.json", manifest)
-        listed = {self.path / entry.file for entry in (*train, *held_out)}
-        listed |= {self.unit_path(number) for number in range(self.unit_count)}
+        needed_files = {self.path / entry.file for entry in (*train, *held_out)}
+        needed_files |= {self.unit_path(number) for number in range(self.unit_count)}
         folder = self.path / SHARDS_DIR
         unfinished = (path for ending in ("hashes", "twice") for path in folder.glob(f".unit-*.{ending}.*.tmp"))
-        for path in {*folder.glob("unit-*"), *unfinished} - listed:
+        for path in {*folder.glob("unit-*"), *unfinished} - needed_files:
             path.unlink(missing_ok=True)
         log(f"shard: {manifest}")
 
@@ -612,9 +612,9 @@ def list_rejected(listing: Path, plan: WorkPlan, units: Sequence[UnitManifest], 
         for input_range, count in zip(ranges, unit.lines, strict=True):
             first_lines.append(lines_before[input_range.input])
             lines_before[input_range.input] += count
-        for number, line, reason in unit.rejected:
-            path = plan.inputs[ranges[number].input].path
-            rows.append({"file": path, "line": first_lines[number] + line, "reason": reason})
+        for range_index, line, reason in unit.rejected:
+            path = plan.inputs[ranges[range_index].input].path
+            rows.append({"file": path, "line": first_lines[range_index] + line, "reason": reason})
     write_atomic(listing, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     total = documents + len(rows)
     if len(rows) > allowed_rejections(limit, total):

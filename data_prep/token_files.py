@@ -81,18 +81,19 @@ class DocumentEnds:
 
     def check(self) -> None:
         """Check the whole index. Raises UserError if it is damaged or belongs to another token file."""
-        last = 0
+        last_end = 0
         for start in range(0, len(self), BLOCK_TOKENS):
             ends = self.read_ends(start, min(start + BLOCK_TOKENS, len(self)))
-            last = self.check_order(ends, last, sys.maxsize)[-1]
+            last_end = self.check_order(ends, last_end, sys.maxsize)[-1]
 
     def find_ends(self, start: int, stop: int) -> Ids:
         """Return the document ends at token positions in (start, stop]: shape (documents,).
 
         Raises UserError if the ends are out of order.
         """
-        first = bisect_right(self, start)
-        return self.check_order(self.read_ends(first, bisect_right(self, stop, first)), start + 1, stop)
+        first_document = bisect_right(self, start)
+        stop_document = bisect_right(self, stop, first_document)
+        return self.check_order(self.read_ends(first_document, stop_document), start + 1, stop)
 
     def check_order(self, values: Ids, minimum: int, maximum: int) -> Ids:
         """Return `values` unchanged. Raises UserError if they decrease or are outside [minimum, maximum]."""
@@ -165,8 +166,8 @@ class TokenFile(NamedTuple):
         """
         if self.document_ends is None:
             return None
-        first = self.first_token + start
-        return self.document_ends.find_ends(first, self.first_token + stop) - first
+        start_in_file = self.first_token + start
+        return self.document_ends.find_ends(start_in_file, self.first_token + stop) - start_in_file
 
     def read_tokens(self, start: int, stop: int) -> Ids:
         """Return tokens [start, stop) of a contiguous file. Raises UserError if the file is too short."""
@@ -411,8 +412,8 @@ class _MegatronDocumentEnds(DocumentEnds):
             end = int(ends[-1])
         if end != self._data_size:
             raise damaged_error
-        bounds = [self.read_numbers(self._documents_at, number, number + 1)[0] for number in (0, len(self))]
-        if bounds != [0, self._sequences]:
+        first_and_last = [self.read_numbers(self._documents_at, index, index + 1)[0] for index in (0, len(self))]
+        if first_and_last != [0, self._sequences]:
             raise UserError(
                 "data.damaged_file",
                 f"{self.path} is damaged: its documents do not cover the sequences 0 to {self._sequences}",

@@ -86,8 +86,8 @@ class Encoder:
         """Id of the token for text that the tokenizer cannot encode; None if there is no such token."""
         # The JSON is parsed, because the Python object of a Unigram model has no attribute for this id.
         model = json.loads(self.tokenizer.to_str())["model"]
-        name = model.get("unk_token")
-        return model.get("unk_id") if name is None else self.tokenizer.token_to_id(name)
+        unknown_token = model.get("unk_token")
+        return model.get("unk_id") if unknown_token is None else self.tokenizer.token_to_id(unknown_token)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text with special tokens and the end-of-text token: 1-d arrays of `dtype`.
@@ -130,8 +130,8 @@ class Encoder:
             # The character span of each token; (0, 0) for added tokens.
             starts, ends = np.array(offsets).reshape(-1, 2).T
             mask = np.zeros(len(tokens), np.uint8)
-            for first, last in record.learned:
-                mask[(starts < last) & (ends > first)] = MASK_LEARNED
+            for learned_start, learned_end in record.learned:
+                mask[(starts < learned_end) & (ends > learned_start)] = MASK_LEARNED
             mask[len(tokens) - len(end_ids) :] = MASK_LEARNED
             mask[:1] = MASK_DOCUMENT_START
             full_length = len(tokens)

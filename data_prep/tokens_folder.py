@@ -98,7 +98,7 @@ class TokensFolder(TextFolder):
         total_tokens = 0
         has_held_out_tokens = False
         ranges = list[InputRange]()
-        for number, source in enumerate(inputs):
+        for input_index, source in enumerate(inputs):
             file = require_mappable(source.path)
             if file.note:
                 log(f"warning: {source.path}{file.note}")
@@ -114,7 +114,7 @@ class TokensFolder(TextFolder):
             ]
             # A file without tokens gets one empty range, so that the shard stage reads the file and reports the error.
             spans = [span for span in pairwise(starts) if span[0] < span[1]] or [(0, 0)]
-            ranges += [InputRange(number, *span) for span in spans]
+            ranges += [InputRange(input_index, *span) for span in spans]
             has_held_out_tokens = has_held_out_tokens or held_out_start < file.tokens
         if self.data.held_out and not has_held_out_tokens:
             # Unusable tokens are reported first, because a wrong tokenizer is a likely reason.
@@ -254,14 +254,14 @@ class TokensFolder(TextFolder):
         assert file.tokens is not None
         held_out_tokens = int(file.tokens * self.data.held_out)
         desired = file.tokens - held_out_tokens
-        last = file.tokens - 1  # A document that ends with the last token would leave nothing to hold out.
+        last_position = file.tokens - 1  # A document that ends with the last token would leave nothing to hold out.
         # Search blocks before and after the desired position at growing distances, from `near` to `far` tokens.
         for near in range(0, held_out_tokens, _SEARCH_BLOCK):
             far = min(near + _SEARCH_BLOCK, held_out_tokens)
             ends: list[int] = []
             for start, stop in (
                 (max(0, desired - far), desired - near),
-                (desired + near, min(desired + far, last)),
+                (desired + near, min(desired + far, last_position)),
             ):
                 if start < stop:
                     ends += (np.flatnonzero(file.read_tokens(start, stop) == eos_id) + start + 1).tolist()
@@ -271,11 +271,12 @@ class TokensFolder(TextFolder):
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write the manifest. If `data.held_out` is not 0, log how many files have no held-out tokens."""
-        split_files = {entry.file for unit in units for entry in unit.held_out}
-        if self.data.held_out and (files := [source.path for source in self.inputs if source.path not in split_files]):
+        files_with_held_out = {entry.file for unit in units for entry in unit.held_out}
+        paths = [source.path for source in self.inputs if source.path not in files_with_held_out]
+        if self.data.held_out and paths:
             log(
-                f"shard: nothing is held out of {len(files)} files, because no document ends at a suitable place: "
-                f"{files[0]}, …"
+                f"shard: nothing is held out of {len(paths)} files, because no document ends at a suitable place: "
+                f"{paths[0]}, …"
             )
         super().combine_units(units, log)
 

@@ -101,7 +101,7 @@ def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> t
     units: list[list[InputRange]] = [[] for _ in range(count)]
     position = 0  # start of the current input or row group in the concatenation of all inputs
     for index, source in enumerate(inputs):
-        for number, weight in enumerate(weights[index]):
+        for row_group, weight in enumerate(weights[index]):  # Other formats have one weight for the whole file.
             first_unit = bisect_right(boundaries, position) - 1
             if source.splits:
                 stop = position + weight
@@ -118,9 +118,9 @@ def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> t
                 # A row group without text still has rows to count. At the end of the inputs, it belongs to the last
                 # unit.
                 ranges = units[min(first_unit, count - 1)]
-                continues_last_range = bool(ranges) and (ranges[-1].input, ranges[-1].end) == (index, number)
-                start = ranges.pop().start if continues_last_range else number
-                ranges.append(InputRange(index, start, number + 1))
+                continues_last_range = bool(ranges) and (ranges[-1].input, ranges[-1].end) == (index, row_group)
+                start = ranges.pop().start if continues_last_range else row_group
+                ranges.append(InputRange(index, start, row_group + 1))
             elif weight:
                 units[first_unit].append(InputRange(index, 0, source.size))
             position += weight

@@ -282,12 +282,13 @@ def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | Non
     if exclusive and ranks_by_gpu:
         if None in assigned:
             rank = assigned.index(None)
-            other = next(visible for visible in ranks if visible.gpus)
+            rank_with_gpus = next(visible for visible in ranks if visible.gpus)
             host = ranks[rank].host
             raise NodeError(
                 "node.no_gpu",
-                f"{host}: torch finds no GPU there (rank {rank}), but {len(other.gpus)} on {other.host}: check with "
-                "nvidia-smi; request GPUs on every node (site.gpus_per_node), or CPUs with parallel.backend: gloo",
+                f"{host}: torch finds no GPU there (rank {rank}), but {len(rank_with_gpus.gpus)} on "
+                f"{rank_with_gpus.host}: check with nvidia-smi; request GPUs on every node (site.gpus_per_node), or "
+                "CPUs with parallel.backend: gloo",
                 host=host,
             )
         shared = {gpu: sorted(users) for gpu, users in ranks_by_gpu.items() if len(users) > 1}

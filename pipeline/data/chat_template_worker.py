@@ -225,14 +225,14 @@ def _render(template: Template, values: Mapping[str, Any]) -> str:
         jinja2.TemplateError: if the template fails, or the text is too long or cannot be encoded as UTF-8.
         _ChangingTextError: if the text would change between calls.
     """
-    parts = []
+    chunks = []
     length = 0
-    for part in template.generate(values):
-        parts.append(part)
-        length += len(part)
+    for chunk in template.generate(values):
+        chunks.append(chunk)
+        length += len(chunk)
         if length > MAX_CHARACTERS:
             raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
-    text = "".join(parts)
+    text = "".join(chunks)
     try:
         text.encode()
     except UnicodeEncodeError:

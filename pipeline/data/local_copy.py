@@ -71,8 +71,8 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         self._write_event = write_event
         self._pending: dict[str, list[int]] = {}
         """By file name of each copy that the dataset does not read yet: the indices of the entries to replace."""
-        for number, entry in enumerate(dataset.entries):
-            self._pending.setdefault(_copy_name(entry), []).append(number)
+        for entry_index, entry in enumerate(dataset.entries):
+            self._pending.setdefault(_copy_name(entry), []).append(entry_index)
         # Each copy needs a file descriptor, even if several copies are parts of one file. Half of the limit remains for
         # the originals and for other files.
         max_copies = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
@@ -130,8 +130,8 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
 
     def _use_copy(self, name: str) -> None:
         """Make the dataset read the complete copy `name`; do nothing if it already does or if `name` is no copy."""
-        for number in self._pending.pop(name, ()):
-            self._dataset.remap_file(number, self._folder / name)
+        for entry_index in self._pending.pop(name, ()):
+            self._dataset.remap_file(entry_index, self._folder / name)
 
     def _copy_files(self) -> LocalCopy:
         """Copy each file for which the disk has space, and return an event with the result.
@@ -142,8 +142,8 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         start_time = time.monotonic()
         copied_bytes = 0
         no_space_count = 0
-        for name, numbers in list(self._pending.items()):
-            entry = self._dataset.entries[numbers[0]]
+        for name, entry_indices in list(self._pending.items()):
+            entry = self._dataset.entries[entry_indices[0]]
             disk = shutil.disk_usage(self._folder)
             start, end = entry.part or (0, entry.size)
             if disk.free - (end - start) < MIN_FREE_FRACTION * disk.total:

@@ -126,12 +126,12 @@ def compute_indices(seed: int, samples: Int64Array, n: int) -> Int64Array:
     Returns: int64 of the same shape.
     """
     epochs, positions = np.divmod(samples, n)
-    first = int(epochs.min()) if samples.size else 0
-    last = int(epochs.max()) if samples.size else 0
-    if first == last:
-        return permute(seed, first, positions, n)
+    first_epoch = int(epochs.min()) if samples.size else 0
+    last_epoch = int(epochs.max()) if samples.size else 0
+    if first_epoch == last_epoch:
+        return permute(seed, first_epoch, positions, n)
     indices = np.empty_like(samples)
-    for epoch in range(first, last + 1):
+    for epoch in range(first_epoch, last_epoch + 1):
         in_epoch = epochs == epoch
         indices[in_epoch] = permute(seed, epoch, positions[in_epoch], n)
     return indices
@@ -383,20 +383,20 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         # If samples have lengths, each rank computes the whole global batch and then selects its share.
         samples_per_step = self.global_batch // (1 if self.lengths else self.num_replicas)
         steps = max(1, min(_SAMPLES_PER_GROUP // samples_per_step, len(self)))  # At most one epoch per group.
-        first = self.samples_consumed + (0 if self.lengths else self.rank * samples_per_step)
-        # Positions relative to `first`, one row per step.
+        first_position = self.samples_consumed + (0 if self.lengths else self.rank * samples_per_step)
+        # Positions relative to `first_position`, one row per step.
         offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(
             samples_per_step, dtype=np.int64
         )
         while True:
-            positions = first + offsets
+            positions = first_position + offsets
             for start, count in self.excluded_ranges:
                 positions[positions >= start] += count
             for batch in np.stack([self.order(positions), positions], axis=1):
                 if self.lengths:
                     batch = batch[:, assign_to_ranks(self.lengths(batch[0]), self.num_replicas)[self.rank]]
                 yield batch if self.needs_positions else batch[0]
-            first += steps * self.global_batch
+            first_position += steps * self.global_batch
 
 
 def skip_excluded(consumed: int, excluded_ranges: Iterable[tuple[int, int]]) -> int:

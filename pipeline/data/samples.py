@@ -111,13 +111,13 @@ class MappedDataset(IndexedDataset):
         """
         return map_arrays(entry, *location)
 
-    def remap_file(self, number: int, path: Path) -> None:
-        """Read the samples of entry `number` from the file `path` from now on.
+    def remap_file(self, entry_index: int, path: Path) -> None:
+        """Map the file `path` for the entry with this index, so that its samples are read from this file from now on.
 
         Other threads may read samples during this call.
         """
-        for name, array in self._map_samples(self.entries[number], path).items():
-            self._arrays[name][number] = array
+        for name, array in self._map_samples(self.entries[entry_index], path).items():
+            self._arrays[name][entry_index] = array
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -156,16 +156,16 @@ def _find_end_token(
     answer_end = answer_start + len(answer)
     encoding = tokenizer.encode(text, add_special_tokens=False)
     special_tokens = tokenizer.get_added_tokens_decoder()
-    for token, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-        if last <= answer_end:
+    for token, (token_start, token_end) in zip(encoding.ids, encoding.offsets, strict=True):
+        if token_end <= answer_end:
             continue
         if token in special_tokens:
             # This is the condition by which Encoder.encode_records selects learned tokens.
-            if learned_spans is None or any(first < stop and start < last for start, stop in learned_spans):
+            if learned_spans is None or any(token_start < stop and start < token_end for start, stop in learned_spans):
                 return token, ""
             name = special_tokens[token].content
             return token, f"{name} ends an answer outside of {{% generation %}}, so the model does not learn it"
-        if text[max(first, answer_end) : last].strip():
+        if text[max(token_start, answer_end) : token_end].strip():
             break
     return (
         None,

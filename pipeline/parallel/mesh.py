@@ -351,11 +351,11 @@ def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
     modulo `tp`. Each rank calls this function and checks only its own numbers.
     """
     if rank_info.local_rank % tp != rank_info.rank % tp:
-        first = rank_info.rank - rank_info.rank % tp
+        first_rank = rank_info.rank - rank_info.rank % tp
         raise UserError(
             "parallel.group_on_several_nodes",
-            f"rank {rank_info.rank} has local rank {rank_info.local_rank} on its node, but ranks {first} to "
-            f"{first + tp - 1} (parallel.tensor={tp}) must be on one node: distribute ranks in blocks, as "
+            f"rank {rank_info.rank} has local rank {rank_info.local_rank} on its node, but ranks {first_rank} to "
+            f"{first_rank + tp - 1} (parallel.tensor={tp}) must be on one node: distribute ranks in blocks, as "
             "`srun --distribution=block` does",
         )
 

@@ -71,7 +71,7 @@ class PipelineRunner:
 
     Args:
         parts: model parts of this rank's stages.
-        numbers: numbers of these stages in the whole pipeline.
+        stage_numbers: numbers of these stages in the whole pipeline.
         layout: the layout of the run.
         device: this rank's device.
         group: process group of the pipeline axis.
@@ -83,21 +83,21 @@ class PipelineRunner:
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        numbers: Sequence[int],
+        stage_numbers: Sequence[int],
         layout: Layout,
         device: torch.device,
         group: dist.ProcessGroup,
         loss: Callable[[Tensor, Tensor], Tensor],
         forward_context: AbstractContextManager[None],
     ) -> None:
-        self.has_first_stage = 0 in numbers
-        self.has_last_stage = layout.stages - 1 in numbers
-        for part, number in zip(parts, numbers, strict=True):
-            if number < layout.stages - 1:
+        self.has_first_stage = 0 in stage_numbers
+        self.has_last_stage = layout.stages - 1 in stage_numbers
+        for part, stage_number in zip(parts, stage_numbers, strict=True):
+            if stage_number < layout.stages - 1:
                 # Messages must be contiguous, and torch takes their strides from the stage's output.
                 part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
-        pairs = zip(parts, numbers, strict=True)
-        stages = [_Stage(part, number, layout.stages, device, group=group) for part, number in pairs]
+        pairs = zip(parts, stage_numbers, strict=True)
+        stages = [_Stage(part, stage_number, layout.stages, device, group=group) for part, stage_number in pairs]
         for stage in stages:
             stage.forward_context = forward_context
         schedule_class: Any = get_schedule_class(TORCH_SCHEDULES[layout.schedule])

@@ -80,8 +80,8 @@ def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, 
     total = sum(size for _, size in sizes)
     shares = tuple(sum(size for name, size in block.items() if name in names) / total for block in blocks)
     is_trained = (*shares, FINAL_NORM in names)
-    first = next((number for number, share in enumerate(is_trained) if share), layers + 1)
-    return TrainedParameters(names, shares, 0 if EMBEDDING in names else first)
+    first_block = next((block for block, share in enumerate(is_trained) if share), layers + 1)
+    return TrainedParameters(names, shares, 0 if EMBEDDING in names else first_block)
 
 
 def stored_weight_bytes(config: Config) -> int:
