@@ -292,11 +292,10 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     def describe_result(self) -> str:
         """Return a description of the finished data, such as `: 731 documents, …`; empty without a valid manifest."""
         try:
-            return (
-                f": {self.load_manifest_with_key(self.path / 'manifest.json', self.manifest_kind, self.manifest_key)}"
-            )
+            manifest = self.load_manifest_with_key(self.path / "manifest.json", self.manifest_kind, self.manifest_key)
         except InputError:
             return ""
+        return f": {manifest}"
 
     def has_same_inputs(self) -> bool:
         """Return True if `data.source` still names the files that `prepare` recorded, and these have not changed."""
