@@ -1,1 +1,1 @@
-"""Save, verify and restore checkpoints."""
+"""Save, verify and restore checkpoints, and determine to which run a checkpoint belongs."""

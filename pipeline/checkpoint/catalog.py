@@ -1,11 +1,13 @@
-"""The files of checkpoints: names, manifests, verification, retention. It does not import torch, for the login node.
+"""The files of checkpoints: names, manifests, verification and removal.
+
+This module does not import torch, because login nodes use it.
 
     checkpoints/step-00000100/     .metadata, __0_0.distcp … (torch's distributed checkpoint) and manifest.json
     checkpoints/.tmp-…             being written, or left by a crash: never read, removed at the next start
-    checkpoints/damaged-step-…     failed verification during a restore; set aside, never removed
+    checkpoints/damaged-step-…     failed the verification during a restore: not used again, never removed
 
 `manifest.json` is written last. After all files are synced, one rename gives the directory its final name. Therefore a
-directory named `step-…` was complete at that time. The manifest contains the step, `samples_consumed`, the layout, a
+directory was complete when it got the name `step-…`. The manifest contains the step, `samples_consumed`, the layout, a
 hash of the config, versions, and the size and SHA-256 of each file. Its field `sha256` is the hash of all other fields.
 """
 
@@ -26,13 +28,13 @@ from pipeline.run.lines import has_fields, is_count, is_mapping, is_text
 
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
-"""DCP's file that lists the tensors of a checkpoint."""
+"""The file of torch's distributed checkpoint (DCP) that lists the tensors of a checkpoint."""
 _STEP = re.compile(r"step-(\d{8,})")
 """The directory name of a committed checkpoint, with its step."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name of a step, such as `step-00000100`."""
+    """Return the name of the directory of a checkpoint, such as `step-00000100`."""
     return f"step-{step:08d}"
 
 
@@ -58,7 +60,9 @@ def find_newest_step(folder: Path) -> int:
 
 
 def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
-    """Return the entry `early_stop` of the checkpoint of `step`; None if it has none or cannot be read.
+    """Return the entry `early_stop` in the manifest of the checkpoint of `step`.
+
+    Return None if there is no such entry, or if the manifest cannot be read.
 
     The entry exists if a callback completed the train stage early. It contains the callback's `reason`, and `steps`,
     the step at which the stage should have ended according to the config.
@@ -73,7 +77,8 @@ def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
 def describe_missing_checkpoints(run: Run) -> str | None:
     """Return a message if the run saved checkpoints that have disappeared; None otherwise.
 
-    If metrics.jsonl does not exist, the run is new, or the user removed the file to restart from scratch.
+    Return None also if metrics.jsonl does not exist: either the run is new, or the user removed the file to restart
+    from scratch. A damaged checkpoint has not disappeared.
     """
     if (
         list_checkpoint_steps(run.checkpoints_dir)
@@ -91,7 +96,7 @@ def describe_missing_checkpoints(run: Run) -> str | None:
 
 
 def is_checkpoint_manifest(manifest: Any) -> bool:
-    """Return True if a JSON value has the fields of a checkpoint's manifest."""
+    """Return True if the JSON value `manifest` has the fields of a checkpoint's manifest."""
     required = {"step": is_count, "samples_consumed": is_count, "layout": is_mapping, "files": is_mapping}
     file_fields = {"size": is_count, "sha256": is_text}
     return has_fields(manifest, required, {}) and all(
@@ -100,7 +105,11 @@ def is_checkpoint_manifest(manifest: Any) -> bool:
 
 
 def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint. Raises CheckpointError if it is missing, altered or malformed."""
+    """Return the manifest of a checkpoint.
+
+    Raises CheckpointError if the manifest is missing, altered or malformed, or if its step is not the step in the name
+    of the directory.
+    """
     path = checkpoint / MANIFEST_FILE
     try:
         manifest = read_json(path)
@@ -110,7 +119,7 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError("checkpoint.damaged_file", f"{path} is damaged: its content does not match its own hash")
     if not is_checkpoint_manifest(manifest):
         raise CheckpointError("checkpoint.malformed", f"{path} is not the manifest of a checkpoint")
-    if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != manifest.get("step"):
+    if (step_in_name := _STEP.fullmatch(checkpoint.name)) and int(step_in_name[1]) != manifest.get("step"):
         raise CheckpointError(
             "checkpoint.renamed",
             f"{path} belongs to step {manifest.get('step')}: rename its directory to "
@@ -124,8 +133,8 @@ def verify_checkpoint_files(
 ) -> None:
     """Compare the files of a checkpoint with its manifest.
 
-    Several ranks can share the work: each of `parts` ranks checks every `parts`-th file, starting at number `part`. The
-    rank with `part` 0 also compares the names of the files.
+    Several ranks can share the work: each of `parts` ranks verifies every `parts`-th file, starting at number `part`.
+    The rank with `part` 0 also compares the names of the files with the manifest.
 
     Args:
         checkpoint: the directory of the checkpoint.
@@ -135,8 +144,8 @@ def verify_checkpoint_files(
         parts: the number of ranks that share the work.
 
     Raises:
-        CheckpointError: if a file is missing, is not listed, or has another size or SHA-256.
-        OSError: if a file cannot be read. This does not mean that the file is damaged.
+        CheckpointError: if a file is missing, is not listed in the manifest, or has another size or SHA-256.
+        OSError: if a file cannot be read. Such a file is not necessarily damaged.
     """
     if part == 0:
         _check_names(checkpoint, manifest)
@@ -155,7 +164,7 @@ def verify_checkpoint_files(
                 )
         except FileNotFoundError:
             raise CheckpointError("checkpoint.missing_file", f"{path} is missing") from None
-        except UserError as error:  # The path is not a regular file, and may be a pipe, for example.
+        except UserError as error:  # The path is not a regular file, but a pipe, for example.
             raise CheckpointError("checkpoint.damaged_file", str(error)) from None
 
 
@@ -165,22 +174,22 @@ def _check_names(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         names = {path.name for path in checkpoint.iterdir()} - {MANIFEST_FILE}
     except FileNotFoundError:
         raise CheckpointError("checkpoint.missing_file", f"{checkpoint} is missing") from None
-    listed = manifest["files"]
-    if METADATA_FILE not in listed:
+    listed_files = manifest["files"]
+    if METADATA_FILE not in listed_files:
         raise CheckpointError("checkpoint.malformed", f"{checkpoint / MANIFEST_FILE} does not list {METADATA_FILE}")
-    if missing := sorted(listed.keys() - names):  # A listed path in another directory counts as missing.
-        raise CheckpointError("checkpoint.missing_file", f"{checkpoint}/{missing[0]} is missing")
-    if unknown := sorted(names - listed.keys()):
+    if missing_names := sorted(listed_files.keys() - names):  # A listed path in another directory counts as missing.
+        raise CheckpointError("checkpoint.missing_file", f"{checkpoint}/{missing_names[0]} is missing")
+    if unlisted_names := sorted(names - listed_files.keys()):
         raise CheckpointError(
             "checkpoint.unlisted_file",
-            f"{checkpoint / unknown[0]} is not listed in {MANIFEST_FILE}, so no save wrote it: move it away",
+            f"{checkpoint / unlisted_names[0]} is not listed in {MANIFEST_FILE}, so no save wrote it: move it away",
         )
 
 
 def set_checkpoint_aside(folder: Path, step: int) -> None:
     """Rename a damaged checkpoint to `damaged-step-…`, so that it is not used again.
 
-    If this step has a damaged checkpoint already, append a number: `damaged-step-…-1`.
+    If a directory with this name exists already, append a number: `damaged-step-…-1`.
     """
     target = folder / f"damaged-{checkpoint_name(step)}"
     number = 0
@@ -191,7 +200,7 @@ def set_checkpoint_aside(folder: Path, step: int) -> None:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove incomplete checkpoints that a crash left. Call it only while no process is saving."""
+    """Remove incomplete checkpoints that a crash left. Call this function only while no process is saving."""
     for path in folder.glob(".tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -199,7 +208,8 @@ def remove_partial_checkpoints(folder: Path) -> None:
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
     """Remove all checkpoints except the `keep` newest ones.
 
-    Each one is renamed before it is removed, so that an incomplete checkpoint never has a final name.
+    Each checkpoint is renamed before its files are removed. So a directory with a final name is never incomplete, even
+    if the process is killed in between.
     """
     for step in list_checkpoint_steps(folder)[keep:]:
         trash = folder / f".tmp-old-{checkpoint_name(step)}"
@@ -212,10 +222,10 @@ def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str,
 
     Args:
         run: the run.
-        which: the step, as the user typed it; None or `newest` for the newest one.
+        which: the step, as the user typed it; None or `newest` for the newest checkpoint.
 
     Raises:
-        CheckpointError: if a file is damaged, or there is no checkpoint.
+        CheckpointError: if a file is missing, damaged or not listed in the manifest, or there is no checkpoint.
         UserError: if the run is a sweep, or the step does not exist.
     """
     checkpoint, manifest = find_checkpoint(run, which)
@@ -228,10 +238,10 @@ def find_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:
 
     Args:
         run: the run.
-        which: the step, as the user typed it; None or `newest` for the newest one.
+        which: the step, as the user typed it; None or `newest` for the newest checkpoint.
 
     Raises:
-        CheckpointError: if there is no checkpoint, or the manifest is missing or damaged.
+        CheckpointError: if there is no checkpoint, or the manifest is missing, damaged or malformed.
         UserError: if the run is a sweep, or the step does not exist.
     """
     if sweep_points := list_points(run):

@@ -1,8 +1,8 @@
 """Save and restore checkpoints with torch's distributed checkpoint (DCP), verification and an atomic commit.
 
-A save has four parts. With `checkpoint.mode: async`, they run in a background thread during the next steps:
+A save has four parts. With `checkpoint.mode: async`, these parts run in a background thread during the next steps:
 
-1. stage: each rank copies its state to cached host buffers.
+1. stage: each rank copies its state to host buffers, which are kept for the next save.
 2. write: `dcp.save` writes to a new `.tmp-` directory; each rank writes its share of the tensors.
 3. hash: each rank hashes the files that it wrote.
 4. commit: rank 0 gathers the hashes, writes `manifest.json`, syncs and renames the directory.
@@ -43,6 +43,7 @@ from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
 from pipeline.run.directory import Run
 
 StateDict = dict[str, torch.Tensor]
+"""This rank's tensors by name. A tensor may be a DTensor."""
 
 
 class Checkpointer:
@@ -57,7 +58,7 @@ class Checkpointer:
             the run continues.
         keep: the number of checkpoints to keep.
         background: whether to save in a background thread.
-        describe: additional entries of each manifest.
+        describe: additional entries of each manifest, such as the layout and the identity of the run.
         on_saved: called on rank 0 after each commit, with the step and the duration of the save in seconds.
     """
 
@@ -78,8 +79,8 @@ class Checkpointer:
         self.rank = dist.get_rank(group)
         self.describe = dict(describe)
         self.on_saved = on_saved
-        # DCP's `DefaultStager` is not used, because its thread and its stream on GPU 0 do not wait for other streams.
-        # In torch 2.11 it also frees its buffers after each save, so all host memory would have to be pinned again.
+        # DCP's `DefaultStager` is not used, because its thread uses a CUDA stream of GPU 0 that does not wait for other
+        # streams. In torch 2.11, it also frees its buffers after each save, so each save would have to pin host memory.
         self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         """The CUDA stream that copies the state to host memory; None without a GPU."""
@@ -93,9 +94,9 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------------------
 
     def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
-        """Save `state`. In the background mode, return immediately, before `state` is staged and written.
+        """Save `state`. In the background mode, only wait for the previous save, and start this save.
 
-        In the background mode, call `wait_until_staged` before you change `state`.
+        In the background mode, call `wait_until_staged` before you change the tensors of `state`.
 
         Args:
             state: this rank's tensors by name.
@@ -104,7 +105,9 @@ class Checkpointer:
             extra: JSON values for the entry `extra` of the manifest.
 
         Raises:
-            StorageError: if this save or the previous one could not be written.
+            StorageError: if the previous save could not be written; without the background mode, also if this save
+                could not be written.
+            RuntimeError: if one of these saves failed for another reason.
         """
         self.wait_until_saved()
         start_time = time.monotonic()
@@ -144,13 +147,13 @@ class Checkpointer:
             self.wait_until_saved()
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied to host memory. Call it before the weights change."""
+        """Wait until the state is copied to host memory. Call this method before the weights change."""
         if self._staged is not None:
             self._staged.result()
             self._staged = None
 
     def wait_until_saved(self) -> None:
-        """Wait for the save in progress.
+        """Wait for the save in progress, if there is one.
 
         Raises:
             StorageError: if the save failed because of the disk or the file system.
@@ -166,7 +169,7 @@ class Checkpointer:
             raise _explain_save_error(error, self.folder) from error
 
     def close(self) -> None:
-        """Wait for the save in progress and free the staging buffers."""
+        """Wait for the save in progress, if there is one, and free the host buffers."""
         try:
             self.wait_until_saved()
         finally:
@@ -187,7 +190,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
         dist.barrier(self.group)
         try:
-            # The tensors are in host memory already. With `per_thread_copy_ahead`, DCP would wait for a GPU.
+            # The tensors are in host memory already. A positive `per_thread_copy_ahead` would make DCP wait for a GPU.
             writer = dcp.FileSystemWriter(
                 temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
             )
@@ -227,24 +230,24 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Load the newest intact checkpoint into `state`, in place.
 
-        The ranks share the verification, so each file is hashed once. A damaged checkpoint is set aside, and the
-        previous one is tried.
+        The ranks share the verification, so each file is hashed once. If a checkpoint is damaged, it is renamed
+        (`catalog.set_checkpoint_aside`), and the previous checkpoint is tried.
 
         Args:
             state: this rank's tensors by name, which are filled.
-            on_damaged: called on rank 0 with step and reason for each checkpoint that is set aside.
+            on_damaged: called on rank 0 with the step and the reason for each damaged checkpoint.
             check: called on all ranks with the manifest before any tensor is loaded. It may raise an error.
 
         Returns:
             The manifest of the loaded checkpoint; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: if there are checkpoints and none of them is intact. A run must not start from scratch
-                unnoticed.
+            CheckpointError: if there are damaged checkpoints and no intact checkpoint. Otherwise the run would start
+                from scratch without the user's knowledge.
         """
         if self.rank == 0:
             catalog.remove_partial_checkpoints(self.folder)
-        damaged: list[str] = []
+        damage_reasons: list[str] = []
         while True:
             steps = catalog.list_checkpoint_steps(self.folder)
             step = broadcast_from_rank0(self.group, steps[0] if steps else 0)
@@ -254,7 +257,7 @@ class Checkpointer:
             try:
                 manifest = load_verified_manifest(checkpoint, self.group)
             except CheckpointError as error:
-                damaged.append(str(error))
+                damage_reasons.append(str(error))
                 if self.rank == 0:
                     catalog.set_checkpoint_aside(self.folder, step)
                     on_damaged(step, str(error))
@@ -263,19 +266,20 @@ class Checkpointer:
             # The files are intact, so an error from here on does not mean that the checkpoint is damaged.
             load_checkpoint(state, checkpoint, self.group)
             return manifest
-        set_aside = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
-        if set_aside:
+        # Earlier attempts may also have found damaged checkpoints.
+        damaged_names = broadcast_from_rank0(self.group, sorted(path.name for path in self.folder.glob("damaged-*")))
+        if damaged_names:
             raise CheckpointError(
                 "checkpoint.none_intact",
                 "no checkpoint is intact, and a start from scratch would discard work:\n  "
-                + "\n  ".join(damaged or set_aside)
+                + "\n  ".join(damage_reasons or damaged_names)
                 + f"\nCopy an intact checkpoint to {self.folder}, under its name step-…; or, to train from scratch, "
                 f"remove {self.folder}/damaged-* and the run's metrics.jsonl",
             )
         return None
 
     def read_tensors(self, step: int, state: StateDict) -> None:
-        """Fill tensors in place from the checkpoint of `step`. Each rank reads alone, so ranks may pass other names.
+        """Fill tensors in place from the checkpoint of `step`. Each rank may pass other names, because it reads alone.
 
         Args:
             step: the step of the restored checkpoint.
@@ -288,7 +292,8 @@ class Checkpointer:
 def load_verified_manifest(checkpoint: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     """Verify all files of a checkpoint and return its manifest. Each rank verifies a part of the files.
 
-    Raises CheckpointError on all ranks if any file is missing or damaged.
+    All ranks of `group` must call this function. It raises CheckpointError on all ranks if any file is missing, damaged
+    or not listed in the manifest.
     """
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
@@ -307,7 +312,7 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
     Args:
         state: tensors by name, which are filled in place.
         checkpoint: the directory of the checkpoint.
-        group: a Gloo group of all ranks, which must all call this; None if one process reads alone.
+        group: a Gloo group of all ranks, which must all call this function; None if one process reads alone.
 
     Raises:
         CheckpointError: on all ranks, if DCP did not write the checkpoint's `.metadata`.
@@ -317,7 +322,7 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
     reader = CheckpointReader(checkpoint)
 
     def read_metadata() -> None:
-        reader.read_metadata()  # The reader keeps the result.
+        reader.read_metadata()  # The reader stores the result for `dcp.load`.
 
     if group is None:
         read_metadata()
@@ -325,11 +330,11 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
         all_gather_results(group, read_metadata)  # An error on one rank is raised on all ranks.
     try:
         with warnings.catch_warnings():
-            # torch warns if no process group is used, which is intended if one process reads alone.
+            # torch warns that it uses no process group. If one process reads alone, this is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        # Each failure is a pair of an exception and its traceback.
+        # Each value of `failures` is a pair of an exception and its traceback.
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise RuntimeError(f"{checkpoint} cannot be loaded: {reasons}") from error
 
@@ -337,9 +342,9 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
 def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
     """Return the SHA-256 of weights and optimizer state as 64 hex digits. The hash does not depend on the layout.
 
-    The hash covers the tensors `model.…` and `optimizer.…`, in the order of their names: for each one, a line with
-    name, dtype and shape, and then its bytes. State that differs between data-parallel replicas has other names, and
-    the hash does not cover it.
+    The hash covers the tensors `model.…` and `optimizer.…`, in the order of their names. For each tensor, it covers a
+    line with name, dtype and shape, and then the bytes of the tensor. State that differs between data-parallel replicas
+    is stored under other names, and is not covered.
 
     Args:
         checkpoint: the directory of the checkpoint.
@@ -351,21 +356,21 @@ def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
         for name, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata) and name.startswith(("model.", "optimizer."))
     )
-    total = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in iterate_tensors(checkpoint, names, batch_bytes=batch_bytes):
-        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def iterate_tensors(
     checkpoint: Path, names: Sequence[str], *, batch_bytes: int = 1 << 29
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name and its full tensor, in the order of `names`.
+    """Load the full tensors of a checkpoint. Yield each name with its tensor, in the order of `names`.
 
     Args:
         checkpoint: the directory of the checkpoint.
-        names: names of tensors.
+        names: the names of the tensors to load.
         batch_bytes: tensors are loaded in batches, and a batch ends when it has at least this many bytes.
     """
     metadata: Any = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
@@ -395,7 +400,7 @@ def collect_versions() -> dict[str, str]:
 
 
 def _hash_files_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Sync the files that a rank wrote, and return `size` and `sha256` of each file by name."""
+    """Sync the files that a rank wrote, and return the size in bytes and the SHA-256 of each file by name."""
     files = sorted(folder.glob(f"__{rank}_*.distcp"))  # DCP's names of a rank's files.
     if rank == 0:  # Rank 0 also writes DCP's metadata.
         files.append(folder / catalog.METADATA_FILE)
@@ -407,7 +412,7 @@ def _hash_files_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
 def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
     """Return the error to raise for a failed save: a StorageError if the disk caused it, otherwise a RuntimeError."""
     causes = [error]
-    if isinstance(error, CheckpointException):  # Each of its failures is a pair of an exception and its traceback.
+    if isinstance(error, CheckpointException):  # Each value of `failures` is a pair of an exception and its traceback.
         causes = [failure[0] for failure in error.failures.values()]
     for cause in causes:
         if (storage_error := find_storage_error(cause, folder)) is not None:
@@ -420,7 +425,7 @@ def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
 
 
 _DCP = "torch.distributed.checkpoint"
-_ALLOWED = {
+_ALLOWED_NAMES = {
     f"{_DCP}.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
         "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -431,26 +436,30 @@ _ALLOWED = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }  # fmt: skip
-"""Classes and functions that `.metadata` may refer to, by module, in addition to dtypes such as `torch.float32`."""
+"""Classes and functions to which `.metadata` may refer, by module. It may also refer to dtypes, such as
+`torch.float32`."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only the classes that DCP's metadata needs, because other classes could execute code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function that the pickle refers to. Raise UnpicklingError if it is not allowed."""
+        """Return a class or function to which the pickle refers. Raise UnpicklingError if it is not allowed."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name not in _ALLOWED.get(module, ()) and not is_dtype:
+        if name not in _ALLOWED_NAMES.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """DCP's reader of a checkpoint, which in addition reads the pickle `.metadata` safely and only once.
+    """DCP's reader of a checkpoint, with the difference that it reads the pickle `.metadata` safely and only once.
 
-    Unpickling can execute code, and hashes show that a file is unchanged, but not who wrote it. Therefore the pickle
-    may refer only to the classes of DCP's metadata, which are the same in torch 2.11 and 2.13. It may list only files
-    of tensors in the directory of the checkpoint. DCP reads the tensors themselves with `weights_only`.
+    Unpickling can execute code. Hashes show that a file is unchanged, but not who wrote the file. Therefore the pickle
+    may refer only to the classes of DCP's metadata, which are the same in torch 2.11 and 2.13. The metadata may list
+    only files of tensors in the directory of the checkpoint. DCP reads the tensors themselves with `weights_only`.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -494,17 +503,16 @@ def verify_checkpoint(run: Run, which: str | None) -> None:
 
     Args:
         run: the run.
-        which: the step, as the user typed it; None or `newest` for the newest one.
+        which: the step, as the user typed it; None or `newest` for the newest checkpoint.
 
     Raises:
-        CheckpointError: if a file is damaged, or there is no checkpoint.
+        CheckpointError: if a file is missing, damaged or not listed in the manifest, or there is no checkpoint.
         UserError: if the run is a sweep, or the step does not exist.
     """
     checkpoint, manifest = catalog.open_intact_checkpoint(run, which)
-    total = sum(entry["size"] for entry in manifest["files"].values())
+    total_bytes = sum(entry["size"] for entry in manifest["files"].values())
     layout = ", ".join(f"{key} {value}" for key, value in manifest["layout"].items())
-    print(
-        f"{run.name}/checkpoints/{checkpoint.name}: {len(manifest['files'])} files, {total:,} bytes, all hashes right"
-    )
+    file_count = len(manifest["files"])
+    print(f"{run.name}/checkpoints/{checkpoint.name}: {file_count} files, {total_bytes:,} bytes, all hashes right")
     print(f"step {manifest['step']}, samples {manifest['samples_consumed']}, saved by: {layout}")
     print(f"digest {compute_digest(checkpoint)}")

@@ -1,7 +1,7 @@
-"""The identity of a run: hashes of its config and data. Each checkpoint contains it.
+"""The identity of a run: hashes of its config and its data. Each checkpoint contains the identity of its run.
 
-A restore and an evaluation compare the identities first. This prevents a run from loading weights that were trained
-with another config or with other data.
+Before a run loads a checkpoint, to continue or to evaluate it, the run compares both identities. This prevents a run
+from loading weights that were trained with another config or with other data.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
 
 SOURCE_FILE = "source.json"
-"""File in the run directory that describes the open weights from which the run started."""
+"""File in the run directory that describes the open weights from which the run started (`model.init_from`)."""
 
 
 def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
     """Return the entries of a checkpoint's manifest that identify the run.
 
-    These are hashes of config and data, the config values that are hashed, and the version of the sample order. If the
-    data is a mixture, its weights are a separate entry, because the user may change the weights of later steps.
+    These entries are hashes of config and data, the config values that are hashed, and the version of the sample order.
+    If the data is a mixture, the weights of the mixture are a separate entry, because the user may change the weights
+    of later steps.
+
+    Args:
+        config: the config of the run.
+        manifest: describes the shards of the run.
     """
-    # The default value of `add_special_tokens` keeps this key out of the hash of the config. The hash of the data
-    # already covers the tokens.
+    # With its default value, the key `add_special_tokens` is not in the hash of the config. The hash of the data
+    # already covers the tokens that this key adds.
     default = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}
     config = config.model_copy(update={"data": config.data.model_copy(update=default)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
@@ -53,7 +58,7 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
 
 
 def read_source(run: Run) -> dict[str, Any]:
-    """Return the content of `source.json`; empty if the run did not start from open weights (`model.init_from`).
+    """Return the content of `source.json`; {} if the run did not start from open weights (`model.init_from`).
 
     Raises CheckpointError if the file is missing or damaged.
     """
@@ -69,7 +74,7 @@ def read_source(run: Run) -> dict[str, Any]:
 
 
 def compute_source_identity(run: Run) -> dict[str, Any]:
-    """Return the hash of the open weights from which the run started, as `source_hash`; empty if there are none.
+    """Return the hash of the open weights from which the run started, as `source_hash`; {} without open weights.
 
     Raises CheckpointError if `source.json` is missing or damaged.
     """
@@ -81,8 +86,8 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint does not belong to this run.
 
     Args:
-        saved: the manifest of the checkpoint.
-        now: the identity of the run (:func:`compute_identity`, :func:`compute_source_identity`).
+        saved: the manifest of the checkpoint, which contains an identity.
+        now: the current identity of the run (:func:`compute_identity`, :func:`compute_source_identity`).
     """
     saved_config = saved.get("config") or now["config"]  # Manifests of older versions do not contain the config.
     keys = sorted({**saved_config, **now["config"]})
@@ -98,7 +103,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
     def get_weights_in_effect(identity: Mapping[str, Any]) -> list[Any]:
-        """Return the weights of the mixture that apply to steps up to that of the checkpoint."""
+        """Return the entries of `weights` that apply to steps up to the step of the checkpoint."""
         return [entry for entry in identity.get("weights", []) if entry.get("from_step", 1) <= saved["step"]]
 
     saved_weights = get_weights_in_effect(saved)
@@ -112,7 +117,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def describe_version_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Return a text with the versions that differ from those of a checkpoint; None if all are equal.
+    """Return a message with the versions that differ from those of a checkpoint; None if all versions are equal.
 
     If versions differ, results may differ in the last digits.
 

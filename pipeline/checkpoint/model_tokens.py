@@ -1,8 +1,8 @@
-"""Special tokens of a trained model: determine them, and write them to the small files of an export.
+"""Determine the special tokens of a trained model, and write them to the small files of an export.
 
-config.json, generation_config.json, tokenizer_config.json and special_tokens_map.json each name the BOS, EOS and pad
-tokens. Programs read different files, so all files must agree with each other and with the training data. `generate`
-stops at the same tokens that the exported files contain.
+config.json, generation_config.json, tokenizer_config.json and special_tokens_map.json each contain the BOS, EOS and pad
+tokens. Programs read different files, so all files must agree with each other and with the training data.
+`submit.py generate` stops at the tokens that the exported files contain.
 """
 
 from __future__ import annotations
@@ -34,33 +34,34 @@ class ModelTokens:
     end_ids: tuple[int, ...]
     """Ids of the tokens at which generation stops. The first one is the id of `eos_token`."""
     eos_token: str
-    """The EOS token of the tokenizer."""
+    """The EOS token that the files of the tokenizer contain."""
     bos_id: int | None
     """Id of the BOS token; None if there is none."""
     pad_id: int | None
     """Id of the pad token; None if there is none."""
     names: Mapping[str, str]
-    """The other special tokens by the keys of tokenizer_config.json, such as `bos_token`."""
+    """The special tokens except the EOS token, by the keys of tokenizer_config.json, such as `bos_token`."""
     chat_template: str | None
-    """The chat template of the training data. None if there is none, or the source model's files contain it."""
+    """The chat template of the training data. None if the run used no chat template, or the template of the source
+    model, whose files contain it."""
     notes: tuple[str, ...]
     """Notes and warnings for the user of the exported model."""
 
     @property
     def ids(self) -> dict[str, Any]:
         """Values for config.json: `bos_token_id`, `eos_token_id` (a list if there are several) and `pad_token_id`."""
-        end = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids)
-        return {"bos_token_id": self.bos_id, "eos_token_id": end, "pad_token_id": self.pad_id}
+        eos_ids = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids)
+        return {"bos_token_id": self.bos_id, "eos_token_id": eos_ids, "pad_token_id": self.pad_id}
 
     def update_side_file(self, name: str, text: str) -> str:
-        """Return a file of the source model with the EOS tokens of the trained model. Other values do not change.
+        """Return the content of a file of the source model, with the EOS tokens of the trained model.
 
-        If the training data used another chat template, the file's `chat_template` is removed, because the export has
-        a file chat_template.jinja.
+        If the training data used another chat template than the source model, the key `chat_template` is removed,
+        because the export has a file chat_template.jinja. Other values do not change.
 
         Args:
             name: the name of the file, such as generation_config.json.
-            text: its content.
+            text: the content of the file.
         """
         values = parse_json_or_none(text.encode())
         if not isinstance(values, dict):
@@ -84,11 +85,11 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     """Return the special tokens of the run's model.
 
     Generation stops at the EOS token of the run and at the EOS tokens of the source model. If the run was trained on
-    dialogues, it also stops at the token that ends an answer. The tokenizer's `eos_token` is the first of these that
-    exists:
+    dialogues, generation also stops at the token that ends an answer. The `eos_token` in the files of the tokenizer is
+    the first token of this list that exists:
 
     1. the token that the chat template writes as `eos_token`;
-    2. the EOS token of the run's config, if the user chose another one than that of the source model;
+    2. the EOS token of the run's config, if the user chose another token than the `eos_token` of the source model;
     3. the token that ends an answer in the chat template;
     4. the EOS token of the run's config.
 
@@ -103,10 +104,15 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     source = read_source(run)
     eos_token = run.config.data.tokenizer.eos_token
     side_files: Mapping[str, str] = source.get("along", {})
-    settings, mapping, generation = (_parse_object(side_files.get(name)) for name in (*_TOKENIZER_FILES, GENERATION))
+    tokenizer_config, special_tokens_map, generation_config = (
+        _parse_object(side_files.get(name)) for name in (*_TOKENIZER_FILES, GENERATION)
+    )
     chat = read_json(run.data_dir / CHAT_FILE) if run.config.data.records == "messages" else None
     chat_tokens = (chat or {}).get("tokens", {})
-    tokens = read_special_tokens(settings, mapping) if side_files else read_special_tokens(chat_tokens)
+    if side_files:
+        tokens = read_special_tokens(tokenizer_config, special_tokens_map)
+    else:
+        tokens = read_special_tokens(chat_tokens)
     names = {key: text for key, text in tokens.items() if text}
 
     end_of_turn = EndOfTurn((), "")
@@ -122,10 +128,10 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     def get_source_id(key: str) -> Any:
         """Return a value of the source model's generation_config.json or config.json, such as `eos_token_id`."""
         config: Mapping[str, Any] = source.get("token_ids", {})
-        return generation[key] if generation.get(key) is not None else config.get(key)
+        return generation_config[key] if generation_config.get(key) is not None else config.get(key)
 
     def find_token_id(name: str) -> int | None:
-        """Return the id of a token such as `bos_token`, from the source model, otherwise from the tokenizer."""
+        """Return the id of a token such as `bos_token`: from the source model, or otherwise from the tokenizer."""
         source_id = get_source_id(f"{name}_id")
         return source_id if isinstance(source_id, int) else tokenizer.token_to_id(names.get(name, ""))
 
@@ -157,14 +163,14 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
             "a prompt: encode prompts without it"
         )
     template = chat and chat["template"]
-    if template == find_template(settings, side_files.get("chat_template.jinja"))[0]:
-        template = None
+    if template == find_template(tokenizer_config, side_files.get("chat_template.jinja"))[0]:
+        template = None  # The files of the source model already contain this template.
     names.pop("eos_token", None)
     return ModelTokens(end_ids, eos_token, bos_id, pad_id, names, template, tuple(notes))
 
 
 def _format_tokens(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:
-    """Return the texts of tokens, separated by spaces; `no special token` if `ids` is empty."""
+    """Return the tokens with these ids as text, separated by spaces; `no special token` if `ids` is empty."""
     return " ".join(str(tokenizer.id_to_token(each)) for each in ids) or "no special token"
 
 
@@ -182,6 +188,6 @@ def _get_token_text(value: Any) -> str | None:
 
 
 def _parse_object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object in `text`; empty if there is none."""
+    """Return the JSON object in `text`; {} if `text` is None or contains no JSON object."""
     value = parse_json_or_none(text.encode()) if text is not None else None
     return value if isinstance(value, dict) else {}

@@ -1,1 +1,1 @@
-"""Keep a run alive, or end it safely: stops, bad steps, hangs, bad nodes, stragglers."""
+"""Handle what interrupts a run: stop requests, bad steps, hangs, failed nodes and stragglers."""

@@ -1,14 +1,15 @@
 """Skip bad steps: steps with a loss or gradient norm that is not finite, or a loss far above the previous losses.
 
-A skipped step consumes its samples, but changes neither weights nor optimizer. All ranks see the same numbers, so they
-make the same decision without communication. After too many consecutive bad steps, the run restarts from its last
-checkpoint and excludes the samples of these steps. Before a decision takes effect, it is written to `decisions.jsonl`:
+A skipped step consumes its samples, but changes neither weights nor optimizer. All ranks have the same loss and norm,
+so they make the same decision without communication. After too many consecutive bad steps, the run restarts from its
+last checkpoint and excludes the samples of these steps. Each decision is written to `decisions.jsonl` before it takes
+effect:
 
     {"decision": "skip", "position": P, "step": k, "reason": …}           no update for the batch that starts at P
     {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  exclude n samples, starting at P
 
-`position` is an index into the sample order of the whole run (pipeline/data/sample_order.py), including excluded
-samples. A rerun with the same file repeats the decisions, even if the cause was temporary, such as a flipped bit.
+`position` is an index into the sample order of the run (pipeline/data/sample_order.py), which includes excluded
+samples. A new attempt with the same file repeats the decisions, even if the cause was temporary, such as a flipped bit.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ from pipeline.run.metrics import is_step_line
 from pipeline.train.callback import Callback, TrainerContext
 
 MAX_LOSSES = 100
-"""Number of recent losses with which a loss is compared."""
+"""Maximum number of recent losses with which a loss is compared."""
 MIN_LOSSES = 20
-"""Minimum number of losses for this comparison."""
+"""Minimum number of recent losses that this comparison needs. With fewer losses, a loss is not compared."""
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge (position, count) ranges that overlap or touch. Return the merged ranges in ascending order."""
+    """Merge ranges that overlap or touch. Return the merged ranges in ascending order.
+
+    Args:
+        ranges: the position of the first sample, and the number of samples, of each range.
+    """
     merged: list[tuple[int, int]] = []
     for start, count in sorted(ranges):
         if merged:
@@ -52,7 +57,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def is_decision(line: Any) -> bool:
-    """Return True if a JSON value is a valid line of decisions.jsonl."""
+    """Return True if the JSON value `line` is a valid line of decisions.jsonl."""
     required = {
         "decision": lambda value: value in ("skip", "leave_out"),
         "position": is_count,
@@ -64,9 +69,9 @@ def is_decision(line: Any) -> bool:
 
 
 def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the last lines of metrics.jsonl, from the `MAX_LOSSES`-th last good step on; all lines if there are fewer.
+    """Return the last lines of metrics.jsonl, which `BadStepGuard` needs: from the `MAX_LOSSES`-th last good step on.
 
-    `BadStepGuard` needs only these lines.
+    If there are fewer good steps, return all lines.
     """
     all_lines = list(metrics)
     good_indices = [index for index, line in enumerate(all_lines) if "skipped" not in line]
@@ -95,19 +100,19 @@ class BadStepGuard(Callback):
         self.limits = run.config.recovery
         self.writes_decisions = writes_decisions
         self._skip_reasons: dict[int, str] = {}
-        """For each skipped batch: the position of its first sample, and why the batch was skipped."""
-        excluded = []
+        """Why each skipped batch was skipped, by the position of its first sample."""
+        excluded_ranges = []
         for line in decisions:
             if line["decision"] == "skip":
                 self._skip_reasons[int(line["position"])] = str(line["reason"])
             else:
-                excluded.append((int(line["position"]), int(line["samples"])))
-        self.excluded_ranges = merge_ranges(excluded)
+                excluded_ranges.append((int(line["position"]), int(line["samples"])))
+        self.excluded_ranges = merge_ranges(excluded_ranges)
         """Ranges of samples that the run excludes: (position, number of samples), ascending and disjoint."""
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         """Losses of the latest good steps."""
         self._bad_positions: list[int] = []
-        """Positions of the batches of the latest steps if these were bad; empty after a good step."""
+        """The positions of the batches of all bad steps since the latest good step."""
         global_batch = run.config.train.global_batch
         for line in metrics:
             if "skipped" in line:
@@ -118,7 +123,7 @@ class BadStepGuard(Callback):
 
     @classmethod
     def load(cls, run: Run, group: dist.ProcessGroup) -> BadStepGuard:
-        """Return a guard for the steps that follow the restored checkpoint. All ranks must call this.
+        """Return a guard for the steps that follow the restored checkpoint. All ranks must call this method.
 
         Rank 0 reads decisions.jsonl and metrics.jsonl, and sends their lines to the other ranks.
 
@@ -143,13 +148,14 @@ class BadStepGuard(Callback):
         return len(self._bad_positions)
 
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
-        """Return why the step is bad; None if it is good (:meth:`check_step`)."""
+        """Return why the step is bad; None if the step is good. See :meth:`check_step`."""
         return self.check_step(step, loss, grad_norm)
 
     def check_step(self, step: int, loss: float, grad_norm: float) -> str | None:
         """Return why this step must not change the weights; None if the step is good.
 
-        A step is bad if an earlier attempt skipped its batch, or if its loss or gradient norm is bad.
+        A step is bad if an earlier attempt skipped its batch, if its loss or gradient norm is not finite, or if its
+        loss is far above the recent losses.
 
         Args:
             step: the number of the step.
@@ -157,8 +163,8 @@ class BadStepGuard(Callback):
             grad_norm: the norm of the full model's gradient before clipping.
 
         Raises:
-            NonFiniteError: on all ranks, if too many consecutive steps are bad. The decision to exclude their samples
-                has then been written.
+            NonFiniteError: on all ranks, if more than `recovery.skip_bad_steps` consecutive steps are bad. Before the
+                error, the decision to exclude the samples of these steps is written.
         """
         global_batch = self.run.config.train.global_batch
         position = skip_excluded((step - 1) * global_batch, self.excluded_ranges)
@@ -169,14 +175,15 @@ class BadStepGuard(Callback):
             return None
         self._bad_positions.append(position)
         if len(self._bad_positions) > self.limits.skip_bad_steps:
-            first = self._bad_positions[0]
-            count = position + global_batch - first  # Also includes excluded samples between the bad batches.
-            self._write_decision("leave_out", first, step, reason, samples=count)
+            first_position = self._bad_positions[0]
+            # The range also includes samples between the bad batches that were excluded before.
+            count = position + global_batch - first_position
+            self._write_decision("leave_out", first_position, step, reason, samples=count)
             raise NonFiniteError(
                 "train.bad_steps",
                 f"step {step}: {reason}; this is bad step number {len(self._bad_positions)} in a row. The run restarts "
-                f"from its last checkpoint and excludes samples {first} to {first + count - 1}. If this happens "
-                "again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect these samples",
+                f"from its last checkpoint and excludes samples {first_position} to {first_position + count - 1}. If "
+                "this happens again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect these samples",
             )
         if position not in self._skip_reasons:
             self._write_decision("skip", position, step, reason)
@@ -199,14 +206,14 @@ class BadStepGuard(Callback):
         return None
 
     def _write_decision(self, decision: str, position: int, step: int, reason: str, **fields: int) -> None:
-        """Write a line of decisions.jsonl and an event, if this rank writes decisions.
+        """Write a decision to decisions.jsonl, and an event, if this rank writes decisions.
 
         Args:
             decision: `skip` or `leave_out`.
             position: the position of the first sample of the batch, or of the excluded samples.
             step: the number of the step.
             reason: why the step is bad.
-            **fields: further fields of the line.
+            **fields: more fields of the line.
         """
         if self.writes_decisions:
             line = {

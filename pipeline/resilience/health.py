@@ -2,9 +2,9 @@
 
 Each rank checks its device: free memory, and a matrix product with a known result. One rank per node checks the file
 system of the run: write, sync and read, free space and inodes. Then all ranks pass a barrier, which reports the ranks
-that do not arrive, and perform one all-reduce on the process group of the training.
+that do not arrive, and perform one all-reduce on the process group of the run.
 
-A failure of a node raises NodeError. The supervisor records the node, and the next attempt excludes it.
+If a node has failed, NodeError is raised. The supervisor records the node, and the next attempt excludes the node.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pipeline.comm import groups
 from pipeline.run.directory import Run
 
 BARRIER_TIMEOUT = timedelta(seconds=120)
-"""How long rank 0 waits for the other ranks."""
+"""How long rank 0 waits for the other ranks at the barrier, and all ranks for the all-reduce."""
 GROUP_TIMEOUT = 3 * BARRIER_TIMEOUT
-"""The time-out of the group: how long the other ranks wait for rank 0. It is longer, because rank 0 itself may wait."""
+"""The time-out of the group: how long the other ranks wait for rank 0. This time is longer than `BARRIER_TIMEOUT`,
+because rank 0 first waits for the other ranks."""
 MIN_FREE_BYTES = 16 << 20
 """The file system counts as full if fewer bytes are free: 16 MiB."""
 MIN_FREE_INODES = 100
@@ -37,7 +38,7 @@ _MATRIX_SIZE = 256
 
 
 def check_health(run: Run, rank_info: RankInfo, world: groups.World) -> None:
-    """Check the nodes and the process group. All ranks must call this.
+    """Check the nodes and the process group. All ranks must call this function.
 
     Raises:
         NodeError: if a node has failed.
@@ -120,30 +121,32 @@ def _check_file_system(run: Run, host: str) -> None:
 
 
 def check_all_ranks(world: groups.World, group: dist.ProcessGroup, hosts: Sequence[str]) -> None:
-    """Check that all ranks respond within a time limit, on `group` and then on the process group of the training.
+    """Check that all ranks respond within a time limit, on `group` and then on the process group of the run.
 
     Args:
-        world: the process group of the training.
+        world: the process group of the run.
         group: a Gloo group of all ranks with the time-out `GROUP_TIMEOUT`.
         hosts: the host of each rank.
 
     Raises:
-        NodeError: if a rank does not arrive: on rank 0, or on the other ranks if rank 0 does not arrive.
-        PeerLostError: on a rank that lost its connection to another rank and does not know which node failed.
+        NodeError: on rank 0, if another rank does not arrive; on the other ranks, if rank 0 does not arrive.
+        PeerLostError: if this rank cannot determine which node failed, or if the all-reduce does not complete or
+            returns a wrong result.
     """
     try:
         dist.monitored_barrier(group, timeout=BARRIER_TIMEOUT, wait_all_ranks=True)
     except RuntimeError as error:
         # On rank 0, the error names the ranks that did not arrive. On other ranks, a timeout means that rank 0 did not
-        # arrive.
-        missing = re.search(r"Ranks? (\d+)[\d, ]* failed to pass", str(error))
-        rank = int(missing[1]) if missing else 0
-        is_rank_known = missing is not None or "Timed out" in str(error)
-        if rank == world.rank or not is_rank_known:
+        # arrive. Any other error does not show which rank failed.
+        failed_ranks = re.search(r"Ranks? (\d+)[\d, ]* failed to pass", str(error))
+        failed_rank = int(failed_ranks[1]) if failed_ranks else 0
+        is_rank_known = failed_ranks is not None or "Timed out" in str(error)
+        if failed_rank == world.rank or not is_rank_known:
             message = f"not all ranks arrived within {BARRIER_TIMEOUT}: {error}"
             raise PeerLostError("rank.lost_peer", message) from error
-        message = f"{hosts[rank]}: rank {rank} did not arrive within {BARRIER_TIMEOUT}: {error}"
-        raise NodeError("node.not_responding", message, host=hosts[rank]) from error
+        host = hosts[failed_rank]
+        message = f"{host}: rank {failed_rank} did not arrive within {BARRIER_TIMEOUT}: {error}"
+        raise NodeError("node.not_responding", message, host=host) from error
     total = torch.ones(1 << 16, device=world.device)
     try:
         dist.all_reduce(total, async_op=True).wait(BARRIER_TIMEOUT)

@@ -4,10 +4,12 @@ A signal may reach some ranks before others. If one rank exited alone, the other
 
 1. A signal handler only sets a flag (pipeline/base/signals.py).
 2. A rank with a pending request contributes NaN to the all-reduce of the loss, which every step performs anyway. A
-   step without requests therefore costs nothing; an exchange in each step would cost 0.5 ms of processor time.
+   step without requests therefore costs nothing extra. An exchange in each step would cost 0.5 ms of processor time.
 3. If the reduced loss is NaN, all ranks exchange their requests on a small Gloo group and reduce the loss again.
 4. If any rank requested a stop, all ranks save a checkpoint and exit. If a save can no longer finish in time
-   (`Deadline`), it is skipped, and the previous checkpoint remains the newest one.
+   (`Deadline`), the save is skipped, and the previous checkpoint remains the newest checkpoint.
+
+The same exchange coordinates other requests: to save, to profile, and to complete the train stage early.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ SAFETY_MARGIN_S = 10.0
 STOP_REASONS = (None, LOCAL_DEADLINE, *(number.name for number in STOP_SIGNALS))
 """Reasons to stop. Ranks exchange the index of their reason, and the largest index wins."""
 SAVE_REQUEST = "save"
+"""The user requested a checkpoint (`submit.py save`)."""
 PROFILE_REQUEST = "profile"
+"""The user requested profiled steps (`submit.py profile`)."""
 EARLY_STOP_REQUEST = "early_stop"
+"""A callback of the user requested that the train stage completes early (`TrainerContext.request_stop`)."""
 
 
 class Deadline(Callback):
@@ -53,23 +58,25 @@ class Deadline(Callback):
         self.expected_save_s = 0.0
         """Expected duration of a save in seconds, on rank 0; 0 on other ranks, which do not measure it.
 
-        It starts with the duration of the latest save of earlier attempts, and increases if a save takes longer.
+        The initial value is the duration of the latest save of earlier attempts. The value increases if a save takes
+        longer.
         """
         self.is_saving = False
-        """Whether a save is in progress. The next save must wait for it."""
+        """Whether a save is in progress. If so, the next save must wait for this save."""
         self._grace_period_s = math.inf if grace_period_s is None else grace_period_s
         self._end_time = math.inf if time_limit_s is None else flag.start_time + time_limit_s
         """When the job reaches its time limit, by the monotonic clock; infinity if the job has no time limit."""
         self._step_count = 0
+        """Number of steps in this attempt so far."""
 
     def should_stop(self, after_s: float = 0.0) -> bool:
         """Return True if the job must stop now to save within its time limit.
 
-        The reserve is the time of two steps and of two and a half saves, and a margin. A save in progress must finish
-        before the next save.
+        The job must stop if the remaining time is less than the time of two steps and of two and a half saves, plus a
+        margin. More than one save is reserved, because a save in progress must finish before the next save.
 
         Args:
-            after_s: seconds of other work that would be done before the stop.
+            after_s: seconds of other work that the caller wants to do before the stop.
         """
         reserve_s = 2 * self.longest_step_s + 2.5 * self.expected_save_s + SAFETY_MARGIN_S
         return time.monotonic() + after_s + reserve_s >= self._end_time
@@ -100,11 +107,11 @@ class Deadline(Callback):
         self.record_step(trainer.step_s)
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:
-        """Record that a save is in progress."""
+        """Record that a save begins."""
         self.is_saving = True
 
     def on_saved(self, trainer: TrainerContext, step: int, save_duration_s: float) -> None:
-        """Record the duration of the save."""
+        """Record that the save has ended, and its duration."""
         self.expected_save_s = max(self.expected_save_s, save_duration_s)
         self.is_saving = False
 
@@ -117,7 +124,7 @@ class StopCoordinator:
     Args:
         flag: set by the signals that request a stop.
         group: a Gloo group of all ranks.
-        deadline: the time limit of the job; None if there is none.
+        deadline: the remaining time of the job; None if it is not limited.
     """
 
     def __init__(self, flag: StopFlag, group: dist.ProcessGroup, deadline: Deadline | None = None) -> None:
@@ -132,7 +139,7 @@ class StopCoordinator:
         self.is_too_late_to_save = False
         """Whether at least one rank would be killed before a save that starts now would finish."""
         self.pending_requests: set[str] = set()
-        """Names of the requests, except a stop, that at least one rank had at the latest exchange."""
+        """The names of all requests, except a stop, that at least one rank had at the latest exchange."""
         self._pending_checks: dict[str, Callable[[], bool]] = {}
         """For the name of each request, a function that returns True if this rank has the request."""
         self._message: torch.Tensor | None = None
@@ -158,7 +165,7 @@ class StopCoordinator:
         return any(is_pending() for is_pending in self._pending_checks.values())
 
     def start_exchange(self) -> None:
-        """Start to exchange the requests that this rank has now."""
+        """Start an exchange with the requests that this rank has now."""
         reason = self.flag.reason or (LOCAL_DEADLINE if self.deadline.should_stop() else None)
         numbers = [float(STOP_REASONS.index(reason))]
         numbers += [float(is_pending()) for is_pending in self._pending_checks.values()]
@@ -168,9 +175,9 @@ class StopCoordinator:
         self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def finish_exchange(self) -> bool:
-        """Wait for the exchange, and set `stop_reason`, `pending_requests` and `is_too_late_to_save`.
+        """Wait for the end of the exchange, and set `stop_reason`, `pending_requests` and `is_too_late_to_save`.
 
-        Return True if any rank requested a stop when it called `start_exchange`.
+        Return True if any rank had a request to stop when that rank called `start_exchange`.
         """
         assert self._message is not None and self._work is not None, "call start_exchange first"
         self._work.wait()
@@ -191,8 +198,11 @@ class StopCoordinator:
 class RequestFile:
     """A file in the run directory with which the user sends a request to the running train stage.
 
-    The file `save` requests a checkpoint, `profile` requests profiled steps. Rank 0 checks for the file. If the file
-    cannot be read, the run continues.
+    The file `save` requests a checkpoint, and the file `profile` requests profiled steps. Rank 0 checks whether the
+    file exists. If the file cannot be read, the run continues.
+
+    Args:
+        file: the path of the file.
     """
 
     CHECK_INTERVAL_S = 1.0
@@ -200,29 +210,29 @@ class RequestFile:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._next_check = 0.0
+        self._next_check_time = 0.0
         self._is_pending = False
         self._accepted_mtime_ns: int | None = None
         """Modification time of the file whose request is being carried out, by the clock of the file system."""
 
     def is_pending(self) -> bool:
-        """Return True if there is a request. This queries the file system at most once per `CHECK_INTERVAL_S`."""
+        """Return True if there is a request. Query the file system at most once per `CHECK_INTERVAL_S` seconds."""
         now = time.monotonic()
-        if not self._is_pending and self._accepted_mtime_ns is None and now >= self._next_check:
-            self._next_check = now + self.CHECK_INTERVAL_S
+        if not self._is_pending and self._accepted_mtime_ns is None and now >= self._next_check_time:
+            self._next_check_time = now + self.CHECK_INTERVAL_S
             # Unlike Path.exists, os.path.exists raises no error if the file server fails.
             self._is_pending = os.path.exists(self.file)
         return self._is_pending
 
     def accept(self) -> None:
-        """Record that the request is being carried out. Without a request, do nothing."""
+        """Record that the request, if there is one, is being carried out. The request is then no longer pending."""
         self._accepted_mtime_ns = self._read_mtime_ns() if self._is_pending else None
         self._is_pending = False
 
     def defer(self) -> None:
-        """Stop checking for the file in this attempt, so that the next attempt carries out the request."""
+        """Ignore the file in the rest of this attempt, so that the next attempt carries out the request."""
         self._is_pending = False
-        self._next_check = math.inf
+        self._next_check_time = math.inf
 
     def complete(self) -> None:
         """Remove the file of the request that was carried out, unless a newer request has replaced it."""
@@ -256,5 +266,5 @@ class SaveRequests(Callback):
         self._request.accept()
 
     def on_saved(self, trainer: TrainerContext, step: int, save_duration_s: float) -> None:
-        """Remove the request, because the checkpoint was saved."""
+        """Remove the file of the request, because the checkpoint was saved."""
         self._request.complete()

@@ -1,14 +1,15 @@
 """Straggler detection: find ranks that slow down the run.
 
-Step times do not show which rank is slow, because all ranks wait for the slowest one in each collective. Therefore each
-rank measures its local compute time: forward passes, and waiting for data. With ZeRO 3 and tensor parallelism, forward
-passes contain collectives, so all ranks of a process group measure equal times. Every `train.log_every` steps the ranks
-compare their times. The peers of a rank are the ranks with the same pipeline-parallel stages:
+Step times do not show which rank is slow, because in each collective all ranks wait for the slowest rank. Therefore
+each rank measures its local compute time: forward passes, and waiting for data. With ZeRO 3 and tensor parallelism,
+forward passes contain collectives, so all ranks of a process group measure equal times. Every `train.log_every` steps,
+the ranks compare their times. The peers of a rank are the ranks with the same pipeline-parallel stages:
 
-- A rank becomes a straggler if its time is above 1.3 times the median of its peers in three checks in a row.
-- It has recovered after three checks in a row up to 1.15 times the median. Both changes are events.
+- If the time of a rank is above 1.3 times the median of its peers in three checks in a row, it becomes a straggler.
+- If its time is then at most 1.15 times the median in three checks in a row, it has recovered.
 
-Once a minute, `jobs/train/own-times.json` gets the relative time of each host in this attempt, for `report`.
+Both changes are written as events. Once a minute, the relative time of each host in this attempt is written to
+`jobs/train/own-times.json`, which `submit.py report` reads.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ SLOW_RATIO = 1.3
 RECOVERED_RATIO = 1.15
 """A straggler is no longer slow if the ratio is at most this value."""
 CONSECUTIVE_CHECKS = 3
-"""Number of checks in a row in which a rank must be slow, or no longer slow, before its state changes."""
+"""Number of checks in a row in which a rank must be slow, or no longer slow, before it becomes a straggler or
+recovers."""
 HOST_FILE_INTERVAL_S = 60.0
 """The pause between two updates of the file with the hosts' times."""
 
 
 class LocalComputeTimer:
-    """Measures for how many seconds this rank computes: within the context manager, plus the time of `add_seconds`.
+    """Measures for how many seconds this rank computes, as a context manager around the computation.
 
-    On a CUDA device, CUDA events measure the time of the device within the context manager.
+    On a CUDA device, CUDA events measure the time of the device. `add_seconds` adds times that were measured elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,10 +104,12 @@ class StragglerDetector(Callback):
         self._log_every = run.config.train.log_every
         self._stragglers: set[int] = set()
         self._changed_checks: dict[int, int] = {}
-        """For each rank, in how many checks in a row its speed did not match its state."""
+        """For each rank, in how many checks in a row it was slow without being a straggler, or was a straggler without
+        being slow."""
         self._sums: dict[str, list[float]] = {}
         """For each host, two sums in seconds: the times of its ranks, and the medians of the times of their peers."""
         self._next_host_file_time = 0.0
+        """When the file with the hosts' times is next updated, by `time.monotonic`."""
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the time for which the rank waited for data. Compare the ranks every `train.log_every` steps."""
@@ -114,7 +118,7 @@ class StragglerDetector(Callback):
             self.compare_ranks(step, self.timer.read_and_reset())
 
     def compare_ranks(self, step: int, seconds: float) -> None:
-        """Gather the times of all ranks and update the stragglers. All ranks must call it in the same steps.
+        """Gather the times of all ranks and update the stragglers. All ranks must call this method in the same steps.
 
         Args:
             step: the number of the step.
@@ -126,7 +130,7 @@ class StragglerDetector(Callback):
             self.update_stragglers(step, [float(t) for t in times])
 
     def update_stragglers(self, step: int, seconds: Sequence[float]) -> None:
-        """Write an event for each rank that became a straggler or recovered.
+        """Write an event for each rank that becomes a straggler or recovers. Update the file with the hosts' times.
 
         Args:
             step: the number of the step.

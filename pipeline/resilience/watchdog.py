@@ -2,12 +2,12 @@
 
 A stage announces each phase (`enter_phase`), for example `forward` of step 5. If a phase takes too long, the watchdog
 writes the phase and the stacks of all threads to `jobs/STAGE/hang-rank-N.json`, and exits with HANG. If one rank hangs,
-all ranks do this, because the others wait for it in a collective. The supervisor finds the rank that caused the hang:
-it wrote no report, or it is in an earlier phase than the others (slurm/supervise/attempt_end.py).
+the other ranks wait for this rank in a collective, so their watchdogs do the same. The supervisor then finds the rank
+that caused the hang: it wrote no report, or is in an earlier phase than the others (slurm/supervise/attempt_end.py).
 
 Start-up and saves have their own time limits (`recovery.start_s`, `recovery.save_s`). The limit of any other phase is
 `recovery.hang_s`. By default it is 20 times the longest recent step, at least `MIN_LIMIT_S`, and at most `MAX_LIMIT_S`,
-which is below the time-out of a collective. Time for which Slurm suspended the process does not count.
+which is below the time-out of a collective. If Slurm suspends the process, the time of the suspension does not count.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ from pipeline.run.failure import write_error_report
 from pipeline.train.callback import Callback, TrainerContext
 
 MIN_LIMIT_S = 300.0
+"""Minimum of the default limit of a phase."""
 MAX_LIMIT_S = 6000.0
+"""Maximum of the default limit of a phase."""
 LIMIT_PER_STEP_S = 20.0
-"""The limit of a phase in seconds, for each second of the longest recent step."""
+"""The default limit of a phase, divided by the duration of the longest recent step."""
 SUSPENSION_S = 1.0
-"""If the thread wakes up late by more than this, its process was suspended (`scontrol suspend`)."""
+"""If the thread wakes up more than this time late, its process was suspended (`scontrol suspend`)."""
 EXIT_DELAY_S = 3.0
 """Time between the report and the exit, in addition to the longest recent step.
 
-The rank that hangs entered its phase earlier than the ranks that wait for it, so it exceeds its limit first. The delay
-lets the other ranks write their reports before the job ends.
+The rank that hangs entered its phase earlier than the ranks that wait for it, so this rank exceeds its limit first. The
+delay gives the other ranks time to write their reports before the job ends.
 """
 _FLIGHT_RECORDER_KEYS = {
     "operation": "profiling_name", "number": "collective_seq_id", "sizes": "input_sizes", "state": "state",
     "time_ns": "time_created_ns",
 }  # fmt: skip
-"""Keys of a collective in our reports, and the corresponding keys of torch's flight recorder."""
+"""Keys of a collective in the hang reports, and the corresponding keys of torch's flight recorder."""
 REPORT_TIMEOUT_S = 30.0
 """Time limit for writing the report, because the file system may hang as well."""
 
 
 class Watchdog(Callback):
-    """Watches the phases of one rank. `enter_phase` takes a few hundred nanoseconds.
+    """Watches the phases of this rank. A call of `enter_phase` takes a few hundred nanoseconds.
 
     Args:
         run: the run.
@@ -73,8 +75,8 @@ class Watchdog(Callback):
         self.report_file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
         self._longest_step_s = 0.0
         self._step_count = 0
-        # The step, the number of the phase within the step, its name, and its start time. The tuple is always replaced
-        # and never changed, because two threads use it.
+        # The step, and the number of the phase within the step, its name and its start time. They are in one tuple, so
+        # that the two threads that use them replace and read all of them at once.
         self._phase = (0, 0, "start", time.monotonic())
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sluice-watchdog", daemon=True)
@@ -91,7 +93,7 @@ class Watchdog(Callback):
         self._phase = (step, phase_number, phase, time.monotonic())
 
     def on_phase(self, trainer: TrainerContext, step: int, phase: str) -> None:
-        """Record the phase."""
+        """Record that this rank begins `phase` of `step`."""
         self.enter_phase(step, phase)
 
     def record_step(self, seconds: float) -> None:
@@ -108,7 +110,7 @@ class Watchdog(Callback):
         self.record_step(trainer.step_s)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, if it is running."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -122,7 +124,7 @@ class Watchdog(Callback):
         return self.limits.hang_s or min(MAX_LIMIT_S, max(MIN_LIMIT_S, LIMIT_PER_STEP_S * self._longest_step_s))
 
     def _watch(self) -> None:
-        """Check the current phase about once per second, and end the process if the phase exceeds its limit."""
+        """Check the current phase about once per second. If it exceeds its limit, write reports and exit."""
         suspended_s = 0.0  # Time for which the process was suspended during the current phase.
         last_check = time.monotonic()
         last_phase = self._phase
@@ -133,7 +135,7 @@ class Watchdog(Callback):
             now = time.monotonic()
             if last_phase is not self._phase:
                 suspended_s = 0.0
-            # The thread woke up this much later than planned, beyond a tolerance: the process was suspended.
+            # If the thread woke up later than planned, beyond a tolerance, the process was suspended.
             suspended_s += max(0.0, now - last_check - interval_s - SUSPENSION_S)
             last_check = now
             last_phase = self._phase
@@ -143,7 +145,7 @@ class Watchdog(Callback):
                 arguments = (step, phase_number, phase, seconds)
                 report_thread = threading.Thread(target=self._report, args=arguments, daemon=True)
                 report_thread.start()
-                report_thread.join(REPORT_TIMEOUT_S)
+                report_thread.join(REPORT_TIMEOUT_S)  # If the file system hangs as well, exit without a report.
                 time.sleep(EXIT_DELAY_S + self._longest_step_s)
                 os._exit(ExitCode.HANG)
 
@@ -172,11 +174,15 @@ class Watchdog(Callback):
 def list_recent_collectives(count: int = 3) -> list[dict[str, Any]]:
     """Return the last `count` collectives that this rank entered, oldest first.
 
-    The sources are torch's flight recorder (torch documentation, "Flight Recorder for Debugging Stuck Jobs") and our
-    MPI groups. The key `state` is `scheduled`, `started` or `completed`. For Gloo, it is always `scheduled`.
+    torch's flight recorder (torch documentation, "Flight Recorder for Debugging Stuck Jobs") and Sluice's MPI groups
+    record the collectives.
+
+    Returns:
+        For each collective, the keys of `_FLIGHT_RECORDER_KEYS`, and `group`. `state` is `scheduled`, `started` or
+        `completed`; for Gloo, it is always `scheduled`.
     """
     collectives = [asdict(record) for record in RECENT_COLLECTIVES.copy()]
-    # This torch may have no flight recorder.
+    # The installed torch may have no flight recorder, or one with another format.
     with suppress(ImportError, AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
         from torch._C import _distributed_c10d as c10d
 

@@ -1,1 +1,1 @@
-"""The stage train: loop, engine, optimizer."""
+"""The train stage: training loop, callbacks, engine, optimizer, metrics and profiler."""

@@ -1,7 +1,7 @@
 """Callbacks: the interface through which other code acts at fixed points of a training step.
 
 The trainer calls each hook of all its callbacks in one fixed order (`Trainer._make_callbacks`). Watchdog, bad-step
-guard, profiler, held-out evaluation, metrics and requests are callbacks. A user's module may add its own:
+guard, profiler, held-out evaluation, metrics and requests to save are callbacks. A user's module may add callbacks:
 `callbacks(config) -> list[Callback]` (docs/models.md). Hooks are named as in Lightning and OLMo-core.
 """
 
@@ -28,7 +28,7 @@ class TrainerContext(Protocol):
     start_step: int
     """The step of the checkpoint that was restored; 0 if the run starts from scratch."""
     steps: int
-    """The number of the last step."""
+    """The number of the last step of the run, counted from 1."""
     samples_consumed: int
     """The number of samples in all steps so far."""
     step_s: float
@@ -48,7 +48,7 @@ class TrainerContext(Protocol):
         """
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Call `on_phase` of all callbacks."""
+        """Call `on_phase` of all callbacks, because `step` enters `phase`."""
 
     def log(self, message: str) -> None:
         """Print a line to the job's output, on rank 0 only."""
@@ -74,7 +74,9 @@ class Callback:
         """Run after gradients and loss were reduced over all ranks, before gradients are clipped."""
 
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
-        """Return a reason to skip the update of the weights; None to update them. All ranks must return the same.
+        """Return a reason to skip the update of the weights; None to update them.
+
+        All ranks must return the same value.
 
         Args:
             loss: the mean over the global batch.
@@ -122,76 +124,81 @@ class CallbackList:
         self._trainer = trainer
         self.callbacks = list(callbacks)
 
-        self._on_start = self._list_overrides("on_start")
-        self._on_phase = self._list_overrides("on_phase")
-        self._on_step_begin = self._list_overrides("on_step_begin")
-        self._on_backward_end = self._list_overrides("on_backward_end")
-        self._on_before_optimizer_step = self._list_overrides("on_before_optimizer_step")
-        self._on_step_end = self._list_overrides("on_step_end")
-        self._on_metrics = self._list_overrides("on_metrics")
-        self._on_evaluation = self._list_overrides("on_evaluation")
-        self._on_save = self._list_overrides("on_save")
-        self._on_saved = self._list_overrides("on_saved")
-        self._on_stop = self._list_overrides("on_stop")
+        self._start_hooks = self._list_overrides("on_start")
+        self._phase_hooks = self._list_overrides("on_phase")
+        self._step_begin_hooks = self._list_overrides("on_step_begin")
+        self._backward_end_hooks = self._list_overrides("on_backward_end")
+        self._before_optimizer_step_hooks = self._list_overrides("on_before_optimizer_step")
+        self._step_end_hooks = self._list_overrides("on_step_end")
+        self._metrics_hooks = self._list_overrides("on_metrics")
+        self._evaluation_hooks = self._list_overrides("on_evaluation")
+        self._save_hooks = self._list_overrides("on_save")
+        self._saved_hooks = self._list_overrides("on_saved")
+        self._stop_hooks = self._list_overrides("on_stop")
 
     def _list_overrides(self, hook: str) -> list[Callable[..., Any]]:
         """Return the bound method `hook` of each callback whose class overrides it."""
         default = getattr(Callback, hook)
-        return [getattr(each, hook) for each in self.callbacks if getattr(type(each), hook) is not default]
+        return [getattr(callback, hook) for callback in self.callbacks if getattr(type(callback), hook) is not default]
 
     def on_start(self) -> None:
-        """Call `Callback.on_start`."""
-        for hook in self._on_start:
+        """Call `on_start` of every callback that overrides the hook."""
+        for hook in self._start_hooks:
             hook(self._trainer)
 
     def on_phase(self, step: int, phase: str) -> None:
-        """Call `Callback.on_phase`."""
-        for hook in self._on_phase:
+        """Call `on_phase` of every callback that overrides the hook.
+
+        Args:
+            step: the number of the step.
+            phase: the part of the step that begins, such as `forward`.
+        """
+        for hook in self._phase_hooks:
             hook(self._trainer, step, phase)
 
     def on_step_begin(self, step: int) -> None:
-        """Call `Callback.on_step_begin`."""
-        for hook in self._on_step_begin:
+        """Call `on_step_begin` of every callback that overrides the hook."""
+        for hook in self._step_begin_hooks:
             hook(self._trainer, step)
 
     def on_backward_end(self, step: int) -> None:
-        """Call `Callback.on_backward_end`."""
-        for hook in self._on_backward_end:
+        """Call `on_backward_end` of every callback that overrides the hook."""
+        for hook in self._backward_end_hooks:
             hook(self._trainer, step)
 
     def on_before_optimizer_step(self, step: int, loss: float, grad_norm: float) -> str | None:
-        """Call `Callback.on_before_optimizer_step` of all callbacks; return the first reason to skip the update."""
-        reasons = [hook(self._trainer, step, loss, grad_norm) for hook in self._on_before_optimizer_step]
+        """Call `on_before_optimizer_step` of every callback. Return the first reason to skip the update, or None."""
+        reasons = [hook(self._trainer, step, loss, grad_norm) for hook in self._before_optimizer_step_hooks]
         return next((reason for reason in reasons if reason is not None), None)
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> None:
-        """Call `Callback.on_step_end`."""
-        for hook in self._on_step_end:
+        """Call `on_step_end` of every callback that overrides the hook."""
+        for hook in self._step_end_hooks:
             hook(self._trainer, step, metrics)
 
     def on_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Call `Callback.on_metrics`."""
-        for hook in self._on_metrics:
+        """Call `on_metrics` of every callback that overrides the hook."""
+        for hook in self._metrics_hooks:
             hook(self._trainer, step, metrics)
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call `Callback.on_evaluation`."""
-        for hook in self._on_evaluation:
+        """Call `on_evaluation` of every callback that overrides the hook."""
+        for hook in self._evaluation_hooks:
             hook(self._trainer, step, metrics)
 
     def on_save(self, step: int) -> None:
-        """Call `Callback.on_save`."""
-        for hook in self._on_save:
+        """Call `on_save` of every callback that overrides the hook."""
+        for hook in self._save_hooks:
             hook(self._trainer, step)
 
     def on_saved(self, step: int, save_duration_s: float) -> None:
-        """Call `Callback.on_saved`."""
-        for hook in self._on_saved:
+        """Call `on_saved` of every callback that overrides the hook."""
+        for hook in self._saved_hooks:
             hook(self._trainer, step, save_duration_s)
 
     def on_stop(self, step: int, reason: str) -> None:
-        """Call `Callback.on_stop`."""
-        for hook in self._on_stop:
+        """Call `on_stop` of every callback that overrides the hook."""
+        for hook in self._stop_hooks:
             hook(self._trainer, step, reason)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -199,7 +206,7 @@ class CallbackList:
 
         Raises UserError if a state cannot be converted to JSON, or if two callbacks of one class have a state.
         """
-        states = [(type(each).__name__, state) for each in self.callbacks if (state := each.state_dict())]
+        states = [(type(callback).__name__, state) for callback in self.callbacks if (state := callback.state_dict())]
         for name, count in Counter(name for name, _ in states).items():
             if count > 1:
                 raise UserError(
@@ -233,7 +240,7 @@ def make_user_callbacks(module: Any, config: Config) -> list[Callback]:
     if not hasattr(module, "callbacks"):
         return []
     callbacks = module.callbacks(config)
-    if not isinstance(callbacks, list) or not all(isinstance(each, Callback) for each in callbacks):
+    if not isinstance(callbacks, list) or not all(isinstance(callback, Callback) for callback in callbacks):
         raise UserError(
             "model.not_a_callback",
             "model.target: callbacks(config) must return a list of objects whose classes derive from "

@@ -121,7 +121,8 @@ class Engine:
                 nn.ModuleList(self.parts), config.optimizer, world.device, blocks, rounding_seeds, config.train.compile
             )
         self._has_placeholder_state = False
-        """Whether the state of a custom optimizer has arbitrary values, into which a checkpoint can be loaded."""
+        """Whether the state of a custom optimizer has arbitrary values. It exists so that a checkpoint can be
+        loaded."""
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """The module whose `forward` is called if there is no pipeline."""
@@ -209,7 +210,7 @@ class Engine:
                 group, must pass the same batch.
             step: the number of the step, counted from 1.
             enter_phase: called with the name of each phase when it begins.
-            wants_attention: returns True if this rank has a request (pipeline/resilience/stop.py).
+            wants_attention: returns True if this rank has a request, such as a stop (pipeline/resilience/stop.py).
 
         Returns:
             The mean loss over all entries of the global batch that have a loss: float64, 0-d, the same on all ranks. It
@@ -232,7 +233,10 @@ class Engine:
         return loss
 
     def reduce_loss_again(self) -> Tensor:
-        """Return the loss of the latest `backward`, without the NaN of ranks with a request. All ranks must call it."""
+        """Return the loss of the latest `backward`, without the NaN of ranks with a request.
+
+        All ranks must call this method.
+        """
         return self._reduce_loss(self._loss)
 
     def _reduce_loss(self, loss: Tensor) -> Tensor:
@@ -266,14 +270,17 @@ class Engine:
         """Run all micro-batches through the pipeline.
 
         Returns:
-            The sum of their losses on the ranks of the last pipeline-parallel stage; 0 on the other ranks.
+            The sum of the losses of all micro-batches on the ranks of the last pipeline-parallel stage; 0 on the other
+            ranks.
         """
         assert self._pipeline is not None
+        # The pipeline runs the micro-batches in its own order, so the whole step uses the seed of the first one.
         torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, 0))
         enter_phase("pipeline")
         self._batch = batch
         inputs = self.task.model_inputs(batch)
-        # The pipeline splits this tensor as it splits the inputs, and passes a part to `_compute_scaled_loss`.
+        # The pipeline splits this tensor like the inputs, and passes the indices of each micro-batch to
+        # `_compute_scaled_loss`.
         rows_B = torch.arange(len(inputs[0]), device=self.world.device)
         scaled_losses = self._pipeline.run_step(
             inputs, self.task.loss_inputs(batch), rows_B, self.task.document_boundaries(batch)
@@ -306,18 +313,19 @@ class Engine:
         return self.layout.gradient_ranks / self._loss_entries * (1.0 if self.scaler is None else self.scaler.scale)
 
     def _match_gradient_placements(self) -> None:
-        """Redistribute each gradient to the placements of its parameter. DTensor leaves some as partial sums."""
+        """Redistribute each gradient to the placements of its parameter, because DTensor leaves some partial sums."""
         for parameter in (p for part in self.parts for p in part.parameters()):
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     def clip_gradients(self, limit: float | None) -> Tensor:
-        """Clip the gradient of the full model to the norm `limit`; None does not clip.
+        """Clip the gradient of the full model to the norm `limit`. If `limit` is None, do not clip.
 
         With fp16, the gradients are divided by the loss scale first.
 
         Returns:
-            The norm before clipping: fp32, 0-d, the same on all ranks. It is not finite if a gradient overflowed.
+            The norm before clipping: fp32, 0-d, the same on all ranks. It is not finite if a gradient overflowed. With
+            Local SGD, each replica clips by its own norm, and the result is the root mean square over all replicas.
         """
         parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
         if self.scaler is not None:
@@ -334,17 +342,19 @@ class Engine:
         """Return the L2 norm of the full model's gradient, as a 0-d fp32 tensor that is the same on all ranks.
 
         If the parameters are distributed over ranks, each rank sums the squares of its gradients, and an all-reduce
-        adds the sums. If several ranks have the same gradient, each rank divides its squares by the number of these
-        ranks, so that the gradient counts once.
+        adds the sums. If a gradient is a DTensor that is replicated on several ranks, each of these ranks divides its
+        sum by their number, so that the gradient counts once. All other gradients are on one rank only.
+
+        If this rank has the full model, the norm is that of this rank's gradients.
 
         Args:
             parameters: this rank's parameters that have a gradient.
         """
         if not self._has_distributed_model:
             return compute_total_norm([p.grad for p in parameters if p.grad is not None])
-        # A pipeline with a tied embedding has two copies of the embedding. Only the copy in the first stage counts.
-        tied_copy = self._get_tied_copy()
-        squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        # A pipeline with a tied embedding has a second copy of the embedding in its last stage, which must not count.
+        uncounted_copy = self._get_output_layer_copy()
+        sum_of_squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         gradients_by_copy_count: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             gradient = parameter.grad
@@ -352,12 +362,12 @@ class Engine:
             if isinstance(gradient, DTensor):
                 sizes_and_placements = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
                 copy_count = math.prod(size for size, placement in sizes_and_placements if placement.is_replicate())
-            if parameter is not tied_copy and gradient is not None:
+            if parameter is not uncounted_copy and gradient is not None:
                 gradients_by_copy_count.setdefault(copy_count, []).append(local_tensor(gradient))
         for copy_count, gradients in gradients_by_copy_count.items():
-            squares += compute_total_norm(gradients).to(squares).square() / copy_count
-        dist.all_reduce(squares)
-        return squares.sqrt().float()
+            sum_of_squares += compute_total_norm(gradients).to(sum_of_squares).square() / copy_count
+        dist.all_reduce(sum_of_squares)
+        return sum_of_squares.sqrt().float()
 
     def update_weights(self, norm: float, *, is_good: bool = True) -> None:
         """Perform one optimizer step and clear the gradients.
@@ -365,7 +375,7 @@ class Engine:
         Args:
             norm: the norm that `clip_gradients` returned. With fp16, the weights do not change if the norm is not
                 finite.
-            is_good: whether the weights may change; False skips a bad step.
+            is_good: whether the weights may change. False if the step is bad and must be skipped.
         """
         is_applied = is_good and (self.scaler is None or self.scaler.update_scale(norm))
         if is_applied:
@@ -386,10 +396,10 @@ class Engine:
 
     # -- tied embeddings in a pipeline -------------------------------------------------------------------
 
-    def _get_tied_copy(self) -> nn.Parameter | None:
+    def _get_output_layer_copy(self) -> nn.Parameter | None:
         """Return the output layer's copy of a tied embedding; None if this rank has no such copy.
 
-        Only a pipeline needs a copy, because the embedding is in its first stage and the output layer in its last.
+        Only a pipeline needs a copy, because its first stage has the embedding and its last stage the output layer.
         """
         if self._pipeline is None or not self.config.model.tie_word_embeddings or not self._pipeline.has_last_stage:
             return None
@@ -400,7 +410,7 @@ class Engine:
         if self._pipeline is None or not self.config.model.tie_word_embeddings or EMBEDDING in self._frozen:
             return
         has_first_stage = self._pipeline.has_first_stage
-        copy = self._get_tied_copy()
+        copy = self._get_output_layer_copy()
         if has_first_stage and copy is not None:  # In a V schedule, this rank has the first and the last stage.
             embedding = self.parts[0].get_parameter(EMBEDDING)
             assert embedding.grad is not None and copy.grad is not None
@@ -427,7 +437,8 @@ class Engine:
             self._has_placeholder_state = True
         for part in self.parts:
             for name, parameter in self.task.named_weights(part):
-                if f"model.{name}" not in state:  # In a V schedule, both parts of this rank have a tied embedding.
+                # In a V schedule, a rank has the first and the last stage, which both have the tied embedding.
+                if f"model.{name}" not in state:
                     state[f"model.{name}"] = parameter.detach()
                     for key, value in self.optimizer.state.get(parameter, {}).items():
                         state[f"optimizer.{name}.{key}"] = value
@@ -441,13 +452,13 @@ class Engine:
     def checkpoint_state(self) -> tuple[StateDict, dict[str, Any]]:
         """Return the tensors to save, and a description of the state that differs between data-parallel replicas.
 
-        All ranks must call it.
+        All ranks must call this method.
         """
         return self.replica_sync.checkpoint_state(self.state_dict()), self.replica_sync.describe_state()
 
     @torch.no_grad()
     def copy_weights_to(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        """Copy the weights that a checkpoint would contain now to another model. All ranks must call it.
+        """Copy the weights that a checkpoint would contain now to another model. All ranks must call this method.
 
         Only one parameter at a time is gathered in memory.
 
@@ -456,19 +467,19 @@ class Engine:
             group: a Gloo group of all ranks.
         """
         state, _ = self.checkpoint_state()
-        owners: dict[str, int] = {}
+        sending_ranks: dict[str, int] = {}
         if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts it to all ranks.
             names_by_rank = all_gather_results(group, lambda: list(state))
             for rank, names in reversed(list(enumerate(names_by_rank))):
-                owners |= dict.fromkeys(names, rank)
+                sending_ranks |= dict.fromkeys(names, rank)
         for name, parameter in self.task.named_weights(model):
             key = f"model.{name}"
             if key in state:
                 values = full_tensor(state[key].to(self.world.device)).float().contiguous()
             else:
                 values = torch.empty(parameter.shape, dtype=torch.float32, device=self.world.device)
-            if owners:
-                dist.broadcast(values, owners[key])
+            if sending_ranks:
+                dist.broadcast(values, sending_ranks[key])
             write_parameter(values, parameter)
 
     @torch.no_grad()
@@ -480,14 +491,14 @@ class Engine:
         Call this method after the tensors of `state_dict` were filled from a checkpoint.
 
         Args:
-            saved: the description of the replicas' state that `checkpoint_state` returned for the save; None if the
-                checkpoint has no such state.
+            saved: the description of the replicas' state that `checkpoint_state` returned when the checkpoint was
+                saved; None if the checkpoint has no such state.
             read: fills the tensors of a dict from the checkpoint, by their names; None to restore no state of replicas.
 
         Returns:
             A message about state of replicas that was dropped or changed; None if all of it was restored.
         """
-        copy = self._get_tied_copy()
+        copy = self._get_output_layer_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.has_first_stage:
             embedding = self.parts[0].get_parameter(EMBEDDING)
             copy.copy_(embedding)
@@ -505,13 +516,14 @@ def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]
         saved: the result of `ReplicaSync.describe_state` when the checkpoint was saved.
         current: the result of `ReplicaSync.describe_state` for this attempt.
     """
-    replicas = saved.get("replicas")  # The number of replicas.
+    replicas = saved.get("replicas")  # The number of replicas when the checkpoint was saved.
     same_replicas = replicas == current.get("replicas")
     notes: list[str] = []
     if saved.get("residuals") and not current.get("residuals"):
         notes.append(f"the residuals of {replicas} replicas are dropped")
     elif saved.get("residuals") and not same_replicas:
         notes.append(f"the residuals of {replicas} replicas are summed on {current.get('replicas')}")
+    # `rank` is the rank of PowerSGD's low-rank matrices, not the index of a process.
     if saved.get("rank") and saved["rank"] != current.get("rank"):
         notes.append(f"PowerSGD's Q of rank {saved['rank']} is dropped")
     # With `local`, each replica has its own weights (Local SGD). During the warm-up, all replicas must have the same

@@ -18,7 +18,8 @@ def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> flo
     - `linear`: a straight line from lr to lr * min_lr_ratio.
     - `cosine`: half a cosine from lr to lr * min_lr_ratio (Loshchilov and Hutter, "SGDR", arXiv 1608.03983, eq. 5).
     - `wsd`: first lr, then a straight line to lr * min_lr_ratio (Hu et al., "MiniCPM", arXiv 2404.06395, section 4).
-      The line takes the last `decay_fraction` of all steps, rounded to an integer. It begins after the warm-up.
+      The line takes the last `decay_fraction` of all steps, rounded to an integer. If this would include steps of the
+      warm-up, the line begins at the end of the warm-up.
     """
     position = step - 1 + config.schedule_counts_from
     if config.warmup_steps and position <= config.warmup_steps:

@@ -1,9 +1,10 @@
-"""Callbacks that measure a run and report it: metrics.jsonl, held-out loss, peak memory, exposed communication.
+"""Callbacks that measure a run: metrics.jsonl, held-out loss, peak memory, exposed communication, progress in the log.
 
 `exposed_comm_s` is the time of a step in which a rank only waits for other ranks. It is measured only for DDP on CPUs,
 over Gloo or MPI, from the last local gradient until the loss is reduced over all ranks. In between, DDP waits for its
 buckets, a communication hook compresses the last bucket, and the loss is summed. For other layouts and for GPUs, use a
-profile (pipeline/train/profiler.py). The bytes that a rank sends follow from the layout (pipeline/parallel/traffic.py).
+profile (pipeline/train/profiler.py). The bytes that a rank sends are not measured but computed from the layout
+(pipeline/parallel/traffic.py).
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ class ExposedCommMeter(Callback):
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, _: Tensor) -> None:
-        """Record that autograd has just computed the gradient of a parameter."""
+        """Record the time, because autograd has just computed the gradient of a parameter."""
         self._last_gradient_time = time.perf_counter()
 
     def record_backward_end(self) -> None:
-        """Measure the time since the last gradient. Call it when the loss of all ranks is reduced."""
+        """Measure the time since the last gradient. Call this method when the loss of all ranks is reduced."""
         self._exposed_s = time.perf_counter() - self._last_gradient_time
 
     def read_metrics(self) -> dict[str, float]:
-        """Return `exposed_comm_s` of the latest step, in seconds; empty if it cannot be measured."""
+        """Return `exposed_comm_s` of the latest step, in seconds; {} if the time cannot be measured."""
         return {"exposed_comm_s": round(self._exposed_s, 6)} if self._is_measurable else {}
 
     def on_backward_end(self, trainer: TrainerContext, step: int) -> None:
-        """Measure the exposed communication."""
+        """Measure the exposed communication of the step."""
         self.record_backward_end()
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
@@ -102,7 +103,10 @@ class PeakMemory(Callback):
 
 
 class HeldOutEvaluation(Callback):
-    """Measures the loss on held-out data after every `train.evaluate_every`-th step."""
+    """Measures the loss on held-out data after every `train.evaluate_every`-th step.
+
+    `_evaluate_if_due` describes what happens if the ranks stop after such a step.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class HeldOutEvaluation(Callback):
         Args:
             run: the run.
             evaluator: computes the held-out loss.
-            coordinator: has the requests and the reason to stop that the ranks exchanged.
+            coordinator: has the requests and the reason to stop that the ranks last exchanged.
             copy_weights: copies the current weights into the model of `evaluator`. Called on all ranks.
             report: called on all ranks with the step and the metrics of each completed evaluation.
         """
@@ -131,7 +135,10 @@ class HeldOutEvaluation(Callback):
         self._every_steps = every
 
     def on_start(self, trainer: TrainerContext) -> None:
-        """Evaluate the restored step if a stop prevented this, and add the result to its line in metrics.jsonl."""
+        """Evaluate the restored step if a stop prevented its evaluation in the previous attempt.
+
+        Add the result to the line of the step in metrics.jsonl.
+        """
         step = trainer.start_step
         is_missing = False
         if step and trainer.rank == 0:
@@ -141,7 +148,8 @@ class HeldOutEvaluation(Callback):
             return
         metrics = self._evaluate_if_due(trainer, step)
         if metrics and trainer.rank == 0:
-            # Followers read these metrics from the event. It is written first, so no line has metrics without an event.
+            # Followers read these metrics from the event. The event is written first, so each line with held-out
+            # metrics has an event.
             self.run.append_event(HeldOut(stage="train", step=step, extra=metrics))
             rewind_metrics(self.run.metrics_file, step, metrics)
 
@@ -181,17 +189,17 @@ class MetricsWriter(Callback):
         self._metrics = MetricsFile(None)
 
     def on_start(self, trainer: TrainerContext) -> None:
-        """Open metrics.jsonl. It is not opened earlier, because a restore or an evaluation may replace the file."""
+        """Open metrics.jsonl on rank 0. Until now, a restore or an evaluation could replace the file."""
         if trainer.rank == 0:
             self._metrics = MetricsFile(self.run.metrics_file)
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the line of the step: its metrics, times and rates.
+        """Write the line of the step, with its metrics, its times, and the speed in tokens or samples per second.
 
         Raises UserError if a callback added a metric that cannot be converted to JSON.
         """
         step_s = trainer.step_s + sum(trainer.overhead_s.values())
-        units_per_s = self.task.units_per_step / step_s
+        units_per_s = self.task.units_per_step / step_s  # Tokens per second; for a custom model, samples per second.
         line = {
             **metrics,
             "time": round(time.time(), 3),

@@ -1,7 +1,7 @@
 """Optimizers, the loss scaler, gradient norms and frozen parameters.
 
 The trainer calls :func:`set_learning_rate` before each step. The learning rate is a pure function of config, step and
-number of steps. Therefore it is not saved, and a resumed run uses the same rates.
+number of steps. Therefore checkpoints do not contain the learning rate, and a resumed run uses the same rates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pipeline.model.decoder import Decoder, full_tensor, local_tensor, select_lo
 from pipeline.model.task import Task
 
 _CHUNK_SIZE = 1 << 24
-"""Number of entries that `LeanAdamW` updates together without torch.compile. Each needs about 40 temporary bytes."""
+"""Number of entries that `LeanAdamW` updates together without torch.compile. Each entry needs about 40 bytes of
+temporary memory."""
 
 
 class LeanAdamW(torch.optim.Optimizer):
@@ -53,12 +54,12 @@ class LeanAdamW(torch.optim.Optimizer):
         # A compiled update is fused and needs little temporary memory, so one call updates a whole parameter.
         self._chunk_size = 1 << 62 if compiled else _CHUNK_SIZE
         self._positions: dict[nn.Parameter, list[Tensor]] = {}
-        """The results of `_make_positions`, which do not change from step to step."""
+        """The results of `_make_positions` by parameter, which do not change from step to step."""
         self.gradient_factor = torch.ones(())
-        """A factor at most 1 by which the next update multiplies all gradients, to clip them: 0-d."""
+        """The factor by which the next update multiplies all gradients, to clip them; at most 1: fp32, 0-d."""
 
     def clip_with_norm(self, limit: float, norm: Tensor) -> None:
-        """Clip the gradients in the next step, as `clip_grads_with_norm_` does, without rounding them to bf16.
+        """Clip the gradients in the next step, as `clip_grads_with_norm_` does, but without rounding them to bf16.
 
         Args:
             limit: the maximum norm of the gradient.
@@ -69,8 +70,12 @@ class LeanAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        # The coefficients and the step keys, by step, weight decay and device. Parameters share them.
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: not used. torch.optim.Optimizer.step has this parameter.
+        """
+        # Coefficients and step keys. Parameters with the same step, weight decay and device share these tensors.
         constants: dict[tuple[int, float, torch.device], tuple[Tensor, Tensor]] = {}
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
@@ -114,10 +119,10 @@ def _make_coefficients(group: Mapping[str, Any], step: int) -> Tensor:
 
 
 def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return both moments before the first step, sharded like `parameter`. If they are int8, also return their scales.
+    """Return both moments of a parameter before the first step, which are zero, sharded like `parameter`.
 
-    If `dtype` is int8, vectors and scalars get fp32 moments. Raises UserError if the layout splits an int8 block
-    (`_zero_scales`).
+    If `dtype` is int8, also return the scales of the moments. Vectors and scalars then get fp32 moments without scales.
+    Raises UserError if the layout splits an int8 block (`_zero_scales`).
     """
     names = ("exp_avg", "exp_avg_sq")
     is_int8 = dtype == torch.int8 and parameter.ndim >= 2
@@ -130,7 +135,8 @@ def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 def _zero_scales(parameter: Tensor) -> Tensor:
     """Return a zero scale for each block of `INT8_BLOCK` entries of a row: fp32, shape (rows, blocks per row).
 
-    A row consists of all dimensions except the first. Raises UserError, on all ranks, if the layout splits a block.
+    A row has one index of the first dimension, and all entries of the other dimensions. Raises UserError, on all ranks,
+    if the layout splits a block.
     """
     rows = local_tensor(parameter).flatten(1)
     scales = rows.new_zeros(len(rows), math.ceil(rows.shape[1] / INT8_BLOCK), dtype=torch.float32)
@@ -139,7 +145,7 @@ def _zero_scales(parameter: Tensor) -> Tensor:
     mesh = parameter.device_mesh
     placements = parameter.placements
     for size, placement in zip(mesh.shape, placements, strict=True):
-        splits_rows = getattr(placement, "dim", 0) > 0  # Replicate has no `dim`; Shard(0) keeps rows whole.
+        splits_rows = getattr(placement, "dim", 0) > 0  # Replicate has no `dim`; Shard(0) splits no row.
         shard_width = math.ceil(parameter.shape[1] / size)  # DTensor splits a dimension as torch.chunk does.
         if splits_rows and (parameter.ndim > 2 or shard_width % INT8_BLOCK):
             raise UserError(
@@ -164,11 +170,11 @@ def _update(
     second_moment: Tensor,
     *scales: Tensor,
 ) -> None:
-    """Update a chunk of weights and both moments in place.
+    """Update a chunk of weights and their two moments in place.
 
     int8 moments are stored as integer levels with one scale for each block of `INT8_BLOCK` entries of a row. The value
-    of a level l is sign(l) · l² · scale. The levels of the first moment are -127 to 127. In place of the second moment,
-    its square root is stored. The levels of this root are 0 to 255, stored minus 128.
+    of a level l is sign(l) · l² · scale. The levels of the first moment are -127 to 127. Instead of the second moment,
+    its square root is stored. The levels of this root are 0 to 255. They are stored minus 128, to fit into int8.
 
     Args:
         coefficients: seven scalars: the factor that clips the gradients, 1 - beta1, 1 - beta2, the factor of the weight
@@ -211,53 +217,60 @@ def _update(
     _write_rounded(second_moment, square, square_bits)
 
 
-def _write_rounded(target: Tensor, values: Tensor, random: Tensor) -> None:
-    """Write fp32 `values` to `target`. If `target` is bf16, round them stochastically with the numbers `random`."""
-    target.copy_(_round_to_bf16(values, random) if target.dtype == torch.bfloat16 else values)
+def _write_rounded(target: Tensor, values: Tensor, random_bits: Tensor) -> None:
+    """Write fp32 `values` to `target`. If `target` is bf16, round the values stochastically.
+
+    Args:
+        target: the output: fp32, bf16, or int8 if `values` are integer levels.
+        values: the values: fp32.
+        random_bits: uniformly distributed random numbers: int32, of the same shape.
+    """
+    target.copy_(_round_to_bf16(values, random_bits) if target.dtype == torch.bfloat16 else values)
 
 
-def _quantize(values: Tensor, random: Tensor, max_level: int, scale: Tensor) -> Tensor:
-    """Quantize `values` to integer levels from -max_level to max_level, and write the scale of each block to `scale`.
+def _quantize(values: Tensor, random_bits: Tensor, max_level: int, scales: Tensor) -> Tensor:
+    """Quantize `values` to integer levels from -max_level to max_level, and write the scale of each block to `scales`.
 
     The value of a level l is sign(l) · l² · scale. Rounding is stochastic: of the two nearest levels, the level of
     larger magnitude is chosen with the probability that makes the expected value equal to the input.
 
     Args:
         values: the values: fp32.
-        random: uniformly distributed random numbers: int32, of the same shape.
+        random_bits: uniformly distributed random numbers: int32, of the same shape.
         max_level: the largest level.
-        scale: the output for the scales: fp32, shape (rows, blocks per row).
+        scales: the output for the scale of each block: fp32, shape (rows, blocks per row).
 
     Returns:
         The levels, as fp32.
     """
     rows = values.flatten(1)
     padding = -rows.shape[1] % INT8_BLOCK  # The number of zeros that complete the last block of a row.
-    blocks = F.pad(rows, (0, padding)).unflatten(1, (scale.shape[1], INT8_BLOCK))
-    scale.copy_(blocks.abs().amax(dim=2) / max_level**2)
+    blocks = F.pad(rows, (0, padding)).unflatten(1, (scales.shape[1], INT8_BLOCK))
+    scales.copy_(blocks.abs().amax(dim=2) / max_level**2)
     # The minimum avoids a division by zero in blocks of zeros.
-    squared_levels = values.abs() / _expand_scales(scale, values).clamp(min=1e-38)
+    squared_levels = values.abs() / _expand_scales(scales, values).clamp(min=1e-38)
     lower = squared_levels.sqrt().floor()
-    # fp32 represents the 24 lowest bits exactly. The number is uniform in [0, 1).
-    uniform = (random & 0xFFFFFF).float() / 2**24
+    # Only the 24 lowest random bits are used, because fp32 represents integers of 24 bits exactly.
+    uniform = (random_bits & 0xFFFFFF).float() / 2**24  # Uniformly distributed in [0, 1).
     # The squares of the levels `lower` and `lower` + 1 differ by 2 · lower + 1.
     rounds_up = uniform * (2 * lower + 1) < squared_levels - lower * lower
     return values.sign() * (lower + rounds_up).clamp(max=max_level)
 
 
-def _expand_scales(scale: Tensor, values: Tensor) -> Tensor:
-    """Return the scale of each entry's block, in the shape of `values`.
+def _expand_scales(scales: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor of the shape of `like` that contains, for each entry, the scale of its block.
 
     Args:
-        scale: the scale of each block: fp32, shape (rows, blocks per row).
-        values: a tensor with the same rows. Its values are not used.
+        scales: the scale of each block: fp32, shape (rows, blocks per row).
+        like: a tensor with as many rows as `scales`. Only its shape is used.
     """
-    scale_by_entry = scale.unsqueeze(2).expand(-1, -1, INT8_BLOCK).flatten(1)
-    row_size = values[:1].numel()  # The last block of a row may be longer than the rest of the row.
-    return scale_by_entry[:, :row_size].reshape(values.shape)
+    scale_by_entry = scales.unsqueeze(2).expand(-1, -1, INT8_BLOCK).flatten(1)
+    # If the row size is not a multiple of `INT8_BLOCK`, the last block extends beyond the end of the row.
+    row_size = like[:1].numel()
+    return scale_by_entry[:, :row_size].reshape(like.shape)
 
 
-def _round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
+def _round_to_bf16(values: Tensor, random_bits: Tensor) -> Tensor:
     """Round fp32 `values` to bf16 stochastically, with probabilities that preserve the expected value.
 
     A bf16 number is the upper half of an fp32 number. A random number of 16 bits is added to the lower half, and the
@@ -265,9 +278,9 @@ def _round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
 
     Args:
         values: the values: fp32.
-        random: uniformly distributed random numbers: int32, of the same shape.
+        random_bits: uniformly distributed random numbers: int32, of the same shape.
     """
-    return ((values.view(torch.int32) + (random & 0xFFFF)) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+    return ((values.view(torch.int32) + (random_bits & 0xFFFF)) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
 def _hash_int32(x: Tensor) -> Tensor:
@@ -290,28 +303,29 @@ def _make_step_keys(step: int) -> Tensor:
 def _make_positions(parameter: Tensor, key: int) -> list[Tensor]:
     """Return one int32 tensor for each dimension. Their broadcast sum has a number for each entry of this rank's shard.
 
-    The number is the position of the entry in the flattened full parameter, plus `key`, modulo 2³². Therefore it does
-    not depend on the layout.
+    The number is the position of the entry in the flattened full parameter, plus `key`. The sum is computed in int32,
+    which wraps around. The number of an entry does not depend on the layout, because the position does not.
 
     Args:
-        parameter: the parameter; its shard if it is a DTensor.
+        parameter: the parameter. If it is a DTensor, the result describes the entries of this rank's shard.
         key: the seed of the parameter's stochastic rounding.
     """
-    key = key % 2**31  # The key must fit into an int32.
+    key = key % 2**31  # The key and the strides must fit into an int32.
     positions = []
     for dim, size in enumerate(parameter.shape):
         stride = math.prod(parameter.shape[dim + 1 :]) % 2**31
-        line = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device) * stride
+        dim_positions = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device) * stride
         if dim == 0:
-            line = line + key
+            dim_positions = dim_positions + key
         shape = [1] * parameter.ndim
         shape[dim] = size
         # `select_local_part` needs the shape of the full parameter. Afterwards, the other dimensions shrink to size 1.
-        position = line.view(shape).expand(parameter.shape)
-        position = select_local_part(position, parameter) if isinstance(parameter, DTensor) else position
-        for other in set(range(parameter.ndim)) - {dim}:
-            position = position.narrow(other, 0, min(1, position.shape[other]))
-        positions.append(position)
+        local_positions = dim_positions.view(shape).expand(parameter.shape)
+        if isinstance(parameter, DTensor):
+            local_positions = select_local_part(local_positions, parameter)
+        for other_dim in set(range(parameter.ndim)) - {dim}:
+            local_positions = local_positions.narrow(other_dim, 0, min(1, local_positions.shape[other_dim]))
+        positions.append(local_positions)
     return positions or [torch.tensor([key], dtype=torch.int32, device=parameter.device)]
 
 
@@ -324,7 +338,7 @@ class OptimizerKind:
     moments: tuple[str, ...]
     """Names of the state tensors with the shape of the parameter. They are zero before the first step."""
     counts_steps: bool = True
-    """Whether the state of each parameter has the number of its steps, as `step`."""
+    """Whether the state of each parameter contains the number of its completed steps, under the key `step`."""
     allows_fused: bool = True
     """Whether to use torch's fused kernel if there is one. The kernel needs `step` on the device of the parameter."""
     make_moments: Callable[[Tensor], dict[str, Tensor]] | None = None
@@ -337,7 +351,10 @@ def _make_adamw(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bo
 
 
 def _make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
-    """Return torch's SGD: buffer = momentum × buffer + gradient. Its fused kernel does not support DTensors."""
+    """Return torch's SGD: buffer = momentum × buffer + gradient.
+
+    The argument `fused` is not used, because the fused kernel of SGD does not support DTensors.
+    """
     momentum = 0.9 if config.momentum is None else config.momentum
     return torch.optim.SGD(groups, lr=config.lr, momentum=momentum)
 
@@ -345,14 +362,18 @@ def _make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | N
 class _Muon(torch.optim.Muon):
     """torch's Muon (Jordan et al., kellerjordan.github.io/posts/muon), also for sharded matrices.
 
-    Muon orthogonalizes whole matrices. If a matrix is sharded (ZeRO, tensor parallel), all ranks gather it, compute the
-    same update and keep their shards. The result is the same as on one rank. One full matrix at a time is in memory,
-    with its gradient and momentum.
+    Muon orthogonalizes full matrices. If a matrix is sharded (ZeRO, tensor parallel), all ranks gather the matrix,
+    compute the same update and keep their shards. The result is the same as on one rank. Only one full matrix at a time
+    is in memory, with its gradient and momentum.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every matrix that has a gradient: gather it, update it with torch, and write it back."""
+        """Gather every matrix that has a gradient, update the matrix with torch, and write it to the shards.
+
+        Args:
+            closure: not used. torch.optim.Optimizer.step has this parameter.
+        """
         groups = self.param_groups
         key = "momentum_buffer"
         for group in groups:
@@ -368,25 +389,34 @@ class _Muon(torch.optim.Muon):
 
 
 def _make_muon(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | None) -> torch.optim.Optimizer:
-    """Return Muon with updates as large as AdamW's, so both use one learning rate (Liu et al., arXiv 2502.16982)."""
+    """Return Muon with updates that are as large as those of AdamW (Liu et al., arXiv 2502.16982).
+
+    Therefore Muon and AdamW use the same learning rate. The argument `fused` is not used, because Muon has no fused
+    kernel.
+    """
     momentum = 0.95 if config.momentum is None else config.momentum
     return _Muon(groups, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
 
 
 class _CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers that act as one, with a common `state`."""
+    """Several optimizers that act as one, with common parameter groups and a common `state`."""
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        for part in parts:
-            self.state.update(part.state)
-            part.state = self.state
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+            # With one common dict, a checkpoint that is loaded into `state` of this object reaches all optimizers.
+            optimizer.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Perform one step of each optimizer."""
-        for part in self.parts:
-            part.step()
+        """Perform one step of each optimizer.
+
+        Args:
+            closure: not used. torch.optim.Optimizer.step has this parameter.
+        """
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 OPTIMIZERS = {
@@ -410,9 +440,12 @@ def make_optimizer(
         model: the module with the parameters.
         config: the config section `optimizer`.
         device: the device of the update.
-        blocks: the decoder blocks. Muon optimizes only their matrices, AdamW all other parameters.
-        keys: the seed of the stochastic rounding of each parameter, which `LeanAdamW` needs (`config.state`).
+        blocks: the decoder blocks. Muon optimizes only the matrices of these blocks, and AdamW all other parameters.
+        keys: for each parameter, the seed of its stochastic rounding. Only `LeanAdamW` needs the seeds.
         compiled: whether to compile the update of `LeanAdamW`.
+
+    Raises:
+        UserError: if moments are int8, and the layout splits a block that shares a scale.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.state != StateConfig():
@@ -477,7 +510,7 @@ def make_custom_optimizer(
 
     Args:
         make: the function `optimizer(named_parameters, config)` of the user's module.
-        named_parameters: the model's parameters with their names. Frozen ones are not passed to `make`.
+        named_parameters: the model's parameters with their names. Frozen parameters are not passed to `make`.
         config: the config section `optimizer`.
 
     Raises:
@@ -493,13 +526,13 @@ def make_custom_optimizer(
             "optimizer of model.target must return a torch.optim.Optimizer of all parameters that it receives; "
             f"{missing[0]} is in none of its groups",
         )
-    for group in groups:  # `set_learning_rate` keeps this ratio.
+    for group in groups:  # `set_learning_rate` multiplies each learning rate by this factor.
         group["lr_factor"] = group["lr"] / config.lr
     return optimizer
 
 
 def _get_group_options(group: dict[str, Any]) -> dict[str, str]:
-    """Return the options of a parameter group as texts, except the learning rate, which each step sets."""
+    """Return the options of a parameter group as strings, except the learning rate, which the trainer sets."""
     return {key: repr(value) for key, value in group.items() if key not in ("params", "lr", "lr_factor")}
 
 
@@ -507,12 +540,12 @@ def _get_group_options(group: dict[str, Any]) -> dict[str, str]:
 def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of a custom optimizer, so that a checkpoint can be loaded into it.
 
-    The optimizer performs one step with zero gradients. Afterwards the weights are as before, and the state has
-    arbitrary values.
+    The optimizer performs one step with zero gradients. Afterwards the weights have their previous values again, and
+    the state has arbitrary values. Checkpoints save only tensors of the state.
 
     Raises:
-        UserError: if the optimizer needs a closure, if its state is not a tensor, or if a step changes an option of a
-            parameter group. Checkpoints can save only tensors of the state.
+        UserError: if the optimizer needs a closure, if a value in its state is not a tensor, or if a step changes an
+            option of a parameter group.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     weights_before = [parameter.clone() for parameter in parameters]
@@ -545,10 +578,10 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the optimizer's next step.
 
-    If the groups of a custom optimizer were created with different learning rates, they keep the ratios of these rates
-    to `optimizer.lr`.
+    A custom optimizer may have created its groups with different learning rates. The ratios between these rates remain:
+    each group gets `lr` times the ratio of its initial rate to `optimizer.lr`.
 
-    Raises UserError if a custom schedule returned an `lr` that is not a finite number.
+    Raises UserError if `lr` is not a finite number, because a custom schedule may return any value.
     """
     if not isinstance(lr, int | float) or not math.isfinite(lr):
         message = f"learning_rate of model.target must return a finite number; it returned {lr!r}"
@@ -560,45 +593,49 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class LossScaler:
     """Scales the loss in fp16, so that small gradients do not vanish (Micikevicius et al., arXiv 1710.03740, 3.2).
 
-    If the gradient is not finite, the step is skipped and the scale is halved. `INTERVAL` finite steps in a row double
-    the scale. If the scale is 1 or less, scaling did not cause the overflow, and the bad-step guard handles the step.
+    If the gradient is not finite, the step is skipped and the scale is halved. After `GROWTH_INTERVAL` finite steps in
+    a row, the scale is doubled. If the scale is 1 or less, scaling did not cause the overflow. In this case, the step
+    also counts as a bad step (`Trainer.step`).
 
     The constants are the same as in torch.amp.GradScaler. GradScaler checks only the gradients of its own rank, so the
     ranks of a pipeline or a tensor-parallel group could decide differently. This class uses the norm of the full
     model's gradient, which is the same on all ranks and is needed for clipping in any case.
     """
 
-    INTERVAL = 2000
+    GROWTH_INTERVAL = 2000
     """Number of finite steps in a row after which the scale is doubled."""
 
     def __init__(self) -> None:
         self.scale = 2.0**16
-        self._good_steps = 0
+        self._finite_step_count = 0
         """Number of finite steps in a row since the scale last changed."""
 
     def update_scale(self, norm: float) -> bool:
-        """Set the scale of the next step, and return whether `norm` is finite.
+        """Halve the scale if `norm` is not finite. Double it after `GROWTH_INTERVAL` finite steps in a row.
 
         Args:
-            norm: the norm of the full model's gradient.
+            norm: the norm of the full model's gradient in this step.
+
+        Returns:
+            Whether `norm` is finite, so that the step may be applied.
         """
         is_finite = math.isfinite(norm)
-        self._good_steps = self._good_steps + 1 if is_finite else 0
+        self._finite_step_count = self._finite_step_count + 1 if is_finite else 0
         if not is_finite:
             self.scale /= 2
-        elif self._good_steps == self.INTERVAL:
+        elif self._finite_step_count == self.GROWTH_INTERVAL:
             self.scale *= 2
-            self._good_steps = 0
+            self._finite_step_count = 0
         return is_finite
 
     def state_dict(self) -> dict[str, float]:
         """Return the state that a checkpoint saves."""
-        return {"scale": self.scale, "good": self._good_steps}
+        return {"scale": self.scale, "good": self._finite_step_count}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore the state that `state_dict` returned."""
         self.scale = float(state["scale"])
-        self._good_steps = int(state["good"])
+        self._finite_step_count = int(state["good"])
 
 
 _NORM_CHUNK_SIZE = 2**15
@@ -609,7 +646,7 @@ def compute_total_norm(gradients: list[Tensor]) -> Tensor:
     """Return the L2 norm of all `gradients` together: fp32, 0-d.
 
     On CPUs, torch sums squares sequentially in fp32, so the norm of 2²⁷ entries would be 1.4 % too small. Therefore
-    large tensors are split into chunks, which is accurate to 1e-7.
+    large tensors are split into chunks. The relative error is then about 1e-7.
     """
     if any(gradient.device.type == "cpu" for gradient in gradients):
         gradients = [chunk for gradient in gradients for chunk in gradient.flatten().split(_NORM_CHUNK_SIZE)]
@@ -625,7 +662,7 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
     """Return the names of all frozen parameters of the full model, including parameters that only other ranks have.
 
     Args:
-        patterns: the config key `optimizer.freeze`.
+        patterns: the config key `optimizer.freeze`: names of parameters, with wildcards as in `fnmatch`.
         task: builds the model.
 
     Raises:
@@ -645,21 +682,26 @@ def check_freeze(patterns_json: str, model_json: str) -> None:
         model_json: the config section `model`, as JSON.
     """
     with torch.device("meta"):
-        # The names of the parameters depend on neither of these sizes.
+        # The names of the parameters depend neither on the vocabulary size nor on the sequence length.
         decoder = Decoder(ModelConfig.model_validate_json(model_json), vocab_size=1, sequence_length=1)
     _match_patterns(json.loads(patterns_json), [name for name, _ in decoder.named_weights()])
 
 
 def _match_patterns(patterns: Sequence[str], names: Collection[str]) -> set[str]:
-    """Return the names that match a pattern. Raise UserError if a pattern matches no name, or if all names match."""
+    """Return the names that match a pattern. Raise UserError if a pattern matches no name, or if all names match.
+
+    Args:
+        patterns: the config key `optimizer.freeze`: names of parameters, with wildcards as in `fnmatch`.
+        names: the names of all parameters.
+    """
     frozen: set[str] = set()
     for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            existing = shorten(", ".join(names), 300, placeholder=" …")
-            message = f"optimizer.freeze: {pattern!r} matches no parameter; the parameters are {existing}"
+        matching_names = fnmatch.filter(names, pattern)
+        if not matching_names:
+            existing_names = shorten(", ".join(names), 300, placeholder=" …")
+            message = f"optimizer.freeze: {pattern!r} matches no parameter; the parameters are {existing_names}"
             raise UserError("model.no_such_parameter", message)
-        frozen.update(matched)
+        frozen.update(matching_names)
     if frozen == set(names):
         message = "optimizer.freeze: the patterns match all parameters, so no parameter would be trained: remove some"
         raise UserError("model.all_frozen", message)

@@ -1,9 +1,10 @@
 """Profile training steps with torch.profiler, on every `train.profile_every`-th step or on request.
 
-`submit.py profile` requests a profile with a file in the run directory. The ranks agree on the request as on a request
-to save (pipeline/resilience/stop.py). Before the step, each rank measures the offset of its clock from that of rank 0.
-After the step, each rank divides its trace into parts (pipeline/train/step_trace.py) and writes the spans to
-`profiles/step-N/rank-R.json.gz`. The mean over the ranks is added to the metrics. cli/profile.py merges the files.
+`submit.py profile` requests a profile with a file in the run directory. Rank 0 finds this file, and informs the other
+ranks when all ranks exchange their requests (pipeline/resilience/stop.py). Before the step, each rank measures the
+offset of its clock from that of rank 0. After the step, each rank divides its trace into parts
+(pipeline/train/step_trace.py) and writes the spans to `profiles/step-N/rank-R.json.gz`. The mean over the ranks is
+added to the metrics. cli/profile.py merges the files.
 
 torch.profiler records the thread that starts it, the threads of autograd, and Gloo's operations from call to end. MPI
 operations are added from Sluice's own records. If profiling fails, a warning is printed and the run continues.
@@ -39,15 +40,15 @@ from pipeline.train.callback import Callback, TrainerContext
 from pipeline.train.step_trace import GROUP, PIPELINE, STEP, average_parts_over_ranks, divide_step, parse_trace
 
 ROUND_TRIPS = 5
-"""Number of messages with which each rank compares its clock to that of rank 0."""
+"""Number of round trips with which each rank compares its clock to that of rank 0."""
 MAX_COLLECTIVES = 1000
-"""Number of recent collectives in which the group of a Gloo operation is looked up."""
+"""Number of recent collectives among which the profiler looks for the group of a Gloo operation."""
 MAX_SPANS = 100_000
-"""Maximum number of spans that are saved for one step of a rank. The shortest ones are dropped."""
+"""Maximum number of spans that are saved for one step of a rank. The shortest spans are dropped."""
 MAX_STEPS = 20
-"""Maximum number of profiled steps that are kept in a run, and that one request may record."""
+"""Maximum number of profiled steps that a run keeps, and that one request may record."""
 MAX_TRACE_BYTES = 300_000_000
-"""Maximum size of a step's trace. Parsing it takes several times as much memory."""
+"""Maximum size of a step's trace in bytes. Parsing the trace takes several times as much memory."""
 MIN_DURATION_S = 30.0
 """Time reserved for saving a profile. If a profile took longer, its duration is reserved instead."""
 
@@ -92,11 +93,11 @@ class Profiler(Callback):
                 run.accepted_profile_request_file.unlink()
 
     def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
-        """Start recording the step if it should be profiled."""
+        """Start recording the step if a request or `train.profile_every` selects it."""
         self.begin_step(step)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
-        """Stop recording and add the step's parts to its metrics. If the ranks stop now, no trace is saved."""
+        """Stop recording, and add the times of the step's parts to its metrics. Save no trace if the ranks stop now."""
         metrics.update(self.end_step(step, save=self.coordinator.stop_reason is None))
         if self.overhead_s:
             trainer.overhead_s["profile_s"] = self.overhead_s
@@ -110,10 +111,10 @@ class Profiler(Callback):
     def accept_request(self) -> None:
         """Read the request file, and profile the requested number of steps, from the next step on.
 
-        The request file is renamed, so that the request is not read twice. If the time limit is too near, the file
-        remains, and the next attempt carries out the request.
+        Rank 0 renames the request file, so that the request is not read twice. If the time limit is too near, the file
+        keeps its name, and the next attempt carries out the request.
         """
-        steps_and_ranks: list[Any] = [0, None]  # None means all ranks.
+        steps_and_ranks: list[Any] = [0, None]  # The number of steps, and the ranks; None means all ranks.
         if self.world.is_rank0 and self.deadline.should_stop(self._longest_profile_s):
             self.request.defer()
         elif self.world.is_rank0:
@@ -133,7 +134,7 @@ class Profiler(Callback):
         """Start recording `step` if it was requested, or if `train.profile_every` selects it.
 
         If the time limit is too near, do not record the step, and drop the request. If no step of the request was
-        recorded yet, the request file is put back for the next attempt.
+        recorded yet, rename the request file back, so that the next attempt carries out the request.
         """
         every = self.run.config.train.profile_every
         start_time = time.perf_counter()
@@ -153,7 +154,8 @@ class Profiler(Callback):
         self._clock_error_and_offset_ns = self._compare_clocks()
         with self._warn_on_error("starting the profiler"):
             if self.world.rank in self._ranks:
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto would log each start and stop.
+                # 99 turns off the log of Kineto, which would otherwise report each start and stop.
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
                 gpu_activities = [ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
                 recorder = profile(activities=[ProfilerActivity.CPU, *gpu_activities])
                 recorder.start()
@@ -165,15 +167,15 @@ class Profiler(Callback):
         self._annotation.__enter__()
 
     def end_step(self, step: int, *, save: bool) -> dict[str, Any]:
-        """Stop recording `step`. If the step is not being recorded, return {}.
+        """Stop recording `step`. If no rank is recording this step, return {}.
 
         Args:
             step: the number of the step.
             save: whether to save the traces.
 
         Returns:
-            Under `profile`, the seconds by part (:func:`divide_step`), as the mean over the ranks that saved a trace.
-            Empty if no rank saved a trace.
+            Under the key `profile`, the seconds by part (:func:`divide_step`), as the mean over the ranks that saved a
+            trace. Empty if no rank saved a trace.
         """
         if self._annotation is None:
             return {}
@@ -205,9 +207,13 @@ class Profiler(Callback):
         return {"profile": average_parts_over_ranks(list(parts_by_rank.values()))} if parts_by_rank else {}
 
     def _update_folder(self, folder: Path, parts_by_rank: Mapping[int, Any]) -> None:
-        """Write the parts of all ranks to `folder`, and remove the oldest profiles.
+        """Write the times of all ranks to `folder`, and remove all profiles except the `MAX_STEPS` newest ones.
 
         After the last step of a request, remove the file of the request.
+
+        Args:
+            folder: the directory of the profiled step.
+            parts_by_rank: the result of :func:`divide_step` for each rank that saved a trace.
         """
         with self._warn_on_error("updating the folder"):
             if parts_by_rank:
@@ -235,13 +241,14 @@ class Profiler(Callback):
     def _compare_clocks(self) -> tuple[int, int]:
         """Compare the clock of this rank with that of rank 0.
 
-        In each round trip, this rank sends a message, and rank 0 replies with its time. Rank 0 read its clock at some
-        moment of the round trip, so the shortest round trip gives the best estimate (Cristian, "Probabilistic clock
+        In each round trip, this rank sends a message, and rank 0 replies with its time. Rank 0 reads its clock at some
+        moment during the round trip, so the shortest round trip gives the best estimate (Cristian, "Probabilistic clock
         synchronization", Distributed Computing 3, 1989).
 
         Returns:
             The maximum error of the offset, and the offset to add to this rank's clock, both in nanoseconds.
         """
+        # Rank 0 itself has no error and no offset.
         errors_and_offsets = [(0, 0)] if self.world.is_rank0 else []
         clock = torch.zeros(1, dtype=torch.int64)  # The message in both directions. Only the replies have a value.
         # One rank after another compares its clock, so that the round trips do not delay each other.
@@ -271,7 +278,8 @@ class Profiler(Callback):
                 raise ValueError(
                     f"torch's trace has {size:,} bytes, more than {MAX_TRACE_BYTES:,}: use fewer micro-batches"
                 )
-            trace = json.loads(Path(exported.name).read_bytes())  # torch replaced the file, so it is opened by name.
+            # torch has replaced the file, so `exported` refers to the old file, and the new file is opened by its name.
+            trace = json.loads(Path(exported.name).read_bytes())
         # All times of events (`ts`) are in microseconds since `baseTimeNanoseconds`. "X" marks events with a duration.
         base_ns = trace["baseTimeNanoseconds"]
         events = [event for event in trace["traceEvents"] if event["ph"] == "X"]

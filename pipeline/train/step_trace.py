@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 STEP = "sluice step"
 """Name of the annotation around a profiled step."""
 PIPELINE = "pp"
-"""Name of the pipeline's group, whose exposed communication is the bubble."""
+"""Name of the pipeline's process group. Exposed communication of this group counts as the bubble."""
 TRAINING = "training"
-"""Row of the thread that trains. Its thread id is the process id."""
+"""Name of the row of the thread that trains. This is the main thread, so its thread id is the process id."""
 STEP_PARTS = ("compute", "communication_exposed", "copy", "bubble", "idle")
+"""The parts of a step (:func:`divide_step`)."""
 GROUP = "Process Group Description"
 """Key of the process group's name in the arguments of an NCCL kernel, as Kineto writes it."""
 _KIND_BY_GPU_CATEGORY = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 _WRAPPERS = ("autograd::", "torch::autograd::", "torch.distributed.", "c10d::", "_c10d_functional", "record_param")
-"""Prefixes of events on a CPU that only contain or start other work, so they are not `compute`."""
+"""Prefixes of events on a CPU that only contain or start other work. Such events are not `compute`."""
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
 """Prefixes of the events of compiled code, which are `compute`."""
 _GROUP_NAMES = {"default_pg": "world", "undefined": "control", "": "unnamed"}
@@ -47,7 +48,7 @@ class Span(NamedTuple):
 
 
 def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list[Span]]:
-    """Find the profiled step in a trace, and the events within it.
+    """Find the profiled step in a trace, and the events during this step.
 
     Args:
         events: the complete events (`ph` is X) of the trace.
@@ -79,8 +80,8 @@ def _classify_event(event: Mapping[str, Any], has_gpu: bool) -> tuple[str, str]:
 
     Args:
         event: a complete event of the trace.
-        has_gpu: whether the trace has events of a GPU. If so, operators on the CPU only start kernels and are no
-            compute.
+        has_gpu: whether the trace has events of a GPU. If so, operators on the CPU only start kernels, and are not
+            `compute`.
     """
     name = str(event["name"])
     category = str(event.get("cat"))
@@ -94,7 +95,7 @@ def _classify_event(event: Mapping[str, Any], has_gpu: bool) -> tuple[str, str]:
         return "wait", thread
     is_operator = "::" in name and not name.startswith(_WRAPPERS)
     is_compiled = name.startswith(_COMPILED)
-    # Operators of other threads are sums that Gloo computes, which are part of the communication.
+    # In other threads, Gloo computes the sums of its collectives. These operators are part of the communication.
     may_compute = category == "cpu_op" and thread == TRAINING and not has_gpu
     return "compute" if may_compute and (is_operator or is_compiled) else "host", thread
 
@@ -105,22 +106,22 @@ def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
     Each moment belongs to the first of these parts that applies, so the parts add up to the step:
 
     1. `compute`: a span of the kind `compute` is active, and no span of the kind `wait`.
-    2. `communication_exposed`: communication of a group other than the pipeline is active.
+    2. `communication_exposed`: communication of a group other than the pipeline's group is active.
     3. `copy`: a copy is active.
-    4. `bubble`: communication of the pipeline is active. This includes the transfer of messages, because the trace of
-       one rank does not show when the other rank sent them.
-    5. `idle`: nothing of the above.
+    4. `bubble`: communication of the pipeline's group is active. This includes the transfer of messages, because the
+       trace of one rank does not show when the other rank sent them.
+    5. `idle`: none of the above.
 
     Args:
         spans: the spans of the step.
         step_us: the duration of the step in microseconds.
 
     Returns:
-        The seconds by part, and under `exposed_by_group` the seconds of exposed communication by group. Times at which
-        several groups communicate count for each of them.
+        The seconds by part, and under `exposed_by_group` the seconds of exposed communication by group. A time at which
+        several groups communicate counts for each of these groups.
     """
-    # Each span has two edges: at its start, the number of active spans of its kind and row changes by 1, at its end by
-    # -1. Between two edges, the active spans do not change.
+    # Each span has two edges. At its start, the number of active spans of its kind and row increases by 1. At its end,
+    # the number decreases by 1. Between two edges, the active spans do not change.
     edges = [(s.start, 1, (s.kind, s.row)) for s in spans] + [(s.end, -1, (s.kind, s.row)) for s in spans]
     end_of_step = (step_us, 0, ("", ""))
     parts = dict.fromkeys(STEP_PARTS, 0.0)
@@ -153,8 +154,8 @@ def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
 def average_parts_over_ranks(parts_of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of each part over the ranks, in seconds, rounded to microseconds.
 
-    A rank that does not belong to a process group has no entry for this group in `exposed_by_group`. Its time counts as
-    0 in the mean.
+    A rank that does not belong to a process group has no entry for this group in `exposed_by_group`. The mean includes
+    such a rank with 0 seconds.
 
     Args:
         parts_of_ranks: for each rank, the result of :func:`divide_step`; at least one.
@@ -169,7 +170,7 @@ def average_parts_over_ranks(parts_of_ranks: Sequence[Mapping[str, Any]]) -> dic
 
 
 def describe_parts(parts: Mapping[str, Any]) -> str:
-    """Return a text with the duration of a profiled step in ms, and the share of each part in per cent.
+    """Return a message with the duration of a profiled step in ms, and the share of each part in per cent.
 
     Args:
         parts: the seconds by part (:func:`divide_step`).

@@ -21,7 +21,10 @@ from pipeline.train.lr_schedule import compute_learning_rate
 
 
 def describe_missing_outputs(run: Run) -> str | None:
-    """Return a message if the stage is not done; None if its final checkpoint exists."""
+    """Return a message if the stage is not done; None if the final checkpoint exists.
+
+    The final checkpoint belongs to the last step, or to an earlier step if a callback completed the stage early.
+    """
     step = find_newest_step(run.checkpoints_dir)
     steps = count_training_steps(run.config, run.data_dir)
     if steps and (step >= steps or is_complete_early(run, step, steps)):
@@ -46,51 +49,57 @@ def progress(run: Run) -> Progress:
         return Progress(f"0/{steps} steps", 0, steps, "starting")
     step = last_line["step"]
     loss = "-" if last_line["loss"] is None else f"{last_line['loss']:.4f}"
-    running = f"step {step}/{steps}  {format_loss(last_line)}  {format_speed(last_line)}"
+    running_message = f"step {step}/{steps}  {format_loss(last_line)}  {format_speed(last_line)}"
     remaining_s = (steps - step) * last_line["step_time_s"]
     is_complete = step == steps or is_complete_early(run, step, steps)
     amount_read = format_amount_read(run.config, run.data_dir, step) if is_complete else ""
-    early = ", completed early" if is_complete and step < steps else ""
-    message = f"{step}/{steps} steps{early}, {format_loss(last_line)}{amount_read}"
-    return Progress(message, step, steps, running, loss, remaining_s)
+    early_note = ", completed early" if is_complete and step < steps else ""
+    message = f"{step}/{steps} steps{early_note}, {format_loss(last_line)}{amount_read}"
+    return Progress(message, step, steps, running_message, loss, remaining_s)
 
 
 def resume_note(run: Run) -> str | None:
-    """Return a note for the user about an unexpected learning rate; None if the learning rates are as expected.
+    """Return a note for the user if the stage would start or resume with an unexpected learning rate; None otherwise.
 
     There are two unexpected cases:
 
-    - Before the first step: the last step will have the learning rate 0.
-    - After the warm-up: the learning rate will increase on resume. This happens if `train.steps` was raised, because
-      the schedule depends on the number of the last step.
+    - The run has no step yet, and its last step will have the learning rate 0.
+    - The run is past its warm-up, and the learning rate of its next step is higher than that of its newest step. This
+      happens if `train.steps` was raised, because the schedule depends on the number of the last step.
+
+    If the user's module defines the schedule, the learning rates are unknown, and the result is None.
     """
     optimizer = run.config.optimizer
     steps = count_training_steps(run.config, run.data_dir)
     last_line = read_last_object(run.metrics_file, is_step_line)
     step = last_line["step"] if last_line else 0
     previous_lr = last_line.get("lr") if last_line else None
+    # The user's module defines the schedule `own`.
     if optimizer.schedule == "own" or not steps or step >= steps:
         return None
     if last_line is None and steps > 1 and compute_learning_rate(optimizer, steps, steps) == 0:
         return (
             f"note: step {steps}, the last one, has learning rate 0 and changes no weight; if that is not intended, "
-            "set optimizer.schedule_counts_from=0, as in transformers, or a larger optimizer.min_lr_ratio"
+            "set optimizer.schedule_counts_from=0, which counts steps as transformers does, or a larger "
+            "optimizer.min_lr_ratio"
         )
-    if not previous_lr or step < optimizer.warmup_steps + 1 - optimizer.schedule_counts_from:
+    last_warmup_step = optimizer.warmup_steps + 1 - optimizer.schedule_counts_from
+    if not previous_lr or step < last_warmup_step:
         return None
     lr = compute_learning_rate(optimizer, step + 1, steps)
     if lr <= previous_lr * (1 + 1e-9):  # The tolerance allows for rounding.
         return None
     return (
         f"note: the learning rate goes from {previous_lr:.3g} (step {step}) to {lr:.3g}: its schedule now ends at "
-        f"{steps}"
+        f"step {steps}"
     )
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError if a pattern of `optimizer.freeze` matches no parameter of the decoder, or all of them match.
+    """Raise UserError if a pattern of `optimizer.freeze` matches no parameter of the decoder, or if all are frozen.
 
-    A child process checks this, because this process must not import torch.
+    A child process checks the patterns, because this process must not import torch. If the user's module defines the
+    model, nothing is checked here.
     """
     if run.config.optimizer.freeze and run.user_model is None:
         patterns = json.dumps(run.config.optimizer.freeze)
@@ -101,23 +110,30 @@ def check_inputs(run: Run) -> None:
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Train until the last step, or until the ranks agree to stop.
 
+    Args:
+        run: the run.
+        rank_info: the rank of this process and the world size.
+        options: not used; some stages have options.
+        flag: set by the signals that request a stop.
+
     Returns:
-        DONE if the stage is complete, STOPPED if a later attempt must continue it.
+        DONE if the stage is complete, STOPPED if a later attempt must continue the stage.
 
     Raises:
         UserError: if the ranks or the data do not fit the config.
         NodeError: if this node fails its health check.
-        CheckpointError: if no checkpoint is intact, or it belongs to another config or other data.
+        CheckpointError: if no checkpoint is intact, or the newest intact checkpoint belongs to another config or other
+            data.
     """
     check_tensor_group_on_one_node(rank_info, run.config.parallel.tensor)
-    startup_s: dict[str, float] = {}
+    startup_durations_s: dict[str, float] = {}
     part_start_time = flag.start_time
 
-    def record_startup(part: str) -> None:
-        """Record the time since the end of the previous part as the duration of `part` of the start-up."""
+    def record_startup_part(part: str) -> None:
+        """Record how long this part of the start-up took: the time since the previous part ended."""
         nonlocal part_start_time
         now = time.monotonic()
-        startup_s[part] = round(now - part_start_time, 3)
+        startup_durations_s[part] = round(now - part_start_time, 3)
         part_start_time = now
 
     from pipeline.comm import groups
@@ -126,22 +142,22 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
     from pipeline.resilience.watchdog import Watchdog
     from pipeline.train.trainer import Trainer
 
-    record_startup("imports")
+    record_startup_part("imports")
 
     watchdog = Watchdog(run, "train", rank_info, flag)
     watchdog.start()
     manifest = load_run_manifest(run)
     groups.configure_determinism(run.config)
     world = groups.join_process_group(rank_info, run.config)
-    record_startup("rendezvous")
+    record_startup_part("rendezvous")
     if run.config.recovery.preflight:
         health.check_health(run, rank_info, world)
-        record_startup("preflight")
+        record_startup_part("preflight")
     trainer = Trainer(run, manifest, rank_info, world, flag, watchdog)
     groups.finish_startup(world.device)
-    record_startup("build_and_load")
-    trainer.startup_s = startup_s
-    result = trainer.fit()
+    record_startup_part("build_and_load")
+    trainer.startup_s = startup_durations_s
+    exit_code = trainer.fit()
     watchdog.close()
     groups.leave_process_group()
-    return result
+    return exit_code

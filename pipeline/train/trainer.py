@@ -92,8 +92,8 @@ class Trainer:
         manifest: describes the shards in the run directory.
         rank_info: the rank of this process and the world size, as the launcher set them.
         world: the process group of all ranks, which this rank has joined.
-        flag: set by signals that request a stop.
-        watchdog: a watchdog that is already running; None if no thread shall check this rank for hangs.
+        flag: set by the signals that request a stop.
+        watchdog: a watchdog that is already running; None if no thread should check this rank for hangs.
     """
 
     def __init__(
@@ -121,7 +121,9 @@ class Trainer:
         self.steps = count_training_steps(config, run.data_dir) or 0
         check_warmup(config, self.steps)
         has_custom_schedule = config.optimizer.schedule == "own"  # The user's module defines the schedule.
-        self.learning_rate = self.task.user_module.learning_rate if has_custom_schedule else compute_learning_rate
+        self.compute_learning_rate = (
+            self.task.user_module.learning_rate if has_custom_schedule else compute_learning_rate
+        )
         self.deadline = Deadline(flag, read_time_limit_s(os.environ), config.recovery.grace_s)
         self.coordinator = StopCoordinator(flag, groups.new_control_group(), self.deadline)
         # A watchdog whose thread is never started records phases and does nothing else.
@@ -139,14 +141,15 @@ class Trainer:
         self.data_wait_s = 0.0
         """Seconds for which the latest step waited for its batch."""
         self.overhead_s: dict[str, float] = {}
-        """Seconds since the metrics of the previous step that were spent on other work, by name: `evaluate_s`, …"""
+        """Seconds since the metrics of the previous step that were spent on other work, by name, such as
+        `evaluate_s`."""
         self.startup_s: Mapping[str, float] = {}
         """Seconds that each part of this rank's start-up took. Rank 0 writes them to the event `ready`."""
         self.requested_stop_reason: str | None = None
         """The reason that a callback passed to `request_stop`; None if no callback requested a stop."""
         self.early_stop: Mapping[str, Any] | None = None
-        """Set if a callback completed the run early: its `reason`, and `steps`, the step at which the run should have
-        ended according to the config. None otherwise."""
+        """Set if a callback completed the run early: the `reason` of the callback, and `steps`, the number of the step
+        at which the run should have ended according to the config. None otherwise."""
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
         self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
@@ -156,7 +159,11 @@ class Trainer:
     # -- parts -------------------------------------------------------------------------------------------
 
     def _make_callbacks(self, flag: StopFlag) -> list[Callback]:
-        """Return all callbacks in the order in which their hooks are called. The user's own callbacks are the last."""
+        """Return all callbacks in the order in which their hooks are called. Those of the user's module are the last.
+
+        Args:
+            flag: set by the signals that request a stop.
+        """
         run = self.run
         world = self.world
         train = self.config.train
@@ -209,7 +216,7 @@ class Trainer:
                 Otherwise the caller loads a checkpoint next.
 
         Raises:
-            CheckpointError: if the run starts from scratch, and had saved checkpoints that have disappeared.
+            CheckpointError: if the run starts from scratch although it had saved checkpoints, which have disappeared.
         """
         source = None
         if from_scratch:
@@ -237,7 +244,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open_batches(self) -> Iterator[BatchLoader]:
-        """Yield a loader of this rank's part of each global batch. It continues after the samples consumed so far."""
+        """Yield a loader of this rank's part of each global batch. The loader starts after the consumed samples."""
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=self.config.train.global_batch,
@@ -267,30 +274,35 @@ class Trainer:
         """
         config = self.config
         engine = self.engine
-        lr = self.learning_rate(config.optimizer, step, self.steps)
+        lr = self.compute_learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
         enter_phase_of_step = partial(self.enter_phase, step)
         mean_loss = engine.backward(batch, step, enter_phase_of_step, self.coordinator.wants_attention)
         self.callbacks.on_backward_end(step)
         grad_norm = engine.clip_gradients(config.optimizer.clip_norm)
-        # The CPU waits for the GPU only here, because loss and norm must be checked before the weights change. One
-        # tensor with both numbers needs only one copy from the GPU.
+        # Here the CPU waits for the GPU, because loss and norm must be checked before the weights change. One tensor
+        # with both numbers needs only one copy from the GPU.
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
-        self.coordinator.pending_requests.clear()  # Those of the previous step. This step's follow if there are any.
-        if math.isnan(loss):  # Either a rank has a request, or the loss itself is NaN. All ranks see the same value.
+        # These are the requests of the previous step. If a rank has a request in this step, `exchange` sets them again.
+        self.coordinator.pending_requests.clear()
+        # A rank with a request contributes NaN to the reduced loss. So if the loss is NaN, a rank has a request, or the
+        # loss itself is NaN. The reduced loss is the same on all ranks, so all ranks enter this branch together.
+        if math.isnan(loss):
             self.coordinator.exchange()
             loss = engine.reduce_loss_again().item()
+        # At a scale of 1 or less, a smaller scale would not help. The overflow then counts as a bad step.
         is_scaled = engine.scaler is not None and engine.scaler.scale > 1
         has_overflowed = is_scaled and not math.isfinite(norm)
-        # If fp16 overflows, the loss scaler skips the step and halves the scale. This is normal, so the bad-step guard
-        # gets a norm of 0 and does not count the step as bad.
+        # Overflows are normal in fp16. The loss scaler skips the step and halves the scale. The callbacks get a norm of
+        # 0 instead, so that the bad-step guard, which is one of them, does not count the step as bad.
         skip_reason = self.callbacks.on_before_optimizer_step(step, loss, 0.0 if has_overflowed else norm)
         self.checkpointer.wait_until_staged()  # A background save may still be copying the weights of the last step.
         engine.update_weights(norm, is_good=skip_reason is None)
         self.samples_consumed += config.train.global_batch
         metrics = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
+        # The unit is `tokens`, or `samples` if the user's module defines the model.
         metrics[self.task.unit] = step * self.task.units_per_step
-        if skip_reason is not None:
+        if skip_reason is not None:  # A step that only the loss scaler skipped has no such entry.
             metrics["skipped"] = skip_reason
         return metrics
 
@@ -350,7 +362,9 @@ class Trainer:
         return None
 
     def _save_and_stop(self, step: int, reason: str) -> None:
-        """Save a checkpoint and stop after `step`. Skip the save if the time is too short, or if the step was bad.
+        """Save a checkpoint and stop after `step`.
+
+        If the job may end before a save would finish, or if `step` was a bad step (`BadStepGuard`), skip the save.
 
         Args:
             step: the step that has just ended.
@@ -362,18 +376,19 @@ class Trainer:
         elif self.guard.consecutive_bad_steps:
             skip_reason = "the step was bad, and the run may have to restart from before it"
         if self.world.is_rank0:
+            # The field is called `signal`, but the reason may also be that the time limit is near (`LOCAL_DEADLINE`).
             self.run.append_event(StopRequested(stage="train", step=step, signal=reason))
             if skip_reason is not None:
                 self.run.append_event(SaveSkipped(stage="train", step=step, reason=skip_reason))
         self.callbacks.on_stop(step, reason)
         if skip_reason is None:
             self.save(step)
-        self._finish_saving(step)
+        self._finish_saving(step)  # Even without a save after this step, a save in the background may be in progress.
         outcome = f"not saved ({skip_reason}); the next attempt loads the last checkpoint" if skip_reason else "saved"
         self.log(f"stopped after step {step}, {outcome}")
 
     def _complete_early(self, step: int) -> None:
-        """Save the final checkpoint after `step`, because a callback called `request_stop`."""
+        """Save the final checkpoint after `step`, because a callback of the user called `request_stop`."""
         reason = self._gather_requested_stop_reason()
         assert reason is not None
         self.early_stop = {"reason": reason, "steps": self.steps}
@@ -431,9 +446,10 @@ class Trainer:
         self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
 
     def _gather_requested_stop_reason(self) -> str | None:
-        """Return the reason of the lowest rank on which a callback called `request_stop`; None if no callback did.
+        """Return why a callback called `request_stop`; None if no callback called this method.
 
-        All ranks return the same reason, and keep it as `requested_stop_reason`.
+        If this happened on several ranks, all ranks return the reason of the lowest of these ranks. They also store the
+        reason in `requested_stop_reason`.
         """
         if not hasattr(self.task.user_module, "callbacks"):  # Only callbacks of the user call `request_stop`.
             return None
@@ -442,7 +458,11 @@ class Trainer:
         return self.requested_stop_reason
 
     def _finish_saving(self, step: int) -> None:
-        """Wait for the save in progress, and free the checkpointer's buffers."""
+        """Wait for the save in progress, if there is one, and free the checkpointer's buffers.
+
+        Args:
+            step: the step that has just ended. The watchdog reports this step if the save hangs.
+        """
         self.watchdog.enter_phase(step, "save")
         self.checkpointer.close()
 
@@ -460,8 +480,8 @@ class Trainer:
                 disappeared during the start.
         """
         start_time = time.perf_counter()
-        check = partial(check_identity, now=self.checkpointer.describe)
-        manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check)
+        check_manifest = partial(check_identity, now=self.checkpointer.describe)
+        manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check_manifest)
         step = int(manifest["step"]) if manifest else 0
         extra: Mapping[str, Any] = manifest["extra"] if manifest else {}
         notes: dict[str, str | None] = {}
@@ -492,7 +512,7 @@ class Trainer:
     def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
         """Remove the metrics of steps after the restored `step`, and write the events `lost_work` and `restored`.
 
-        Only rank 0 calls this.
+        Only rank 0 calls this method.
 
         Args:
             step: the restored step; 0 if there is no checkpoint.
@@ -506,26 +526,27 @@ class Trainer:
         if problem := lines.describe_malformed_lines(self.run.metrics_file, is_step_line):
             self.log(f"WARNING: {problem}")
         lost_lines = list_lost_lines(self.run.metrics_file, step)
-        if lost_lines:  # The event is written before the lines are removed, so a crash in between does not lose them.
+        if lost_lines:
+            # The event is written before the lines are removed, so a crash in between does not lose the lines.
             steps = [line["step"] for line in lost_lines]
             self.run.append_event(LostWork(stage="train", steps=steps, lines=lost_lines))
         rewind_metrics(self.run.metrics_file, step)
         if step:
             seconds = round(time.perf_counter() - start_time, 3)
-            replicas = notes.get("replicas") or None
-            versions = notes.get("versions") or None
+            replicas_note = notes.get("replicas") or None
+            versions_note = notes.get("versions") or None
             self.run.append_event(
                 Restored(
                     stage="train",
                     step=step,
                     seconds=seconds,
                     lost_steps=len(lost_lines),
-                    replicas=replicas,
-                    versions=versions,
+                    replicas=replicas_note,
+                    versions=versions_note,
                 )
             )
             repeated = f", {len(lost_lines)} steps are repeated" if lost_lines else ""
-            self.log("; ".join(filter(None, [f"restored step {step}{repeated}", replicas, versions])))
+            self.log("; ".join(filter(None, [f"restored step {step}{repeated}", replicas_note, versions_note])))
 
     # -- reports -----------------------------------------------------------------------------------------
 
@@ -555,22 +576,32 @@ class Trainer:
         )
 
     def _count_sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that a rank sends in a step, by process group; {} for a custom model."""
+        """Return the bytes that a rank sends per step along each axis of the layout, by the name of the axis.
+
+        The bytes of an axis are those of the rank that sends most along this axis. If the task is not a `DecoderTask`,
+        return {}.
+        """
         if not isinstance(self.task, DecoderTask):
             return {}
-        return {group: size for group, size, _ in count_traffic(self.config, self.layout, self.task.vocab_size)}
+        traffic = count_traffic(self.config, self.layout, self.task.vocab_size)
+        return {axis: num_bytes for axis, num_bytes, _ in traffic}
 
     def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Call `on_evaluation` of all callbacks."""
         self.callbacks.on_evaluation(step, metrics)
 
     def _report_saved(self, step: int, seconds: float) -> None:
-        """Report a committed checkpoint. The checkpointer calls this on rank 0, in the thread that wrote the files."""
+        """Report a committed checkpoint. The checkpointer calls this method on rank 0, in the thread that saves.
+
+        Args:
+            step: the step of the checkpoint.
+            seconds: the duration of the save in seconds.
+        """
         self.callbacks.on_saved(step, seconds)
         self.run.append_event(Saved(stage="train", step=step, seconds=round(seconds, 3)))
         self.log(f"saved step {step} ({seconds:.2f} s)")
 
     def _report_damaged(self, step: int, reason: str) -> None:
-        """Report a damaged checkpoint, which was renamed and is not used again. Only rank 0 calls this."""
+        """Report a damaged checkpoint, which was renamed and is not used again. Only rank 0 calls this method."""
         self.log(f"WARNING: {reason}; step {step} is set aside, trying the previous checkpoint")
         self.run.append_event(Damaged(stage="train", step=step, reason=reason))

@@ -1,14 +1,14 @@
 """Determine how an attempt at a stage ended: from the exit codes and reports of its ranks, or later from its events.
 
-Ranks write reports about errors and hangs to the run directory. A rank may be killed by a signal,
-or because it uses too much memory. Then it writes no report, but the other ranks report a lost connection. Therefore:
+Ranks write reports about errors and hangs to the run directory. If a rank is killed by a signal, or because it uses too
+much memory, the rank writes no report, but the other ranks report a lost connection. Therefore:
 
-- If a rank was killed, this rank failed first. Otherwise the first failure is the earliest report, except for reports
-  about a lost connection.
-- In a hang, each rank reports its step and phase. The rank in the earliest phase caused the hang. If a rank wrote no
-  report, it caused the hang.
+- If a rank was killed, this rank failed first. Otherwise the rank with the earliest report failed first. Reports about
+  a lost connection do not count.
+- In a hang, each rank reports its step and phase. If a rank wrote no report, this rank caused the hang. Otherwise the
+  rank in the earliest phase caused the hang.
 
-If the supervisor of an attempt was killed, the next supervisor writes the end (:func:`end_unfinished_attempt`).
+If the supervisor of an attempt was killed, the next supervisor writes the end event (:func:`end_unfinished_attempt`).
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def _find_gpu_failure(log: Path, start: int) -> str | None:
 def keep_user_frames(run: Run, message: str) -> str:
     """Shorten a traceback to the frames of the user's module (`model.target`).
 
-    If the traceback has no such frame, or there is no such module, return it unchanged.
+    If the traceback has no such frame, or the run has no user's module, return the message unchanged.
 
     Args:
         run: the run.
-        message: a text that contains a traceback.
+        message: a message that contains a traceback.
     """
     user_module_path = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
-    # A frame is a line `  File "PATH", line N, in NAME`, and lines with source code, which have four more spaces.
+    # A frame is a line `  File "PATH", line N, in NAME`, followed by indented lines with source code.
     other_frames = rf'^  File "(?!{re.escape(user_module_path)}\b).*\n(?: {{4}}.*\n)*'
     shortened = re.sub(other_frames, "", message, flags=re.M)
     has_user_frame = '  File "' in shortened
@@ -139,13 +139,13 @@ def find_failure(
     task: int | None = None,
     log_sizes: Mapping[Path, int] | None = None,
 ) -> AttemptEnd:
-    """Return how an attempt ended in which at least one rank failed. Determine which rank failed first, and why.
+    """Determine which rank of an attempt failed first, and why. Return this as the end of the attempt.
 
     Args:
         run: the run.
         stage: the stage.
-        first_exits: the exits of the ranks that were the first to exit with an error. There are several if they
-            exited between two polls.
+        first_exits: the exits of the ranks that were the first to exit with an error; at least one. There are several
+            if the supervisor noticed them in the same poll.
         task: the index of this Slurm array task; None if the job is not part of an array.
         log_sizes: the sizes of the ranks' logs before the attempt (:func:`measure_log_sizes`).
     """
@@ -156,7 +156,7 @@ def find_failure(
         for rank_exit in first_exits
         if rank_exit.code < 0 or (rank_exit.code == ExitCode.OUT_OF_MEMORY and rank_exit.rank not in reporting_ranks)
     ]
-    # After SIGABRT, another rank may have failed first, because NCCL then aborts this rank as well.
+    # A rank that was killed by SIGABRT may not have failed first, because NCCL aborts a rank if another rank fails.
     surely_killed = [rank_exit for rank_exit in killed if rank_exit.code != -signal.SIGABRT]
     for rank_exit in first_exits:
         if rank_exit.code != -signal.SIGABRT or rank_exit.rank in reporting_ranks:
@@ -188,7 +188,7 @@ def find_failure(
         description = f"rank {rank} on {host} {rank_exit}{hints.get(rank_exit.code, '')}; its log: {log}"
         message = rank_exit.description or description
     if code in (ExitCode.CRASHED, ExitCode.PEER_LOST) and (reason := run.describe_write_error()) is not None:
-        # The ranks did not report the full disk, because they would have had to write the report to this disk.
+        # The ranks could not report the full disk, because they would have to write the report to this disk.
         code = ExitCode.STORAGE
         message = f"{reason}\n{message}"
     return AttemptEnd(code, fields={"rank": rank, "host": host, "message": message})
@@ -213,52 +213,56 @@ def describe_hung_rank(
 ) -> dict[str, Any]:
     """Return `rank`, `host` and `message` of the rank that caused a hang.
 
-    This is a rank that wrote no report at all. If all ranks wrote a report, it is the rank in the earliest phase.
+    If a rank wrote neither a hang report nor an error report, this rank caused the hang. If each rank wrote a report,
+    the rank whose hang report has the earliest phase caused the hang.
 
     Args:
         hangs: the hang reports of the ranks (pipeline/resilience/watchdog.py); at least one.
         hosts: the host of each rank.
         reporting_ranks: the ranks that wrote a report about another error. They did not cause the hang.
     """
+    # `number` is the number of the phase within the step.
     ordered_hangs = sorted(hangs, key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
-    behind = ordered_hangs[0]
-    ahead = ordered_hangs[-1]
+    earliest = ordered_hangs[0]
+    latest = ordered_hangs[-1]
     hanging_ranks = {hang["rank"] for hang in ordered_hangs}
-    others = f"the other ranks were in phase '{ahead['phase']}' of step {ahead['step']}"
+    others_message = f"the other ranks were in phase '{latest['phase']}' of step {latest['step']}"
     ranks_without_report = [
         rank for rank in range(len(hosts)) if rank not in hanging_ranks and rank not in reporting_ranks
     ]
     if ranks_without_report:
         names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks_without_report)
-        message = f"{names} did not respond; {others}"
+        message = f"{names} did not respond; {others_message}"
         return {"rank": ranks_without_report[0], "host": hosts[ranks_without_report[0]], "message": message}
-    name = f"rank {behind['rank']} on {behind['host']}"
-    all_in_same_phase = (behind["step"], behind["number"]) == (ahead["step"], ahead["number"])
+    name = f"rank {earliest['rank']} on {earliest['host']}"
+    all_in_same_phase = (earliest["step"], earliest["number"]) == (latest["step"], latest["number"])
     if all_in_same_phase:
-        message = f"all ranks were stuck in phase '{behind['phase']}' of step {behind['step']}; {name}"
+        message = f"all ranks were stuck in phase '{earliest['phase']}' of step {earliest['step']}; {name}"
     else:
-        message = f"{name} was stuck in phase '{behind['phase']}' of step {behind['step']}; {others}"
-    if collectives := behind["collectives"]:
+        message = f"{name} was stuck in phase '{earliest['phase']}' of step {earliest['step']}; {others_message}"
+    if collectives := earliest["collectives"]:
         message += f"; its last collective was {collectives[-1]['operation']} number {collectives[-1]['number']}"
-    return {"rank": behind["rank"], "host": behind["host"], "message": f"{message}\n{behind['stacks']}"}
+    return {"rank": earliest["rank"], "host": earliest["host"], "message": f"{message}\n{earliest['stacks']}"}
 
 
 # ---- progress, and attempts whose supervisor was killed
 
 
 def read_progress_marker(run: Run, stage: str) -> str:
-    """Return a text that changes whenever the stage makes progress.
+    """Return a string that changes whenever the stage makes progress.
 
-    For stages other than train, this is the description of the stage's progress. The train stage makes progress with
-    each of these:
+    For stages other than train, the string is the description of the stage's progress. The train stage makes progress
+    with each of these:
 
-    - a checkpoint of a step after all steps that were saved before;
+    - a checkpoint of a step that is higher than all steps saved so far, since the run last started from scratch;
     - a new checkpoint of a step, if the previous checkpoint of this step was damaged;
-    - a line of `decisions.jsonl`.
+    - a new line in `decisions.jsonl`.
 
-    The text is computed from both events and checkpoints. The checkpoints alone are not enough, because a new
-    checkpoint may have been set aside as damaged. The events alone are not enough, because a rank may be killed after
-    it committed a checkpoint and before it wrote the event.
+    The string also changes if the run starts from scratch again.
+
+    Both events and checkpoints are needed. The checkpoints alone are not enough: a checkpoint that was found to be
+    damaged is renamed and no longer listed, although its save was progress. The events alone are not enough: a rank may
+    be killed after it committed a checkpoint and before it wrote the event.
     """
     if not STAGES[stage].is_training:
         return stages.load_stage_module(stage).progress(run).description
@@ -282,12 +286,13 @@ def read_progress_marker(run: Run, stage: str) -> str:
 def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> tuple[ExitCode, str] | None:
     """Decide whether this job may start the stage, and write the missing end event of the previous attempt.
 
-    If a supervisor is killed, for example with its node, it cannot write the event that ends its attempt. In this case,
-    this function writes the end event.
+    If a supervisor is killed, for example because its node fails, it cannot write the end event of its attempt. In this
+    case, this function writes the end event.
 
-    If Slurm started this job automatically (it requeued the job, or the job is the successor of the previous job), this
-    start is a retry. Therefore this function also applies the rules for retries. It writes the event of the retry,
-    which uses one retry of the budget. If no retry is left, the stage fails permanently.
+    The start of this job is an automatic retry if Slurm requeued the job, or if the job is the successor of the job of
+    the previous attempt; but not if the user ran `resume`. For an automatic retry, this function also applies the rules
+    for retries. It writes the event of the retry, which counts in the budget of the cause. If no retry is left, the
+    stage fails permanently.
 
     Args:
         run: the run.
@@ -298,14 +303,17 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
     Returns:
         The exit code for this job and the reason if the stage must not start; None if it may start.
     """
-    before = attempts.load_stage_state(run, stage, task)
-    started = before.start_event
-    end = before.end_event
-    if started is None or before.retry_event is not None:
+    state = attempts.load_stage_state(run, stage, task)
+    started = state.start_event
+    end = state.end_event
+    if started is None or state.retry_event is not None:
         return None  # The stage never started, or the previous supervisor has already decided to retry it.
-    job = started.slurm_job
+    slurm_job_id = started.slurm_job
+    # If the ids are equal, Slurm may still have reused the id of the previous attempt's job for this job.
     is_same_job = (
-        job is not None and job == rank_info.job_id and started in events_since_submission(run.read_events(stage), job)
+        slurm_job_id is not None
+        and slurm_job_id == rank_info.job_id
+        and started in events_since_submission(run.read_events(stage), slurm_job_id)
     )
     new_restarts = rank_info.restart_count - (started.restarts or 0) if is_same_job else 0
     was_requeued = new_restarts > 0
@@ -313,29 +321,31 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
     may_be_surplus_requeue = (
         new_restarts == 1 and _was_preempted(run, stage, started) and preemption.requeues_preempted_jobs()
     )
-    if before.is_done:
+    if state.is_done:
         return (ExitCode.DONE, "it is done") if may_be_surplus_requeue else None
-    is_successor = job is not None and find_predecessor(run, stage, rank_info.job_id or "") == job
-    is_automatic = (was_requeued or is_successor) and not before.resumed_by_user
+    is_successor = slurm_job_id is not None and find_predecessor(run, stage, rank_info.job_id or "") == slurm_job_id
+    is_automatic_retry = (was_requeued or is_successor) and not state.resumed_by_user
     has_progress = read_progress_marker(run, stage) != started.standing
     if end is None:
-        recorded_job = None if job is None else read_recorded_job(run, started)
-        cause = _infer_unreported_cause(before, recorded_job, was_requeued)
+        recorded_job = None if slurm_job_id is None else read_recorded_job(run, started)
+        cause = _infer_unreported_cause(state, recorded_job, was_requeued)
         message = f"the supervisor of attempt {started.attempt} on {started.host} ended without writing an event"
     else:
         cause = end.code
         message = str(end.message or end.name).rstrip()
-    request = before.user_request or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
-    reason = None
-    if is_automatic:
-        reason = "a user stopped it" if request else explain_no_retry(before, cause, has_progress, run.config.recovery)
-    if reason is not None and was_requeued and end is not None:
-        # The supervisor wrote the end and did not request a requeue. Slurm requeued the job because of the preemption,
-        # or the user requeued it. A requeue by the user is a request to run the stage again.
-        return (cause, reason) if may_be_surplus_requeue else None
-    if end is None or (reason is not None and not end.final):
-        message += f"\nnot retried: {reason}" if reason else ""
-        end_class = get_end_event(cause, final=reason is not None and not request)
+    request = state.user_request or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
+    no_retry_reason = None
+    if is_automatic_retry and request:
+        no_retry_reason = "a user stopped it"
+    elif is_automatic_retry:
+        no_retry_reason = explain_no_retry(state, cause, has_progress, run.config.recovery)
+    if no_retry_reason is not None and was_requeued and end is not None:
+        # The previous supervisor wrote the end event and did not request a requeue. So either Slurm requeued the job
+        # because of the preemption, or the user requeued the job, which is a request to run the stage again.
+        return (cause, no_retry_reason) if may_be_surplus_requeue else None
+    if end is None or (no_retry_reason is not None and not end.final):
+        message += f"\nnot retried: {no_retry_reason}" if no_retry_reason else ""
+        end_class = get_end_event(cause, final=no_retry_reason is not None and not request)
         run.append_event(
             end_class(
                 stage=stage,
@@ -345,11 +355,11 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
                 exit_code=int(cause),
                 cause=request or cause.name.lower(),
                 message=message,
-                final=reason is not None,
+                final=no_retry_reason is not None,
                 noticed_later=True,
             )
         )
-    if is_automatic and reason is None:
+    if is_automatic_retry and no_retry_reason is None:
         retry_class: type[RetryEvent] = Requeued if was_requeued else HandedOver
         run.append_event(
             retry_class(
@@ -363,7 +373,7 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
                 noticed_later=True,
             )
         )
-    return None if reason is None else (cause, reason)
+    return None if no_retry_reason is None else (cause, no_retry_reason)
 
 
 def _was_preempted(run: Run, stage: str, started: Started) -> bool:
@@ -376,19 +386,19 @@ def _was_preempted(run: Run, stage: str, started: Started) -> bool:
     )
 
 
-def _infer_unreported_cause(before: StageState, job: RecordedJob | None, was_requeued: bool) -> ExitCode:
+def _infer_unreported_cause(stage_state: StageState, job: RecordedJob | None, was_requeued: bool) -> ExitCode:
     """Return why an attempt without an end event ended, according to its other events and to Slurm.
 
-    If neither shows a cause, return NODE_FAILURE for a job that Slurm requeued, and CRASHED otherwise.
+    If neither the events nor Slurm show a cause, return NODE_FAILURE if Slurm requeued the job, and CRASHED otherwise.
 
     Args:
-        before: the state of the stage when the attempt ended.
+        stage_state: the state of the stage when the attempt ended.
         job: the job of the attempt; None if the attempt did not run in a job.
         was_requeued: whether Slurm requeued the job after the attempt.
     """
-    if before.user_request:
-        return ExitCode.CANCELLED if before.user_request == "cancelled" else ExitCode.STOPPED
-    recorded_cause = ExitCode.__members__.get(str(before.last_cause).upper())
+    if stage_state.user_request:
+        return ExitCode.CANCELLED if stage_state.user_request == "cancelled" else ExitCode.STOPPED
+    recorded_cause = ExitCode.__members__.get(str(stage_state.last_cause).upper())
     if was_requeued:  # Slurm does not requeue a cancelled job, so the recorded cause cannot be CANCELLED.
         return ExitCode.NODE_FAILURE if recorded_cause in (None, ExitCode.CANCELLED) else recorded_cause
     if job is None:
@@ -397,12 +407,13 @@ def _infer_unreported_cause(before: StageState, job: RecordedJob | None, was_req
     info = None if job_state.state in (UNKNOWN, *CAUSE_BY_STATE) else read_job_info(job.job_id)
     if info is not None and info.submit_time != job_state.submit_time:  # Slurm has reused the id for another job.
         info = None
-    state = job_state.state if info is None else info.state
-    if state in CAUSE_BY_STATE:  # The job's final state is more precise than an event from the beginning of the stop.
-        return CAUSE_BY_STATE[state]
+    slurm_state = job_state.state if info is None else info.state
+    # The job's final state is more precise than an event from the beginning of the stop.
+    if slurm_state in CAUSE_BY_STATE:
+        return CAUSE_BY_STATE[slurm_state]
     if recorded_cause is not None:
         return recorded_cause
-    # The supervisor may have exited with a code and without an event, for example because the disk was full.
+    # The supervisor may have exited without writing an event, for example because the disk was full.
     if info is not None and info.exit_code in set(ExitCode) - {ExitCode.DONE}:
         return ExitCode(info.exit_code)
     return ExitCode.CRASHED

@@ -3,8 +3,9 @@
 - A follower is a process that reads the run directory and sends metrics and events to a tracker, or that writes
   telemetry. Followers run at a lower priority than the ranks, and write their errors to `track/NAME.log`.
 - With `evaluate.every: checkpoint`, the supervisor of the train stage submits an evaluate job when a new checkpoint
-  appears. The job evaluates all checkpoints without a result. It waits for the previous such job, so if the queue is
-  slow, fewer jobs evaluate more checkpoints each. The chain's own evaluate job evaluates the remaining checkpoints.
+  appears. The job evaluates all checkpoints without a result. Each of these jobs waits for the previous one. So if jobs
+  wait long in the queue, each job evaluates more checkpoints. The evaluate job of the chain evaluates the remaining
+  checkpoints.
 
 A failure of this work never stops the run.
 """
@@ -33,12 +34,12 @@ from slurm.query.run_jobs import events_since_submission, list_recorded_jobs
 from slurm.submit.site_environment import get_job_python
 
 FOLLOWER_STOP_TIMEOUT_S = 10.0
-"""How long followers may send remaining data when the job ends. The next follower, or `submit.py track RUN`, sends the
-data that is left after this time."""
+"""How long followers may send remaining data when the job ends. If this time is too short, the next follower sends the
+rest, or the user runs `submit.py track RUN`."""
 CHECKPOINT_POLL_S = 2.0
 """The pause between two checks for a new checkpoint."""
 MIN_RETRY_DELAY_S = 60.0
-"""The pause after the first failed submission of an evaluate job. It doubles after each further failure."""
+"""The pause after the first failed submission of an evaluate job. The pause doubles after each further failure."""
 MAX_RETRY_DELAY_S = 3600.0
 """The longest pause between two attempts to submit an evaluate job."""
 
@@ -50,55 +51,56 @@ MAX_RETRY_DELAY_S = 3600.0
 def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) -> Iterator[None]:
     """Run a follower for each enabled tracker, and telemetry on each node, until the block ends.
 
-    Stages without steps (prepare, shard and publish) often take only seconds. They start no tracker that needs another
-    package, because importing the package takes seconds as well.
+    The stages prepare, shard and publish often take only seconds. In these stages, no tracker is started that needs a
+    package of its own, such as wandb, because importing the package takes seconds as well.
 
     Args:
         run: the run.
         stage: the job's stage.
         nodes: the job's nodes.
-        on_slurm: whether this is a Slurm job. If so, `srun` starts the telemetry of several nodes.
+        on_slurm: whether this process runs in a Slurm job. If so, and if the job has several nodes, srun starts
+            telemetry on all of them.
     """
     track = run.config.track
     names = [name for name in track.enabled if STAGES[stage].is_distributed or TRACKERS[name].package is None]
     processes = [_start_follower(run, name, [sys.executable]) for name in names]
     if track.telemetry_s is not None:
-        interpreter = [sys.executable]
+        python_command = [sys.executable]
         if on_slurm and len(nodes) > 1:
-            # With --overlap, this step shares CPUs and memory with the step of the ranks (srun(1)).
-            interpreter = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
-            interpreter += ["--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}"]
-            interpreter.append(get_job_python(run.config.site))
-        processes.append(_start_follower(run, "telemetry", interpreter))
+            # With --overlap, this job step shares CPUs and memory with the job step of the ranks (srun(1)).
+            python_command = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+            python_command += ["--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}"]
+            python_command.append(get_job_python(run.config.site))
+        processes.append(_start_follower(run, "telemetry", python_command))
     try:
         yield
     finally:
         _stop_followers(processes)
 
 
-def _start_follower(run: Run, name: str, interpreter: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_follower(run: Run, name: str, python_command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a follower, and append its output to `track/NAME.log`.
 
     Args:
         run: the run.
         name: the name of the tracker, such as `wandb`; or `telemetry`.
-        interpreter: the command that starts Python: the path of the interpreter, perhaps after srun with its options.
+        python_command: the command that starts Python: the path of Python, perhaps preceded by srun and its options.
     """
     folder: Path = run.path / "track"
     folder.mkdir(exist_ok=True)
     with open(folder / f"{name}.log", "ab") as log:
-        return start_process(run.code_dir, [*interpreter, "-m", "tracking.follower", name, str(run.path)], log, {})
+        return start_process(run.code_dir, [*python_command, "-m", "tracking.follower", name, str(run.path)], log, {})
 
 
 def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM to all followers, then SIGKILL to those that still run after `FOLLOWER_STOP_TIMEOUT_S` seconds."""
+    """Send SIGTERM to all followers, and SIGKILL to followers that still run after `FOLLOWER_STOP_TIMEOUT_S`."""
     deadline = time.monotonic() + FOLLOWER_STOP_TIMEOUT_S
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal_number)
         for process in processes:
-            # After SIGKILL the deadline has passed. The minimum lets the killed processes disappear.
+            # After SIGKILL, the deadline may have passed. The minimum gives the killed processes time to exit.
             timeout_s = max(0.1, deadline - time.monotonic())
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
@@ -108,10 +110,10 @@ def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def evaluates_one_checkpoint(run: Run, job_id: str) -> bool:
-    """Return True if :class:`EvaluationSubmitter` submitted this job; False for other jobs, such as the chain's.
+    """Return True if :class:`EvaluationSubmitter` submitted this job, and not, for example, the chain.
 
-    After a job of EvaluationSubmitter, the outputs of the stage may still be incomplete, because more checkpoints may
-    appear while the job runs.
+    After a job of EvaluationSubmitter, the outputs of the evaluate stage may still be incomplete, because more
+    checkpoints may appear while the job runs.
     """
     submissions = run.read_events("evaluate", Submitted)
     if not any(event.step is not None and event.job_id == job_id for event in submissions):
@@ -131,7 +133,7 @@ class EvaluationSubmitter:
         """The largest step of a checkpoint for which a job was submitted; 0 if there is none."""
         self._next_poll_time = 0.0
         self._retry_delay_s = MIN_RETRY_DELAY_S
-        """The pause after the next failed submission."""
+        """The pause after the next failed submission, in seconds."""
         self._last_message = ""
         """The latest error, which is printed only once if it repeats."""
 
@@ -154,13 +156,14 @@ class EvaluationSubmitter:
                     self.run.append_event(EvaluationNotSubmitted(stage="evaluate", message=message))
 
     def _submit_newest(self) -> None:
-        """Submit a job for the newest checkpoint, unless this checkpoint already has a job or is the final one."""
+        """Submit a job for the newest checkpoint, unless this checkpoint has a job or is the final checkpoint."""
         newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
         if newest_step <= self._last_submitted_step or self._is_final(newest_step):
             return
         from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage
 
-        # A submission is unconfirmed if a process was interrupted while it called sbatch. Its job may exist.
+        # A submission is unconfirmed if a process was interrupted while it called sbatch. The job may exist
+        # nevertheless.
         confirm_submissions_from_job([self.run])
         submitted = [
             (event.step, job)
@@ -184,7 +187,7 @@ class EvaluationSubmitter:
         self._last_submitted_step = newest_step
 
     def _is_final(self, step: int) -> bool:
-        """Return True if the checkpoint of `step` is the final one, which the chain's own evaluate job evaluates.
+        """Return True if the checkpoint of `step` is the final one, which the evaluate job of the chain evaluates.
 
         The final checkpoint belongs to the last step, or to an earlier step if a callback completed the stage early. If
         the number of steps is unknown, return True.

@@ -4,8 +4,8 @@ The supervisor (slurm/supervise/supervisor.py) gathers the facts and carries out
 (pipeline/base/errors.py). Each cause has a budget (`recovery.budgets`): the number of retries since the user last ran
 `resume` (pipeline/run/attempts.py). If a stage may be retried:
 
-- In a batch job, the job is requeued under the same id. The supervisor requests this, unless Slurm does it
-  automatically (slurm/query/preemption.py).
+- In a batch job, the job is requeued under the same id. The supervisor requests the requeue, unless Slurm requeues the
+  job automatically (slurm/query/preemption.py).
 - If the site forbids requeueing (`site.requeue: false`), a successor job continues the stage.
 - In an salloc allocation or on one machine, the ranks restart in place.
 """
@@ -25,7 +25,8 @@ from pipeline.run.events import USER_REQUESTS, StageState
 from slurm.query.current_job import CAUSE_BY_STATE, JobInfo
 
 SIGNAL_EARLY_S = 70.0
-"""How much earlier than requested Slurm may send the signal of `--signal`: 60 seconds (sbatch(1)), plus a margin."""
+"""How much earlier than requested Slurm may send the signal of `--signal`: 60 seconds (sbatch(1)), plus a margin of 10
+seconds."""
 _MAY_BE_CAUSED_BY_SLURM = (ExitCode.STOPPED, ExitCode.CRASHED, ExitCode.PEER_LOST, ExitCode.HANG)
 """Exit codes with which ranks may exit if a node fails, or if Slurm ends the job."""
 
@@ -45,19 +46,20 @@ class JobFacts:
     accounted_state: str | None = None
     """The state that accounting (sacct) shows for this attempt of the job, such as PREEMPTED.
 
-    It is only queried if the job was requeued. None if it was not queried or is unknown.
+    Accounting is queried only if the job was requeued for an unknown reason. None if accounting was not queried, or if
+    it shows no such state.
     """
     saw_preemption: bool = False
-    """Whether this attempt was preempted, as far as the supervisor noticed.
+    """Whether the supervisor noticed that this attempt was preempted.
 
-    Slurm no longer shows a preemption when it has requeued the job.
+    This is needed because Slurm no longer shows a preemption when it has requeued the job.
     """
     is_requeued_on_exit: bool = False
     """Whether Slurm will requeue the job automatically when it exits."""
 
     @property
     def was_requeued(self) -> bool:
-        """True if the job was requeued since this supervisor started."""
+        """True if Slurm has requeued the job since this supervisor started, according to `info`."""
         return self.info is not None and self.info.restarts > self.restart_count
 
 
@@ -80,6 +82,7 @@ class StopFacts:
     was_signalled: bool
     """Whether the supervisor received a signal to stop. Slurm signals a job that it cancels."""
     job: JobFacts
+    """What is known about the Slurm job."""
 
 
 class NextAction(StrEnum):
@@ -102,11 +105,15 @@ class Decision:
 
     action: NextAction
     reason: str | None = None
-    """For the action FAIL: why the stage is not retried; "" if its cause is never retried. None for other actions."""
+    """For the action FAIL: why the stage is not retried; "" if a stage is never retried after the cause. None for other
+    actions."""
 
 
 def may_have_lost_node(exit_code: ExitCode, job: JobFacts) -> bool:
-    """Return True if a dead node may have caused the exit code of the ranks."""
+    """Return True if a failed node may have caused the exit code of the ranks.
+
+    Return False if nothing is known about the job.
+    """
     if job.info is None or exit_code not in _MAY_BE_CAUSED_BY_SLURM:
         return False
     is_ending = job.info.state in ("COMPLETING", "NODE_FAIL")
@@ -116,8 +123,10 @@ def may_have_lost_node(exit_code: ExitCode, job: JobFacts) -> bool:
 def infer_stop_cause(job: JobFacts) -> ExitCode:
     """Return why Slurm stopped the job; STOPPED if Slurm reports no cause.
 
+    Return STOPPED also if nothing is known about the job.
+
     If a job is COMPLETING before its time limit and was not requeued, it was cancelled. If the site allows requeueing
-    (`site.requeue`), this is also true for a job that Slurm preempts, because Slurm would have requeued the job.
+    (`site.requeue`), a preempted job in this state was cancelled as well, because Slurm would have requeued it.
     """
     info = job.info
     if info is None:
@@ -149,7 +158,7 @@ def determine_cause(
         reported_reason: the reason to stop that the ranks reported, such as `LOCAL_DEADLINE`; None if there is none.
 
     Returns:
-        The cause, and a message that explains the cause. The message is None if the exit code is explanation enough.
+        The cause, and a message that explains the cause. The message is None if the cause needs no explanation.
     """
     cause, message = _determine_slurm_cause(exit_code, job)
     if cause == ExitCode.STOPPED and reported_reason == LOCAL_DEADLINE:
@@ -167,8 +176,8 @@ def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode
     if cause == ExitCode.STOPPED:
         return exit_code, None
     if cause == ExitCode.REQUEUED:
-        # The controller shows the same for `scontrol requeue` and for a preemption without a grace period. The
-        # supervisor or accounting may know more.
+        # The controller shows the same for `scontrol requeue` and for a preemption without a grace period. Whether it
+        # was a preemption may be known from the supervisor (`saw_preemption`) or from accounting.
         state = "PREEMPTED" if job.saw_preemption else job.accounted_state
         cause = CAUSE_BY_STATE[state] if state in ("PREEMPTED", "NODE_FAIL") else cause
     if exit_code == ExitCode.STOPPED:
@@ -185,7 +194,7 @@ def choose_next_action(facts: StopFacts) -> Decision:
     if facts.cause in (ExitCode.DONE, ExitCode.CANCELLED) or facts.stop_reason in USER_REQUESTS:
         return Decision(NextAction.END)
     if not facts.is_batch:
-        # The ranks cannot restart in an allocation or a login session that is about to end.
+        # A restart is useless in an allocation or a login session that is about to end.
         is_ending = facts.cause in (ExitCode.STOPPED, ExitCode.PREEMPTED, ExitCode.TIME_LIMIT)
         if is_ending or facts.was_signalled:
             return Decision(NextAction.END)
@@ -197,7 +206,7 @@ def choose_next_action(facts: StopFacts) -> Decision:
 
 
 def _choose_batch_action(job: JobFacts, was_signalled: bool) -> NextAction:
-    """Return the next action of a batch job whose stage may be retried.
+    """Return the next action of a batch job, if the stage may be retried.
 
     Args:
         job: what Slurm reports about the job.
@@ -206,14 +215,14 @@ def _choose_batch_action(job: JobFacts, was_signalled: bool) -> NextAction:
     info = job.info
     if job.was_requeued:
         return NextAction.AWAIT_REQUEUE
-    # Only the state CANCELLED prevents the handover here. A job in the state COMPLETING may have been cancelled, too,
-    # but only its final state shows this. The successor therefore checks the final state when it starts.
+    # Only the state CANCELLED prevents the handover here. A job in the state COMPLETING may also have been cancelled,
+    # but only its final state shows that. Therefore the successor job checks this final state when it starts.
     if not job.site.requeue and (info is None or info.state != "CANCELLED"):
         return NextAction.HAND_OVER
     # The job may have been cancelled after the supervisor had determined why the attempt ended.
     if infer_stop_cause(job) == ExitCode.CANCELLED:
         return NextAction.CANCEL
-    # The signal may have come from scancel or from a requeue. Only the controller knows.
+    # The signal may have come from scancel or from a requeue. Only the controller could tell the difference.
     if info is None and was_signalled:
         return NextAction.END_UNKNOWN_CANCELLATION
     return NextAction.EXIT if job.is_requeued_on_exit else NextAction.REQUEUE

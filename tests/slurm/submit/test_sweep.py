@@ -249,7 +249,7 @@ def test_each_checkpoint_is_evaluated_while_the_run_trains(tmp_path: Path, data:
     run.data_dir.symlink_to(data)
     first_result = run.evaluation_dir / "step-00000008.json"
     trainer = run.code_dir / "pipeline/train/trainer.py"
-    step_line = "        lr = self.learning_rate("
+    step_line = "        lr = self.compute_learning_rate("
     wait_line = f"        while step == 20 and not os.path.exists({str(first_result)!r}):"
     # the train stage waits at step 20 until the checkpoint of step 8 has been evaluated
     replace_in_file(trainer, step_line, f"{wait_line}\n            time.sleep(0.1)\n{step_line}")

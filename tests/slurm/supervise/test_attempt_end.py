@@ -199,7 +199,7 @@ def exit_for_retry(
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     job_supervisor = supervisor.Supervisor(run, "train", StopFlag())
     job_supervisor.rank_info = make_rank_info(0, 1, 1)
-    job_supervisor.flag.reason = "SIGTERM" if was_signalled else None
+    job_supervisor.stop_flag.reason = "SIGTERM" if was_signalled else None
     facts = StopFacts(
         cause=ExitCode.OUT_OF_MEMORY,
         stop_reason=None,

@@ -128,7 +128,7 @@ def enter_batch_job(
     job_supervisor.on_slurm = True
     job_supervisor.is_batch = True
     job_supervisor.nodes = ["n1"]
-    job_supervisor.job_id = job_id
+    job_supervisor.submitted_job_id = job_id
     job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id=job_id, restart_count=restarts)
     monkeypatch.setattr(supervisor, "apply_site_environment", lambda *arguments: None)
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda *arguments: None)
@@ -246,11 +246,11 @@ def test_preemption_is_recognized_after_slurm_has_requeued_the_job(
     write_event(run, "started", "train", attempt=1, task=None)
     if ranks_earlier_s is not None:
         write_event(run, "stop_requested", "train", step=7, signal="SIGUSR2")
-    job_supervisor.flag.reason = reason
-    job_supervisor.flag.signal_time = time.monotonic() + (ranks_earlier_s or 0.0)
+    job_supervisor.stop_flag.reason = reason
+    job_supervisor.stop_flag.signal_time = time.monotonic() + (ranks_earlier_s or 0.0)
     now = time.time() + (ranks_earlier_s or 0.0)
     monkeypatch.setattr(supervisor.time, "time", lambda: now)
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: job_supervisor.flag.signal_time)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: job_supervisor.stop_flag.signal_time)
     if recorded_cause:
         write_event(run, "stopping", "train", by=reason, cause=recorded_cause)
     job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="12")
@@ -271,8 +271,8 @@ def test_each_attempt_receives_the_remaining_time_of_the_job(run: Run, monkeypat
     job_supervisor.on_slurm = False
     time_left_s = []
     for elapsed_s in (0.0, 30.0, 100.0):  # since the previous attempt; the last attempt starts after the time limit
-        if job_supervisor.job_end_time is not None:
-            job_supervisor.job_end_time -= elapsed_s  # instead of waiting
+        if job_supervisor.job_deadline is not None:
+            job_supervisor.job_deadline -= elapsed_s  # instead of waiting
         job_supervisor._run_attempt(0, "")
         time_left_s.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in time_left_s] == [100.0, 70.0, 0.0] and time_left_s[2] == 0.0
@@ -338,7 +338,7 @@ def test_ranks_are_stopped_even_if_the_event_cannot_be_written(run: Run, monkeyp
         append_event(self, event)
 
     monkeypatch.setattr(Run, "append_event", fail_for_stopping)
-    job_supervisor.flag._set(SIGTERM)
+    job_supervisor.stop_flag._set(SIGTERM)
     assert job_supervisor.supervise() == ExitCode.STOPPED
 
 
@@ -352,7 +352,7 @@ def test_ranks_are_killed_if_they_do_not_stop_within_save_s_and_600_seconds(
     """
     clock = SimulatedClock(monkeypatch)
     job_supervisor = make_supervisor(run, monkeypatch, polls=20, on_poll=lambda poll: clock.sleep(seconds / 20))
-    job_supervisor.flag._set(SIGTERM)
+    job_supervisor.stop_flag._set(SIGTERM)
     assert job_supervisor.supervise() == code
     assert code == ExitCode.STOPPED or "2400 s" in read_event_lines(run, "train")[-1]["message"]
 
@@ -411,7 +411,7 @@ def test_signal_or_stop_file_ends_the_wait_for_the_lock(run: Run, monkeypatch: p
     assert run.lock_stage("train") is not None
     job_supervisor = make_supervisor(run, monkeypatch)
     actions = enter_batch_job(job_supervisor, monkeypatch, "5", restarts=1)
-    clock = SimulatedClock(monkeypatch, lambda now: job_supervisor.flag._set(SIGTERM))
+    clock = SimulatedClock(monkeypatch, lambda now: job_supervisor.stop_flag._set(SIGTERM))
     assert job_supervisor.supervise() == ExitCode.STOPPED and clock.now < 5 and actions == [("STOPPED", False)]
     job_supervisor = make_supervisor(run, monkeypatch)
     actions = enter_batch_job(job_supervisor, monkeypatch, "5", restarts=2)
@@ -468,7 +468,7 @@ def test_silent_controller_is_queried_for_an_hour_or_until_the_time_limit(
 
     job_supervisor = make_supervisor(run, monkeypatch)
     job_supervisor.rank_info = replace(make_rank_info(0, 1, 1), job_id="5")
-    job_supervisor.job_end_time = time_left_s
+    job_supervisor.job_deadline = time_left_s
     monkeypatch.setattr(supervisor.current_job, "read_job_info", read_job_info)
     monkeypatch.setattr(supervisor.current_job, "requeue_job", lambda *arguments: clock.now >= recovery_time)
     monkeypatch.setattr(supervisor.current_job, "excluded_nodes_at_requeue", lambda *arguments: None)
@@ -487,8 +487,8 @@ def test_signal_ends_the_pause_between_two_queries(run: Run, monkeypatch: pytest
     job_supervisor = make_supervisor(run, monkeypatch)
 
     def signal_at_1000(now: float) -> None:
-        if now >= 1000 and not job_supervisor.flag.signal_count:
-            job_supervisor.flag._handle(SIGTERM, None)
+        if now >= 1000 and not job_supervisor.stop_flag.signal_count:
+            job_supervisor.stop_flag._handle(SIGTERM, None)
 
     clock = SimulatedClock(monkeypatch, signal_at_1000)
     monkeypatch.setattr(
