@@ -1,4 +1,4 @@
-"""Test runs that must survive faults: each kind of fault once, and random sequences (`make test-long`)."""
+"""Test that a run survives injected faults: each kind of fault once, and random sequences (`make test-long`)."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ def survive_faults(
     netns: bool = False,
     compare_on_cluster: bool = False,
 ) -> list[FaultResult]:
-    """Train a run on a new cluster, cause these faults, and check the result. Fail with a list of all problems.
+    """Train a run on a new cluster, inject these faults, and check the result. Fail with a list of all problems.
 
     Args:
-        copy_folder: the folder for a copy of the run.
-        sequence: the faults.
-        seed: the seed of random choices.
-        netns: whether to give each node a separate network namespace, for `disconnect_a_node`.
-        compare_on_cluster: whether to train the undisturbed run on the cluster, instead of on this machine.
+        copy_folder: folder for a copy of the run directory, to find the reason of a failure.
+        sequence: the faults, in order.
+        seed: seed of random choices.
+        netns: give each node its own network namespace, which `disconnect_a_node` needs.
+        compare_on_cluster: train the undisturbed run on the cluster instead of on this machine.
+
+    Returns:
+        The result of each fault.
     """
     options = Options(grace=1, user_signal=False, slurmd_timeout=5, netns=netns)
     require_cluster(options)
@@ -58,7 +61,8 @@ def survive_faults(
         chaos_run = ChaosRun(cluster, folder, seed, len(sequence))
         try:
             results = chaos_run.run_faults(sequence)
-            digest = compute_undisturbed_digest(folder / "calm", chaos_run, cluster if compare_on_cluster else None)
+            reference_cluster = cluster if compare_on_cluster else None
+            digest = compute_undisturbed_digest(folder / "undisturbed", chaos_run, reference_cluster)
             problems = chaos_run.find_problems(results, digest)
         finally:
             shutil.copytree(chaos_run.run.path, copy_folder / "run", symlinks=True)
@@ -70,8 +74,8 @@ def survive_faults(
 @pytest.mark.timeout(1500)
 def test_a_run_survives_each_kind_of_fault(tmp_path: Path) -> None:
     results = survive_faults(tmp_path, ALL_FAULTS, seed=11, netns=True)
-    kinds = (*faults.QUICK_FAULTS, *faults.SLOW_FAULTS)
-    assert {result.fault for result in results} == {fault.__name__ for fault in kinds}
+    all_names = {fault.__name__ for fault in (*faults.QUICK_FAULTS, *faults.SLOW_FAULTS)}
+    assert {result.fault for result in results} == all_names
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
-"""Test the test cluster itself, on which the tests of submission and recovery rely.
+"""Test the test cluster (tests/cluster) itself, and how its Slurm handles preemption and crashed nodes.
 
-These tests also check how Slurm handles preemption and dead nodes. If another test fails, the error is then in Sluice.
+Other tests rely on the cluster. If they fail while these tests pass, the error is in Sluice.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.cluster.fixture import cluster_fixture, require_cluster
 from tests.cluster.machines import Machine, Process
 
 cluster = cluster_fixture(grace=0, user_signal=False, slurmd_timeout=3)
-accounting = cluster_fixture(accounting=True)
-netns = cluster_fixture(netns=True, slurmd_timeout=3)
+accounting_cluster = cluster_fixture(accounting=True)
+netns_cluster = cluster_fixture(netns=True, slurmd_timeout=3)
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Yield an empty folder with a short path. Afterwards, stop a cluster that the test left in it."""
+    """Yield an empty folder with a short path. Afterwards, stop the cluster in the folder if it still runs."""
     require_cluster(Options(netns=True))
     folder = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     yield folder
@@ -40,7 +40,7 @@ def directory() -> Iterator[Path]:
 
 
 def list_traces(directory: Path) -> list[str]:
-    """Return descriptions of all processes, network devices and mounts of this host that belong to the cluster."""
+    """Return a description of each process, network device and mount on this host that belongs to the cluster."""
     traces = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -56,15 +56,15 @@ def list_traces(directory: Path) -> list[str]:
 
 
 def make_cluster_command(*arguments: str) -> list[str]:
-    """Return the command `python -m tests.cluster` with these arguments."""
+    """Return the command line of `python -m tests.cluster` with these arguments."""
     return [sys.executable, "-m", "tests.cluster", *arguments]
 
 
 def wait_for_text(path: Path, text: str, timeout: float) -> str:
     """Wait until a file contains `text` and return its content."""
-    end = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while text not in (content := path.read_text() if path.exists() else ""):
-        assert time.monotonic() < end, f"no {text!r} in {path.name}: {content!r}"
+        assert time.monotonic() < deadline, f"no {text!r} in {path.name}: {content!r}"
         time.sleep(0.1)
     return content
 
@@ -89,41 +89,44 @@ def test_a_batch_job_and_an_allocation_start_steps(cluster: Cluster, tmp_path: P
 
 
 def test_jobs_get_fake_gpus(cluster: Cluster) -> None:
-    show = ["bash", "-c", "echo ${CUDA_VISIBLE_DEVICES:-none}"]
-    assert cluster.output(["srun", "-N2", "--gpus-per-node=2", *show]).split() == ["0,1", "0,1"]
-    assert cluster.output(["srun", "--gres=gpu:h100:1", *show]) == "0"
-    assert cluster.output(["srun", *show]) == "none"
+    print_gpus = ["bash", "-c", "echo ${CUDA_VISIBLE_DEVICES:-none}"]
+    assert cluster.output(["srun", "-N2", "--gpus-per-node=2", *print_gpus]).split() == ["0,1", "0,1"]
+    assert cluster.output(["srun", "--gres=gpu:h100:1", *print_gpus]) == "0"
+    assert cluster.output(["srun", *print_gpus]) == "none"
 
 
 def test_a_job_of_low_priority_is_preempted_and_runs_again(cluster: Cluster, tmp_path: Path) -> None:
+    """The job writes its restart count at each start, and "term" when it receives SIGTERM."""
     log = tmp_path / "log"
-    job = tmp_path / "job"
-    job.write_text(f"""#!/bin/bash
-echo "run ${{SLURM_RESTART_COUNT-first}}" >> {log}
+    script = tmp_path / "job"
+    script.write_text(f"""#!/bin/bash
+echo "start ${{SLURM_RESTART_COUNT-first}}" >> {log}
 [ -n "$SLURM_RESTART_COUNT" ] && exit 0
 srun bash -c 'trap "echo term >> {log}" TERM; echo ready >> {log}; while :; do sleep 0.1; done'
 """)
-    low = cluster.output(["sbatch", "--parsable", "-N4", "-c4", "--output=/dev/null", str(job)])
+    low_priority_job = cluster.output(["sbatch", "--parsable", "-N4", "-c4", "--output=/dev/null", str(script)])
     wait_for_text(log, "ready\n" * 4, timeout=240)
     cluster.output(["srun", "--partition=high", "-N4", "-c4", "true"], timeout=240)
-    cluster.wait_job(low, "COMPLETED", timeout=240)
+    cluster.wait_job(low_priority_job, "COMPLETED", timeout=240)
     lines = log.read_text().splitlines()
-    assert lines[0] == "run first" and lines[-1] == "run 1" and "term" in lines
+    assert lines[0] == "start first" and lines[-1] == "start 1" and "term" in lines
     cluster.wait_idle()
 
 
 @pytest.mark.long
 def test_a_crashed_node_is_down_until_it_boots_and_its_job_runs_again(cluster: Cluster, tmp_path: Path) -> None:
-    wrap = f"--wrap=setsid sleep 1000 & echo run ${{SLURM_RESTART_COUNT-0}} on $SLURMD_NODENAME >> {tmp_path}/log; wait"
+    """All processes of the node end with it, including one in another session (`setsid`)."""
+    echo = f"echo start ${{SLURM_RESTART_COUNT-0}} on $SLURMD_NODENAME >> {tmp_path}/log"
+    wrap = f"--wrap=setsid sleep 1000 & {echo}; wait"
     job = cluster.output(["sbatch", "--parsable", "--nodelist=n2", "--output=/dev/null", wrap])
-    wait_for_text(tmp_path / "log", "run 0 on n2\n", timeout=240)
+    wait_for_text(tmp_path / "log", "start 0 on n2\n", timeout=240)
     processes = Machine("n2", cluster.directory).processes()
     cluster.crash("n2")
     assert not any(process.is_alive() for process in processes)
     cluster.wait_nodes("down*", nodes=["n2"], timeout=240)
     cluster.boot("n2")
     cluster.wait_nodes("idle", "mixed", nodes=["n2"], timeout=240)
-    wait_for_text(tmp_path / "log", "run 1 on n2\n", timeout=240)
+    wait_for_text(tmp_path / "log", "start 1 on n2\n", timeout=240)
     assert cluster.job_state(job) == "RUNNING"
     cluster.clear()
 
@@ -137,6 +140,7 @@ def test_a_drained_node_gets_no_jobs(cluster: Cluster) -> None:
 
 
 def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
+    """`python -m tests.cluster` shows the cluster that this test started. Invalid commands are errors with a remedy."""
     directory = ["--directory", str(cluster.directory)]
     status = subprocess.run(make_cluster_command("status", *directory), capture_output=True, text=True, timeout=240)
     assert status.returncode == 0 and status.stdout.count("runs  idle") == 4
@@ -149,15 +153,16 @@ def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
         (["boot", "n1"], "crash"),
         (["up"], "down"),
     ):
-        failed = subprocess.run(
+        result = subprocess.run(
             make_cluster_command(*arguments, *directory), capture_output=True, text=True, timeout=240
         )
-        assert failed.returncode == 1 and fact in failed.stderr and "Traceback" not in failed.stderr, failed
+        assert result.returncode == 1 and fact in result.stderr and "Traceback" not in result.stderr, result
     assert all(cluster.machines().values())
 
 
-def test_options_of_the_cluster_configure_slurm(cluster: Cluster, accounting: Cluster) -> None:
-    for test_cluster, sends_signal, grace, timeout in ((cluster, False, 0, 3), (accounting, True, 10, 15)):
+def test_options_of_the_cluster_configure_slurm(cluster: Cluster, accounting_cluster: Cluster) -> None:
+    """The first cluster has the options above. The second one has the default values of these options."""
+    for test_cluster, sends_signal, grace, timeout in ((cluster, False, 0, 3), (accounting_cluster, True, 10, 15)):
         settings = test_cluster.output(["scontrol", "show", "config"])
         assert ("preempt_send_user_signal" in settings) is sends_signal
         assert f"SlurmdTimeout           = {timeout} sec" in settings
@@ -167,84 +172,89 @@ def test_options_of_the_cluster_configure_slurm(cluster: Cluster, accounting: Cl
         assert f"GraceTime={grace} " in low and "PreemptMode=REQUEUE" in low and "PreemptMode=OFF" in high
 
 
-def test_accounting_reports_a_completed_job(accounting: Cluster) -> None:
-    job = accounting.output(["sbatch", "--parsable", "--wait", "--output=/dev/null", "--wrap=exit 0"])
-    query = ["sacct", f"--jobs={job}", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,Partition"]
-    end = time.monotonic() + 30
-    while (answer := accounting.output(query)) != f"{job}|COMPLETED|low":
-        assert time.monotonic() < end, answer
+def test_accounting_reports_a_completed_job(accounting_cluster: Cluster) -> None:
+    job_id = accounting_cluster.output(["sbatch", "--parsable", "--wait", "--output=/dev/null", "--wrap=exit 0"])
+    query = ["sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2"]
+    deadline = time.monotonic() + 30
+    while (row := accounting_cluster.output([*query, "--format=JobID,State,Partition"])) != f"{job_id}|COMPLETED|low":
+        assert time.monotonic() < deadline, row
         time.sleep(0.2)
 
 
-def test_nodes_with_network_namespaces_reach_each_other_until_disconnected(netns: Cluster) -> None:
-    assert sorted(netns.output(["srun", "-N4", "hostname"]).split()) == list(NODES)
+def test_nodes_with_network_namespaces_reach_each_other_until_disconnected(netns_cluster: Cluster) -> None:
+    """n1 connects to a closed port of n3. If n3 is reachable, it refuses the connection."""
+    assert sorted(netns_cluster.output(["srun", "-N4", "hostname"]).split()) == list(NODES)
     script = "timeout 2 bash -c '</dev/tcp/n3/1' 2>&1 | grep -q refused && echo reachable || echo unreachable"
     connect = ["srun", "--nodelist=n1", "bash", "-c", script]
-    assert netns.output(connect) == "reachable"
-    netns.disconnect_node("n3")
-    assert netns.output(connect) == "unreachable"
-    netns.reconnect_node("n3")
-    assert netns.output(connect) == "reachable"
-    netns.crash("n3")
-    assert netns.output(connect) == "unreachable"
-    netns.boot("n3")
-    assert netns.output(connect) == "reachable"
+    assert netns_cluster.output(connect) == "reachable"
+    netns_cluster.disconnect_node("n3")
+    assert netns_cluster.output(connect) == "unreachable"
+    netns_cluster.reconnect_node("n3")
+    assert netns_cluster.output(connect) == "reachable"
+    netns_cluster.crash("n3")
+    assert netns_cluster.output(connect) == "unreachable"
+    netns_cluster.boot("n3")
+    assert netns_cluster.output(connect) == "reachable"
 
 
 @pytest.mark.long
-def test_slurm_notices_that_a_node_is_disconnected_and_connected_again(netns: Cluster) -> None:
-    netns.wait_idle()
-    netns.disconnect_node("n4")
-    netns.wait_nodes("down*", nodes=["n4"], timeout=240)
-    netns.reconnect_node("n4")
-    netns.wait_idle(timeout=240)
+def test_slurm_notices_that_a_node_is_disconnected_and_connected_again(netns_cluster: Cluster) -> None:
+    netns_cluster.wait_idle()
+    netns_cluster.disconnect_node("n4")
+    netns_cluster.wait_nodes("down*", nodes=["n4"], timeout=240)
+    netns_cluster.reconnect_node("n4")
+    netns_cluster.wait_idle(timeout=240)
 
 
 def test_down_removes_all_processes_networks_and_mounts(directory: Path) -> None:
     test_cluster = Cluster(directory).up(Options(netns=True))
     test_cluster.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
-    recorded = [process for name in test_cluster.machines() for process in Machine(name, directory).processes()]
-    assert len(recorded) == 12 and all(process.is_alive() for process in recorded)
+    processes = [process for name in test_cluster.machines() for process in Machine(name, directory).processes()]
+    assert len(processes) == 12 and all(process.is_alive() for process in processes)
     traces = list_traces(directory)
     assert any("slurmd" in trace for trace in traces) and test_cluster.network.bridge in str(traces)
     test_cluster.down()
-    assert not any(process.is_alive() for process in recorded)
+    assert not any(process.is_alive() for process in processes)
     assert list_traces(directory) == [] and not directory.exists()
-    test_cluster.down()  # a second call does nothing
+    test_cluster.down()  # a second call must do nothing
 
 
-@pytest.mark.parametrize("moment", ["site", "machines/munge", "machines/n1", "machines/n4"])
-def test_down_removes_everything_after_up_was_killed(directory: Path, moment: str) -> None:
+@pytest.mark.parametrize("last_file", ["site", "machines/munge", "machines/n1", "machines/n4"])
+def test_down_removes_everything_after_up_was_killed(directory: Path, last_file: str) -> None:
+    """`up` is killed as soon as it has written the file `last_file`.json."""
     up = subprocess.Popen(make_cluster_command("up", "--netns", "--directory", str(directory)))
-    while not (directory / f"{moment}.json").exists():
+    while not (directory / f"{last_file}.json").exists():
         assert up.poll() is None
     os.kill(up.pid, signal.SIGKILL)
     up.wait(10)
     assert directory.exists()
     Cluster(directory).down()
-    end = time.monotonic() + 5
-    while traces := list_traces(directory):  # a machine without a record exits when it notices that its caller died
-        assert time.monotonic() < end, traces
+    deadline = time.monotonic() + 5
+    while traces := list_traces(directory):  # a machine without a record exits soon after `up` has died
+        assert time.monotonic() < deadline, traces
     assert not directory.exists()
 
 
 def test_a_machine_without_a_record_exits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller dies after it has started the machine and before it has written the record."""
+    """The starting process fails after it has started the machine, before it has written the record of the machine.
+
+    Without a record, `down` could not end the machine. The machine must exit without running its command.
+    """
 
     def fail(path: Path, text: str) -> None:
         time.sleep(0.5)  # a machine that did not wait for its record would run its command now
-        raise OSError("killed here")
+        raise OSError("simulated failure")
 
     for folder in ("log", "machines"):
         (directory / folder).mkdir()
     (directory / "hosts").touch()
     monkeypatch.setattr("tests.cluster.machines.write_file_atomically", fail)
-    with pytest.raises(OSError, match="killed here"):  # raised by this test
-        Machine("n1", directory).start("n1", ["touch", directory / "ran"])
-    end = time.monotonic() + 5
+    with pytest.raises(OSError, match="simulated failure"):
+        Machine("n1", directory).start("n1", ["touch", directory / "command_was_run"])
+    deadline = time.monotonic() + 5
     while traces := list_traces(directory):
-        assert time.monotonic() < end, traces
-    assert not (directory / "ran").exists()
+        assert time.monotonic() < deadline, traces
+    assert not (directory / "command_was_run").exists()
     shutil.rmtree(directory)
 
 
@@ -259,26 +269,28 @@ def test_up_reports_the_reason_of_a_failure_and_removes_everything(
 
 
 def test_a_directory_with_other_files_is_rejected_and_unchanged(directory: Path) -> None:
-    (directory / "thesis").write_text("mine")
+    (directory / "thesis").write_text("text")
     with pytest.raises(UserError):
         Cluster(directory).up()
     Cluster(directory).down()
-    assert (directory / "thesis").read_text() == "mine"
+    assert (directory / "thesis").read_text() == "text"
     (directory / "thesis").unlink()
 
 
 def test_a_process_with_a_recycled_pid_is_not_killed() -> None:
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
-        current = Process.parse(Path(f"/proc/{sleeper.pid}/stat").read_text())
-        earlier = Process(current.pid, current.start - 1)
-        assert current.is_alive() and not earlier.is_alive()
-        earlier.end()
-        assert sleeper.poll() is None
-        current.end()
-        assert sleeper.wait(10) == -signal.SIGKILL and not current.is_alive()
+    """A process is identified by its PID and its start time."""
+    with subprocess.Popen(["sleep", "60"]) as sleep:
+        current_process = Process.parse(Path(f"/proc/{sleep.pid}/stat").read_text())
+        earlier_process = Process(current_process.pid, current_process.start - 1)
+        assert current_process.is_alive() and not earlier_process.is_alive()
+        earlier_process.end()
+        assert sleep.poll() is None
+        current_process.end()
+        assert sleep.wait(10) == -signal.SIGKILL and not current_process.is_alive()
 
 
 def test_a_missing_requirement_skips_the_test_or_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a user other than root, root is missing. For root, this test hides all programs."""
     if os.geteuid() == 0:
         monkeypatch.setattr("tests.cluster.cluster.shutil.which", lambda name: None)
     reason = find_cluster_problem(Options())

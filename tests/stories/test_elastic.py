@@ -1,4 +1,4 @@
-"""Test a run that uses another number of nodes in each attempt: it must train the same batches in the same order."""
+"""Test a run that uses another number of nodes in each attempt. It must train the same batches in the same order."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ ELASTIC = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("granted", "used"), [(1, 2), (2, 2), (3, 2), (4, 4), (9, 4)])
-def test_the_largest_usable_number_of_nodes_is_used(tmp_path: Path, granted: int, used: int) -> None:
-    """Three ranks are not usable, because eight sequences per step are not divisible by three."""
-    assert count_usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted) == used
+@pytest.mark.parametrize(("granted_nodes", "used_nodes"), [(1, 2), (2, 2), (3, 2), (4, 4), (9, 4)])
+def test_the_largest_usable_number_of_nodes_is_used(tmp_path: Path, granted_nodes: int, used_nodes: int) -> None:
+    """Three nodes are not usable, because the global batch of eight samples is not divisible by three ranks."""
+    assert count_usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted_nodes) == used_nodes
 
 
 def preempt(cluster: Cluster, nodes: int) -> None:
-    """Submit a job of higher priority that requests `nodes` nodes."""
+    """Submit a job of higher priority that needs `nodes` nodes for two seconds."""
     command = ["sbatch", "--parsable", "-phigh", f"-N{nodes}", "-c4", "-o", "/dev/null", "--wrap", "sleep 2"]
     cluster.output(command, timeout=60)
 
 
 @pytest.mark.timeout(900)
 def test_a_run_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluster: Cluster) -> None:
+    """The attempts use four, two and four nodes. Their steps must be those of an undisturbed run on this machine."""
     (tmp_path / "reference").mkdir()
     write_config(tmp_path / "reference", steps=40)
     reference = Run(tmp_path / "reference/runs/tiny")
@@ -63,8 +64,8 @@ def test_a_run_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluste
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
     assert [event["ranks"] for event in read_event_lines(Run.open(run.path), "train", "started")] == [4, 2, 4]
     lines = list(read_jsonl(run.metrics_file))
-    undisturbed = list(read_jsonl(reference.metrics_file))
+    reference_lines = list(read_jsonl(reference.metrics_file))
     assert [(line["step"], line["samples_consumed"]) for line in lines] == [
-        (line["step"], line["samples_consumed"]) for line in undisturbed
+        (line["step"], line["samples_consumed"]) for line in reference_lines
     ]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in undisturbed], rel=1e-4)
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in reference_lines], rel=1e-4)

@@ -1,6 +1,6 @@
-"""Test damaged files, full disks and read-only disks: the error names the file, and no checkpoint is lost.
+"""Test stages with damaged files, full disks and read-only disks. The error names the file, and no checkpoint is lost.
 
-The stages run in forked ranks. The full disk is a small tmpfs, which requires root.
+The stages run in forked ranks. The full disk is a small tmpfs. Only root can mount it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.train.test_exact import STEPS, interrupt_training, new_run, read_step
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the data folder of a run where prepare and shard are done."""
+    """Return the data directory of a run for which the prepare and shard stages are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
@@ -52,7 +52,7 @@ def stopped_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
 
 
 def run_stage_and_report(rank_info: Any, path: Path, stage: str) -> tuple[int, str]:
-    """Run a stage in a forked rank and report errors as `python -m pipeline` does. Return exit code and message."""
+    """Run a stage in this rank. Report an error as `python -m pipeline` does. Return the exit code and the message."""
     from pipeline.__main__ import explain_error, write_error_report
 
     run = Run.open(path)
@@ -72,7 +72,7 @@ def flip_bit(path: Path) -> None:
 
 
 def fill_disk(filler: Path, free_bytes: int) -> None:
-    """Fill the file system with the file `filler`, up to `free_bytes`."""
+    """Write the file `filler` until only `free_bytes` are free on its file system."""
     with open(filler, "wb") as file, pytest.raises(OSError):
         while True:
             os.write(file.fileno(), b"x" * 65536)
@@ -80,7 +80,7 @@ def fill_disk(filler: Path, free_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
-def test_a_damaged_shard_is_an_error_and_is_written_again(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_shard_is_an_error_until_the_shard_stage_writes_it_again(tmp_path: Path, damage: str) -> None:
     run = make_run(tmp_path, "tiny", ("train.steps=3",))
     shard = sorted((run.data_dir / "shards").glob("*train*.h5"))[0]
     content = shard.read_bytes()
@@ -103,17 +103,21 @@ def test_a_damaged_shard_is_an_error_and_is_written_again(tmp_path: Path, damage
 
 @pytest.mark.parametrize(
     "damage",
-    ["flipped", "metadata", *(pytest.param(n, marks=pytest.mark.story) for n in ("truncated", "missing", "manifest"))],
+    [
+        "flipped",
+        "metadata",
+        *(pytest.param(damage, marks=pytest.mark.story) for damage in ("truncated", "missing", "manifest")),
+    ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
     tmp_path: Path, stopped_run: Run, reference: tuple[str, list[Any]], damage: str
 ) -> None:
+    """The damage is a flipped bit in a tensor file or in the named file, or a truncated or missing tensor file."""
     run = Run(shutil.copytree(stopped_run.path, tmp_path / "damaged", symlinks=True))
     newest, previous = list_checkpoint_steps(run.checkpoints_dir)[:2]
     folder = run.checkpoints_dir / checkpoint_name(newest)
-    damaged_file = {"manifest": folder / "manifest.json", "metadata": folder / ".metadata"}.get(
-        damage, folder / "__1_0.distcp"
-    )
+    file_names = {"manifest": "manifest.json", "metadata": ".metadata"}
+    damaged_file = folder / file_names.get(damage, "__1_0.distcp")
     if damage == "truncated":
         os.truncate(damaged_file, 100)
     elif damage == "missing":
@@ -121,10 +125,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
     else:
         flip_bit(damaged_file)
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    (damaged,) = read_event_lines(run, "train", "damaged")
-    assert damaged["step"] == newest and damaged_file.name in damaged["reason"]
+    (event,) = read_event_lines(run, "train", "damaged")
+    assert event["step"] == newest and damaged_file.name in event["reason"]
     assert [event["step"] for event in read_event_lines(run, "train", "restored")] == [previous]
-    assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), "it must not be removed"
+    assert (run.checkpoints_dir / f"damaged-{checkpoint_name(newest)}").is_dir(), (
+        "a damaged checkpoint must not be removed"
+    )
     assert (compute_run_digest(run), read_steps(run)) == reference
 
 
@@ -135,17 +141,18 @@ def test_train_fails_instead_of_starting_from_scratch_if_all_checkpoints_are_dam
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     for step in list_checkpoint_steps(run.checkpoints_dir):
         flip_bit(run.checkpoints_dir / checkpoint_name(step) / "__0_0.distcp")
-    before = read_steps(run)
-    for _attempt in range(2):  # the second attempt finds only checkpoints that were set aside, and must also fail
+    steps_before = read_steps(run)
+    for _ in range(2):  # the second attempt finds only checkpoints that were set aside, and must also fail
         for code, message in run_ranks(2, run_stage_and_report, run.path, "train"):
             assert code == ExitCode.BAD_CHECKPOINT and "error[checkpoint." in message and "Traceback" not in message
-        assert read_steps(run) == before
+        assert read_steps(run) == steps_before
 
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.story), "async"])
 def test_a_full_disk_is_an_error_and_earlier_checkpoints_remain(
     tmp_path: Path, data: Path, small_disk: Path, reference: tuple[str, list[Any]], mode: str
 ) -> None:
+    """When the disk has space again, the run completes with the result of an undisturbed run."""
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
@@ -178,13 +185,14 @@ def run_submit(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_disk_without_space_for_a_run_is_an_error_and_no_file_remains(tmp_path: Path, small_disk: Path) -> None:
+    """A temporary folder that a killed submit.py left in the run directory is also removed."""
     config = write_config(tmp_path)
     filler = small_disk / "filler"
     fill_disk(filler, free_bytes=300_000)  # enough for a part of the code
     free_before = shutil.disk_usage(small_disk).free
-    leftover = small_disk / "tiny" / ".code.123.tmp"
-    leftover.mkdir(parents=True)
-    (leftover / "file").write_bytes(bytes(1000))
+    temporary_folder = small_disk / "tiny" / ".code.123.tmp"
+    temporary_folder.mkdir(parents=True)
+    (temporary_folder / "file").write_bytes(bytes(1000))
     result = run_submit([str(config), f"run.root={small_disk}"])
     assert result.returncode == ExitCode.STORAGE and "Traceback" not in result.stderr, result.stderr
     assert "no space" in result.stderr and str(small_disk) in result.stderr
@@ -195,6 +203,12 @@ def test_a_disk_without_space_for_a_run_is_an_error_and_no_file_remains(tmp_path
 
 
 def test_an_exception_in_the_handler_of_a_storage_error_is_not_a_storage_error() -> None:
+    """An exception is a storage error only if an OSError is its cause (`raise … from …`).
+
+    The file writer of torch is the exception: after a failed write, it raises a new error without a cause. The message
+    of this error contains "inline_container.cc".
+    """
+
     def raise_after_permission_error(error: Exception, is_cause: bool) -> Exception:
         try:
             try:
@@ -214,7 +228,7 @@ def test_an_exception_in_the_handler_of_a_storage_error_is_not_a_storage_error()
 
 
 @pytest.mark.parametrize(
-    ("number", "name", "code"),
+    ("error_number", "file_name", "code"),
     [
         (errno.ESHUTDOWN, "runs/a", ExitCode.BAD_NODE),  # an evicted Lustre client reports this
         (errno.EIO, None, ExitCode.BAD_NODE),
@@ -222,9 +236,11 @@ def test_an_exception_in_the_handler_of_a_storage_error_is_not_a_storage_error()
         (errno.ENOSPC, "runs/a", ExitCode.STORAGE),
     ],
 )
-def test_an_error_of_the_file_system_client_counts_as_a_bad_node(number: int, name: str | None, code: ExitCode) -> None:
-    actual_code, message = explain_error(OSError(number, os.strerror(number), name))
-    assert actual_code == code and (name is None or name in message)
+def test_an_error_of_the_file_system_client_counts_as_a_bad_node(
+    error_number: int, file_name: str | None, code: ExitCode
+) -> None:
+    actual_code, message = explain_error(OSError(error_number, os.strerror(error_number), file_name))
+    assert actual_code == code and (file_name is None or file_name in message)
 
 
 def test_a_misspelled_config_key_is_an_error(tmp_path: Path) -> None:
@@ -247,6 +263,7 @@ def test_a_missing_data_source_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_temporary_checkpoint_of_a_killed_save_is_removed(tmp_path: Path, data: Path) -> None:
+    """The test copies a checkpoint to a folder with the name that the checkpointer uses during a save."""
     run = new_run(tmp_path, "torn", data)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     newest = list_checkpoint_steps(run.checkpoints_dir)[0]
@@ -258,6 +275,7 @@ def test_the_temporary_checkpoint_of_a_killed_save_is_removed(tmp_path: Path, da
 
 
 def test_the_saved_diff_keeps_its_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run saves the output of `git diff`. A tracked file is encoded in Latin-1, not in UTF-8."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     (checkout / "submit.py").write_bytes("# grün\n".encode("latin-1"))

@@ -42,7 +42,7 @@ def run_submit(folder: Path, *arguments: str, timeout: float = 240) -> subproces
 
 
 def find_processes(run: Path) -> list[psutil.Process]:
-    """Return every process whose command line names the run."""
+    """Return every process with the path of the run in its command line."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -51,17 +51,17 @@ def find_processes(run: Path) -> list[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def no_leftover_processes(tmp_path: Path) -> Iterator[None]:
-    """Fail a test that leaves processes of its runs, and kill them."""
+def check_that_no_process_is_left(tmp_path: Path) -> Iterator[None]:
+    """After the test, kill all processes of its runs. If there are any, the test fails."""
     yield
-    leftovers = find_processes(tmp_path)
-    for process in leftovers:
+    processes = find_processes(tmp_path)
+    for process in processes:
         process.kill()
-    assert not leftovers, "processes of the run outlived the test"
+    assert not processes, "processes of a run still ran at the end of the test"
 
 
 def wait_for(description: str, condition: Callable[[], bool], timeout: float = 240) -> None:
-    """Wait until a condition is true. Fail after `timeout` seconds."""
+    """Wait until `condition` returns True. Fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{description} did not happen within {timeout:.0f} s"
@@ -85,7 +85,7 @@ def wait_for_steps(run: Path, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny run that submit.py completed, and the output of submit.py."""
+    """Return a folder with `runs/tiny`, a run that submit.py completed, and `output`, the output of submit.py."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, steps=60)
     result = run_submit(folder, str(config))
@@ -96,7 +96,7 @@ def finished_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def read_finished_digest(folder: Path) -> str:
-    """Return the digest of the completed run in `folder`. It is computed once."""
+    """Return the digest of the completed run in `folder`. The command runs only once."""
     return verify(folder)
 
 
@@ -173,6 +173,10 @@ def test_another_config_for_an_existing_run_is_rejected(finished_folder: Path) -
     ],
 )
 def test_commands_of_the_login_node_import_no_slow_package(finished_folder: Path, arguments: list[str]) -> None:
+    """Run a command, then import all modules of `slurm` and `tracking` and all stages, in a new process.
+
+    None of these imports a package such as torch. The modules of trackers with a package of their own are excluded.
+    """
     program = (
         "import runpy, sys\n"
         f"sys.argv = ['submit.py', *{arguments!r}]\n"
@@ -182,7 +186,8 @@ def test_commands_of_the_login_node_import_no_slow_package(finished_folder: Path
         "    assert not end.code, end.code\n"
         "import importlib, pkgutil, slurm, tracking; from pipeline.run import stages\n"
         "from pipeline.config.sections import TRACKERS\n"
-        "trackers = {entry.module for entry in TRACKERS.values() if entry.package}\n"  # only followers import these
+        # only followers import these modules
+        "trackers = {tracker.module for tracker in TRACKERS.values() if tracker.package}\n"
         "packages = (slurm, tracking)\n"
         "names = {m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')}\n"
         "assert trackers < names\n"
@@ -216,7 +221,7 @@ class Terminal:
         if self.pid == 0:
             os.chdir(folder)
             os.environ["TERM"] = "xterm"
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test that runs in the background ignores SIGINT
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # in the background, pytest and its children ignore SIGINT
             os.execv(sys.executable, [*SUBMIT, *arguments])
         self.output = b""
 
@@ -250,12 +255,15 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """The output so far, without control sequences."""
+        """Return the output so far, without control sequences."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.output.decode(errors="replace")).replace("\r", "")
 
 
 def write_config_on_data(folder: Path, finished_folder: Path) -> Path:
-    """Write a config for a new run in `folder` with a copy of the data of the completed run. Return its path."""
+    """Write a config for a new run in `folder`, and copy the data of the completed run into the new run directory.
+
+    Return the path of the config.
+    """
     config = write_config(folder, steps=60)
     text = config.read_text().replace(str(folder / "corpus.jsonl"), str(finished_folder / "corpus.jsonl"))
     config.write_text(text)
@@ -265,13 +273,16 @@ def write_config_on_data(folder: Path, finished_folder: Path) -> Path:
 
 
 def create_slow_run(folder: Path, finished_folder: Path, *overrides: str) -> Path:
-    """Create the run of `write_config_on_data`, with steps that take 0.1 s longer. Return its path."""
+    """Create a run with a copy of the data of the completed run. Each step takes 0.1 s longer. Return its path."""
     return slow_down_steps(Run.create(load_config(write_config_on_data(folder, finished_folder), overrides)), 0.1).path
 
 
 @pytest.mark.story
 def test_ctrl_c_in_a_terminal_saves_and_prints_the_resume_command(tmp_path: Path, finished_folder: Path) -> None:
-    """The save takes longer than a second, after which submitit would kill the job. The ranks count their signals."""
+    """The save takes 3 s. submitit would kill the job one second after its signal.
+
+    Each rank must receive one signal. The edited code writes the number of signals to a file.
+    """
     run = create_slow_run(tmp_path, finished_folder)
     replace_in_file(
         run / "code/pipeline/train/trainer.py",
@@ -303,25 +314,26 @@ def test_progress_is_printed_as_lines_if_lines_cannot_be_overwritten(
     monkeypatch.setattr(local_runner, "PLAIN_INTERVAL_S", 0.0)
     monkeypatch.setattr(local_runner, "POLL_S", 0.0)
     console = Console(file=io.StringIO(), width=160, force_terminal=is_dumb_terminal, _environ={"TERM": "dumb"})
-    polls = iter([True, True, False])
-    local_runner.follow_stage(Run.open(finished_folder / "runs/tiny"), "train", lambda: next(polls), console)
+    is_running = iter([True, True, False])
+    local_runner.follow_stage(Run.open(finished_folder / "runs/tiny"), "train", lambda: next(is_running), console)
     output = cast(io.StringIO, console.file).getvalue()
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", output), output
 
 
 def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path, finished_folder: Path) -> None:
-    """Neither the submit.py that started the stage nor a second one that follows it restarts the stage."""
+    """A second submit.py follows the stage that the first one has started. Neither of them restarts the stage."""
     run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
-    with open(tmp_path / "second", "w+") as output_file:
-        second = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=output_file)
-        wait_for("the second submit.py follows", lambda: "following it" in (tmp_path / "second").read_text())
+    second_output = tmp_path / "second"
+    with open(second_output, "w+") as output_file:
+        second_process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=output_file)
+        wait_for("the second submit.py", lambda: "following it" in second_output.read_text())
         process.terminate()
         output = process.communicate(timeout=240)[0]
         assert process.returncode == ExitCode.STOPPED and "resume runs/tiny" in output
-        assert second.wait(240) == ExitCode.STOPPED
-    output = (tmp_path / "second").read_text()
+        assert second_process.wait(240) == ExitCode.STOPPED
+    output = second_output.read_text()
     assert "Ctrl-C" in output and "submit.py status runs/tiny --watch" in output, output
     assert re.search(r"^train +stopped: \d+/60 steps", output, re.M) and "resume runs/tiny" in output, output
     assert find_newest_step(run / "checkpoints") == count_steps(run) >= 5
@@ -330,6 +342,7 @@ def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path,
 
 @pytest.mark.story
 def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finished_folder: Path) -> None:
+    """After SIGTERM, the stage saves for three seconds. Meanwhile, a user runs submit.py again."""
     run = create_slow_run(tmp_path, finished_folder)
     slow_save = "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
     quick_save = slow_save.replace("            time.sleep(3)\n", "")
@@ -347,17 +360,19 @@ def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finishe
 
 @pytest.mark.story
 def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_folder: Path) -> None:
-    run = create_slow_run(tmp_path, finished_folder, "recovery.crash=1")
-    command = [*SUBMIT, "tiny.yaml", "recovery.crash=1"]
+    """The budget allows one retry after a crash. The rank is killed twice, so the stage fails. `resume` continues it."""
+    run = create_slow_run(tmp_path, finished_folder, "recovery.budgets.crash=1")
+    command = [*SUBMIT, "tiny.yaml", "recovery.budgets.crash=1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     for steps in (9, 17):  # after the checkpoints of steps 7 and 14
         wait_for_steps(run, steps)
         while find_newest_step(run / "checkpoints") < steps - 3:
             time.sleep(0.02)
-        ranks = {p.environ()["SLUICE_RANK"]: p for p in find_processes(run) if "pipeline" in p.cmdline()}
-        ranks["1"].kill()
-        _, alive = psutil.wait_procs(ranks.values(), timeout=15)
-        assert not alive, "the other rank must end too"
+        processes = [process for process in find_processes(run) if "pipeline" in process.cmdline()]
+        process_by_rank = {process.environ()["SLUICE_RANK"]: process for process in processes}
+        process_by_rank["1"].kill()
+        _, alive = psutil.wait_procs(processes, timeout=15)
+        assert not alive, "the other rank must also end"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED
     assert re.search(r"^train +restored step \d+", output, re.M), output
@@ -370,7 +385,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_fold
 
 @pytest.mark.story
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished_folder: Path) -> None:
-    """The run's copy of the code raises an exception on rank 1."""
+    """The test edits the run's copy of the code so that rank 1 raises an exception in step 3."""
     config = write_config_on_data(tmp_path, finished_folder)
     assert run_submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     replace_in_file(
@@ -403,7 +418,7 @@ def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished_folder: Path)
 
 
 @pytest.mark.story
-def test_resume_changes_only_keys_that_leave_the_result_unchanged(finished_folder: Path, tmp_path: Path) -> None:
+def test_resume_rejects_changes_of_the_result_except_more_steps(finished_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(finished_folder / "runs/tiny", tmp_path / "runs/tiny")
     for override in ("optimizer.lr=1", "train.steps=10", "model.dim=64"):
         result = run_submit(tmp_path, "resume", "runs/tiny", override)
@@ -423,9 +438,11 @@ def test_verify_names_the_file_with_a_flipped_bit(finished_folder: Path, tmp_pat
     content[len(content) // 2] ^= 1
     damaged_file.write_bytes(content)
     result = run_submit(tmp_path, "verify", "runs/tiny")
-    assert result.returncode == 23 and "digest" not in result.stdout
+    assert result.returncode == ExitCode.BAD_CHECKPOINT and "digest" not in result.stdout
     assert "step-00000060" in result.stderr and damaged_file.name in result.stderr and "Traceback" not in result.stderr
-    assert run_submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, "another checkpoint is intact"
+    assert run_submit(tmp_path, "verify", "runs/tiny", "--step", "56").returncode == 0, (
+        "another checkpoint must be intact"
+    )
 
 
 def test_a_malformed_number_is_a_user_error_without_traceback(finished_folder: Path) -> None:
@@ -436,15 +453,16 @@ def test_a_malformed_number_is_a_user_error_without_traceback(finished_folder: P
 
 
 def write_broken_packages(folder: Path) -> None:
-    """Write packages that fail when they are imported and have the same names as packages of Sluice."""
+    """Write packages with the names of packages of Sluice. Importing them raises an error."""
     for package in ("slurm", "pipeline"):
         (folder / package).mkdir()
         for name in ("__init__", "submission", "run"):
-            (folder / package / f"{name}.py").write_text("raise ImportError('the working directory, not the run')")
+            (folder / package / f"{name}.py").write_text("raise ImportError('imported from the working directory')")
 
 
 @pytest.mark.story
-def test_a_run_uses_its_own_code_and_not_the_working_directory(finished_folder: Path, tmp_path: Path) -> None:
+def test_a_run_uses_its_copy_of_the_code_and_not_the_working_directory(finished_folder: Path, tmp_path: Path) -> None:
+    """The commands `verify`, `resume` and `plan` run in a folder with broken packages `slurm` and `pipeline`."""
     shutil.copytree(finished_folder / "runs/tiny", tmp_path / "runs/tiny")
     write_broken_packages(tmp_path)
     assert verify(tmp_path) == read_finished_digest(finished_folder)
@@ -477,16 +495,16 @@ def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finis
     run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
-    run_processes = find_processes(run)
-    supervisor = next(p for p in run_processes if "slurm" in p.cmdline())
-    ranks = [p for p in run_processes if "pipeline" in p.cmdline()]
+    processes = find_processes(run)
+    supervisor = next(process for process in processes if "slurm" in process.cmdline())
+    ranks = [process for process in processes if "pipeline" in process.cmdline()]
     supervisor.kill()
     _, alive = psutil.wait_procs(ranks, timeout=240)
     assert not alive, "ranks must not run without their supervisor"
     assert find_newest_step(run / "checkpoints") < 60, "the ranks must stop before the last step"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED and "resume runs/tiny" in output
-    assert find_newest_step(run / "checkpoints") == count_steps(run), "the ranks saved their last step"
+    assert find_newest_step(run / "checkpoints") == count_steps(run), "the ranks must save their last step"
     assert run_submit(tmp_path, "resume", "runs/tiny").returncode == 0
     assert compute_run_digest(Run(tmp_path / "runs/tiny")) == read_finished_digest(finished_folder)
 
@@ -505,7 +523,7 @@ def test_a_stage_continues_after_submit_is_killed(tmp_path: Path, finished_folde
 
 
 @pytest.mark.story
-def test_a_rank_started_by_hand_does_not_join_a_running_stage(tmp_path: Path, finished_folder: Path) -> None:
+def test_a_rank_without_a_supervisor_does_not_join_a_running_stage(tmp_path: Path, finished_folder: Path) -> None:
     run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 3)
@@ -517,7 +535,7 @@ def test_a_rank_started_by_hand_does_not_join_a_running_stage(tmp_path: Path, fi
 
 
 @pytest.mark.story
-def test_one_process_per_stage_runs_without_submitit(tmp_path: Path) -> None:
+def test_each_stage_runs_in_one_process_without_submit_py(tmp_path: Path) -> None:
     config = write_config(tmp_path, steps=5)
     for stage in ("prepare", "shard", "train", "evaluate"):
         command = [sys.executable, "-m", "pipeline", stage, str(config), "stages.train.tasks_per_node=1"]
@@ -548,7 +566,7 @@ def test_submit_reports_a_full_disk_without_a_traceback(
     with open(filler, "wb") as file, pytest.raises(OSError, match="No space"):
         while True:
             os.write(file.fileno(), b"x" * 65536)
-    os.truncate(filler, max(0, filler.stat().st_size - 300_000))
+    os.truncate(filler, max(0, filler.stat().st_size - 300_000))  # 300 kB are free: too little for a checkpoint
     result = run_submit(tmp_path, "tiny.yaml", *overrides, timeout=240)
     assert result.returncode == ExitCode.STORAGE, result.stdout + result.stderr
     assert "no space" in result.stdout and "Traceback" not in result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Test that a job that is preempted with a grace period starts exactly once more, with every version of Slurm.
+"""Test that a job that is preempted with a grace period starts exactly once more.
 
 Versions of Slurm treat a job that ends in its grace period differently (slurm/query/preemption.py).
 `make test-debian13` runs these tests with Slurm 24.11.
@@ -37,19 +37,19 @@ from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, slow_down_steps, write_config
 
 cluster = cluster_fixture(accounting=True, grace=20)
-"""In Slurm 22.05, a job that exits with 0 after its grace period has the state TIMEOUT."""
+"""In Slurm 22.05, a job that exits with 0 after its grace period, here 20 s, has the state TIMEOUT."""
 
 pytestmark = pytest.mark.timeout(900)
 
 NODES = ("stages.train.nodes=2", "stages.train.tasks_per_node=1")
-IN_GRACE = replace(make_job_info(preempt="2026-11-21T05:42:25"), partition="low", qos="normal")
+JOB_IN_GRACE_PERIOD = replace(make_job_info(preempt="2026-11-21T05:42:25"), partition="low", qos="normal")
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("version", "mode", "changes", "exits"),
+    ("version", "mode", "job_changes", "should_exit"),
     [
         ("22.05.8", "REQUEUE", {}, False),
         ("23.11.10", "REQUEUE", {}, False),
@@ -64,23 +64,27 @@ IN_GRACE = replace(make_job_info(preempt="2026-11-21T05:42:25"), partition="low"
         ("24.11.5", "REQUEUE", {"is_preempted": False}, False),
         ("24.11.5", "REQUEUE", {"may_requeue": False}, False),
         ("24.11.5", "REQUEUE", {"restarts": 2}, True),
-        ("24.11.5", "REQUEUE", {"restarts": 3}, False),  # the fifth exit would hold the job, and one is reserved
+        # After MaxBatchRequeue exits, Slurm holds the job. One exit is kept in reserve.
+        ("24.11.5", "REQUEUE", {"restarts": 3}, False),
     ],
 )
 def test_the_supervisor_exits_only_if_slurm_then_requeues_the_job(
-    version: str, mode: str, changes: dict[str, int], exits: bool
+    version: str, mode: str, job_changes: dict[str, int], should_exit: bool
 ) -> None:
     config = {"SLURM_VERSION": version, "MaxBatchRequeue": "5"}
-    info = replace(IN_GRACE, **changes)  # type: ignore[arg-type]
-    assert preemption.should_exit_to_requeue(config, mode, info) == exits
-    if not changes:
+    info = replace(JOB_IN_GRACE_PERIOD, **job_changes)  # type: ignore[arg-type]
+    assert preemption.should_exit_to_requeue(config, mode, info) == should_exit
+    if not job_changes:
         assert not preemption.should_exit_to_requeue({**config, "MaxBatchRequeue": "2"}, mode, info)
 
 
-def fake_controller(
+def replace_controller(
     monkeypatch: pytest.MonkeyPatch, version: str, preempt_type: str = "preempt/partition_prio"
 ) -> None:
-    """Make queries return the output of a controller of this version."""
+    """Replace the queries of `preemption` by the output of a controller of this version of Slurm.
+
+    The partition `low` and the QOS `scavenger` requeue preempted jobs, other partitions cancel them.
+    """
 
     def run_command(*command: str) -> str | None:
         if command[:2] == ("scontrol", "--oneliner"):
@@ -94,7 +98,7 @@ def fake_controller(
 
 
 @pytest.mark.parametrize(
-    ("preempt_type", "partition", "qos", "exits"),
+    ("preempt_type", "partition", "qos", "is_requeued"),
     [
         ("preempt/partition_prio", "low", "", True), ("preempt/partition_prio", "gone", "", False),
         ("preempt/qos", "gone", "normal", True), ("preempt/qos", "gone", "scavenger", True),
@@ -102,20 +106,20 @@ def fake_controller(
     ],
 )  # fmt: skip
 def test_the_preempt_mode_is_that_of_the_partition_or_the_qos(
-    monkeypatch: pytest.MonkeyPatch, preempt_type: str, partition: str, qos: str, exits: bool
+    monkeypatch: pytest.MonkeyPatch, preempt_type: str, partition: str, qos: str, is_requeued: bool
 ) -> None:
-    fake_controller(monkeypatch, "24.11.5", preempt_type)
-    info = replace(IN_GRACE, partition=partition, qos=qos)
-    assert preemption.is_requeued_on_exit(info, None) == exits
+    replace_controller(monkeypatch, "24.11.5", preempt_type)
+    info = replace(JOB_IN_GRACE_PERIOD, partition=partition, qos=qos)
+    assert preemption.is_requeued_on_exit(info, None) == is_requeued
     assert not preemption.is_requeued_on_exit(info, "n3"), "to exclude a node, the supervisor must request the requeue"
 
 
 @pytest.mark.parametrize(
     ("version", "info", "exclude", "requests"),
     [
-        ("22.05.8", IN_GRACE, None, ["requeue"]),
-        ("24.11.5", IN_GRACE, None, []),
-        ("24.11.5", IN_GRACE, "n1", ["requeue"]),
+        ("22.05.8", JOB_IN_GRACE_PERIOD, None, ["requeue"]),
+        ("24.11.5", JOB_IN_GRACE_PERIOD, None, []),
+        ("24.11.5", JOB_IN_GRACE_PERIOD, "n1", ["requeue"]),
         ("24.11.5", make_job_info(), None, ["requeue"]),
     ],
 )
@@ -124,17 +128,17 @@ def test_the_supervisor_requests_a_requeue_unless_slurm_requeues_the_job_on_exit
     requests: list[str],
 ) -> None:  # fmt: skip
     run = Run.create(load_config(write_config(tmp_path)))
-    fake_controller(monkeypatch, version)
+    replace_controller(monkeypatch, version)
     monkeypatch.setattr(current_job, "excluded_nodes_at_requeue", lambda *_: exclude)
     assert exit_for_retry(run, [info], monkeypatch) == (ExitCode.OUT_OF_MEMORY, requests)
     event = read_event_lines(run, "train")[-1]
     assert event["event"] == "requeued" and event.get("by") == (None if requests else "slurm")
 
 
-@pytest.mark.parametrize(("flag", "is_batch"), [(0, False), (1, True), (2, True), (5, True)])
-def test_any_nonzero_batch_flag_means_a_batch_job(flag: int, is_batch: bool) -> None:
+@pytest.mark.parametrize(("batch_flag", "is_batch"), [(0, False), (1, True), (2, True), (5, True)])
+def test_any_nonzero_batch_flag_means_a_batch_job(batch_flag: int, is_batch: bool) -> None:
     """In Slurm 24.11, `BatchFlag` counts the requeues by Slurm."""
-    info = parse_job_info(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={flag}")
+    info = parse_job_info(f"JobId=1\n   JobState=RUNNING\n   Requeue=1 Restarts=1 BatchFlag={batch_flag}")
     assert info.is_batch == is_batch
 
 
@@ -149,33 +153,38 @@ END_EVENTS = [
 def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, object], code: ExitCode
 ) -> None:
-    fake_controller(monkeypatch, "24.11.5")
+    """Slurm 24.11 requeues a preempted job even if its stage is done, was stopped or has failed permanently.
+
+    `close_attempt` returns the exit code, the reason and the new events. The exit code is None if the stage may start.
+    """
+    replace_controller(monkeypatch, "24.11.5")
     run = make_run_with_open_attempt(tmp_path / "grace", (event, {**fields, "in_grace": True}))
     assert close_attempt(run, "6", 1)[::2] == (code, [])
-    assert close_attempt(run, "6", 2)[0] is None, "the second requeue was requested by a user"
-    fake_controller(monkeypatch, "22.05.8")
+    assert close_attempt(run, "6", 2)[0] is None, "a user must have requested the second requeue"
+    replace_controller(monkeypatch, "22.05.8")
     assert close_attempt(run, "6", 1)[0] is None, "this version of Slurm does not requeue the job by itself"
-    fake_controller(monkeypatch, "24.11.5")
-    undisturbed = make_run_with_open_attempt(tmp_path / "undisturbed", (event, fields))
-    assert close_attempt(undisturbed, "6", 1)[0] is None, "Slurm requeues only jobs that were preempted"
-    earlier = make_run_with_open_attempt(
-        tmp_path / "earlier", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"})
+    replace_controller(monkeypatch, "24.11.5")
+    undisturbed_run = make_run_with_open_attempt(tmp_path / "undisturbed", (event, fields))
+    assert close_attempt(undisturbed_run, "6", 1)[0] is None, "Slurm requeues only jobs that were preempted"
+    preempted_run = make_run_with_open_attempt(
+        tmp_path / "preempted", ("preempted", {"cause": "preempted"}), ("requeued", {"cause": "preempted"})
     )
     write_event(
-        earlier,
+        preempted_run,
         "started",
         "train",
         job_id="6",
         slurm_job="6",
         attempt=2,
         restarts=1,
-        standing=read_progress_marker(earlier, "train"),
+        standing=read_progress_marker(preempted_run, "train"),
     )
-    write_event(earlier, event, "train", job_id="6", **fields)
-    assert close_attempt(earlier, "6", 2)[::2] == (code, []), "the mark of the first preemption remains"
+    write_event(preempted_run, event, "train", job_id="6", **fields)
+    # Slurm still treats the job as preempted, because its first start was preempted.
+    assert close_attempt(preempted_run, "6", 2)[::2] == (code, [])
     if event != "done":
-        write_event(earlier, "resumed")
-        assert close_attempt(earlier, "6", 2)[0] is None, "a run that the user resumed must continue"
+        write_event(preempted_run, "resumed")
+        assert close_attempt(preempted_run, "6", 2)[0] is None, "a run that the user resumed must continue"
 
 
 # -- on a real Slurm ---------------------------------------------------------------------------------------------------
@@ -183,7 +192,7 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the data folder of a run where prepare and shard are done."""
+    """Return the data directory of a run for which the prepare and shard stages are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
@@ -193,15 +202,15 @@ def submit_slow_run(
     """Submit a run with slow steps.
 
     Args:
-        folder: the folder of the config.
-        data: the data folder to use.
-        cluster: the cluster.
-        steps: the number of steps.
+        folder: folder for the config and the run.
+        data: data directory of another run.
+        cluster: the test cluster.
+        steps: number of steps.
         step_delay_s: seconds to add to each step.
-        requests_requeue: whether the supervisor always requests a requeue, even if Slurm would requeue the job itself.
+        requests_requeue: the supervisor always requests a requeue, even if Slurm would requeue the job by itself.
 
     Returns:
-        The path of the run.
+        The path of the run directory.
     """
     cluster.clear()  # removes jobs of an earlier test that failed
     config = write_config(folder, steps=steps)
@@ -209,21 +218,21 @@ def submit_slow_run(
     run.data_dir.rmdir()
     run.data_dir.symlink_to(data)
     if requests_requeue:
-        code = run.code_dir / "slurm/query/preemption.py"
-        replace_in_file(code, "MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n")
+        module = run.code_dir / "slurm/query/preemption.py"
+        replace_in_file(module, "MIN_REMAINING_EXITS = 2\n", "MIN_REMAINING_EXITS = 99\n")
     result = run_submit(cluster, folder, str(config), *NODES)
     assert result.returncode == 0, result.stdout + result.stderr
     return run.path
 
 
 def read_steps(run: Path) -> list[int]:
-    """Return the steps of metrics.jsonl in order."""
+    """Return the steps in metrics.jsonl, in the order of its lines."""
     return [line["step"] for line in read_jsonl(run / "metrics.jsonl")]
 
 
-def query_accounting(cluster: Cluster, job: str) -> tuple[str, str]:
-    """Wait until accounting has the end of a job; return the state and exit code of its last start."""
-    command = ["sacct", "-n", "-P", "-X", "-j", job, "-o", "State,ExitCode"]
+def query_accounting(cluster: Cluster, job_id: str) -> tuple[str, str]:
+    """Wait until accounting has the end of a job. Return the state and the exit code of its last start."""
+    command = ["sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode"]
     wait_for(
         "accounting", lambda: cluster.output(command).split("|")[0] not in ("RUNNING", "PENDING", "COMPLETING"), 30
     )
@@ -232,14 +241,14 @@ def query_accounting(cluster: Cluster, job: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("times", "requests_requeue"), [(2, False), (1, True), pytest.param(6, False, marks=pytest.mark.long)]
+    ("preemption_count", "requests_requeue"), [(2, False), (1, True), pytest.param(6, False, marks=pytest.mark.long)]
 )
 def test_a_run_starts_once_more_after_each_preemption(
-    tmp_path: Path, data: Path, cluster: Cluster, times: int, requests_requeue: bool
+    tmp_path: Path, data: Path, cluster: Cluster, preemption_count: int, requests_requeue: bool
 ) -> None:
-    """With `requests_requeue`, Slurm starts the job again after its end, but the train stage must not run again."""
-    run = submit_slow_run(tmp_path, data, cluster, 8 * times + 8, 0.5, requests_requeue)
-    for number in range(times):
+    """With `requests_requeue`, Slurm 24.11 starts the job again after its end. The train stage must not run again."""
+    run = submit_slow_run(tmp_path, data, cluster, 8 * preemption_count + 8, 0.5, requests_requeue)
+    for number in range(preemption_count):
         wait_for(
             "some steps",
             lambda: len(read_steps(run)) >= 8 * number + 4 and list_event_names(run, "train")[-1] != "requeued",  # noqa: B023
@@ -250,14 +259,18 @@ def test_a_run_starts_once_more_after_each_preemption(
     wait_for("the evaluation", lambda: has_evaluation(run), 150)
     wait_for_empty_queue(cluster)
     names = list_event_names(run, "train")
-    assert (names.count("started"), names.count("requeued"), names.count("done")) == (times + 1, times, 1), names
-    assert read_steps(run) == list(range(1, 8 * times + 9))
+    counts = [names.count(name) for name in ("started", "requeued", "done")]
+    assert counts == [preemption_count + 1, preemption_count, 1], names
+    assert read_steps(run) == list(range(1, 8 * preemption_count + 9))
     assert query_accounting(cluster, get_job_id(run, "train")) == ("COMPLETED", "0:0")
 
 
 @pytest.mark.long
 def test_a_run_that_exceeds_its_grace_period_starts_once_more(tmp_path: Path, data: Path, cluster: Cluster) -> None:
-    """Slurm kills and requeues the job, and still reports the preemption afterwards."""
+    """A step takes 40 s, longer than the grace period. Slurm kills and requeues the job.
+
+    Slurm still reports the preemption after that.
+    """
     run = submit_slow_run(tmp_path, data, cluster, 2, 40.0)
     wait_for("the first step", lambda: "ready" in list_event_names(run, "train"))
     preempt_all_nodes(cluster)

@@ -1,4 +1,4 @@
-"""Test planning.calibrate in an allocation of a real Slurm: two nodes measure the links inside and between nodes."""
+"""Test planning.calibrate in an allocation of a real Slurm. Two nodes measure the links inside and between nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(600)
 def test_calibrate_measures_the_nodes_of_its_allocation(tmp_path: Path, cluster: Cluster) -> None:
     config = write_config(tmp_path)
     file = tmp_path / "machine.yaml"
-    shape = ("stages.train.nodes=2", "stages.train.tasks_per_node=2")
-    command = [sys.executable, "-m", "planning.calibrate", str(config), "--out", str(file), *shape]
+    overrides = ("stages.train.nodes=2", "stages.train.tasks_per_node=2")
+    command = [sys.executable, "-m", "planning.calibrate", str(config), "--out", str(file), *overrides]
     result = cluster.run(["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", *command], timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     machine = load_machine(str(file))
