@@ -360,7 +360,7 @@ def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finishe
 
 @pytest.mark.story
 def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_folder: Path) -> None:
-    """The budget allows one retry after a crash. The rank is killed twice, so the stage fails. `resume` continues it."""
+    """The budget allows one retry after a crash. The rank is killed twice, so the stage fails until `resume`."""
     run = create_slow_run(tmp_path, finished_folder, "recovery.budgets.crash=1")
     command = [*SUBMIT, "tiny.yaml", "recovery.budgets.crash=1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)

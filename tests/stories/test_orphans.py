@@ -116,7 +116,7 @@ def sbatch(tmp_path: Path, cluster: Cluster) -> Iterator[DisturbedSbatch]:
 
 
 def list_queue(cluster: Cluster) -> list[tuple[str, str]]:
-    """Return stage and dependency of all jobs, oldest first. An index in this list replaces a job ID in a dependency."""
+    """Return stage and dependency of all jobs, oldest first. Indices in this list replace job IDs in dependencies."""
     jobs = [line.split("|") for line in cluster.output(["squeue", "-h", "-o", "%A|%j|%E"]).splitlines()]
     jobs.sort(key=lambda job: int(job[0]))
     index_by_id = {job[0]: str(index) for index, job in enumerate(jobs)}

@@ -1,6 +1,6 @@
-"""Test training data on slow shared storage: copies on the local disk of the node, and reads by threads.
+"""Test training data on slow shared storage: copies on the local disk of the node, and reads in threads.
 
-benchmarks/throttled.py measures how long a run waits for data. These tests do not depend on speed.
+These tests do not measure speed. benchmarks/throttled.py measures how long a run waits for data.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ from tests.support.tiny import slow_down_steps
 pytestmark = [pytest.mark.story, pytest.mark.timeout(600)]
 
 TOKENS = 16_000_000
+"""Number of tokens. Each has two bytes."""
 STEPS = 160
 STEP_S = 0.15
-"""Seconds per step. The loader reads ten seconds ahead, which is 67 steps."""
+"""Minimum seconds per step. The data loader reads up to ten seconds ahead, which are 67 steps."""
 
 
 @pytest.fixture
 def mount() -> Iterator[SlowMount]:
-    """Yield a mounted file system with limited read bandwidth."""
+    """Yield a mounted file system whose read bandwidth a test can limit."""
     if reason := find_slow_mount_problem():
         skip_or_fail_in_ci(reason)
-    with slow_mount(2 * TOKENS) as slow:
-        yield slow
+    with slow_mount(2 * TOKENS) as mount:
+        yield mount
 
 
 def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount: SlowMount) -> None:
-    """After the copies are complete, the mount is limited to one byte per second. Any further read takes minutes."""
+    """When the copies are complete, the test limits the mount to one byte per second. Any further read takes minutes.
+
+    `cat` reads a file of the mount to prove this. It must not end before the run.
+    """
     (tmp_path / "disk").mkdir()
     overrides = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
     run = slow_down_steps(create_run_on_mount(mount, tmp_path, "run", TOKENS, *overrides), STEP_S)
@@ -57,18 +61,21 @@ def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount
         mount.drop_page_cache()
         step_count = len(read_steps(run))
         bytes_read = mount.count_bytes_read()
-        assert bytes_read - bytes_before >= 2 * TOKENS * 0.95, "the copies must be read from the mount, not the cache"
-        # each row maps 64 KiB of the file, which stay in memory; after 60 steps, most of the 32 MB is not mapped yet
+        assert bytes_read - bytes_before >= 2 * TOKENS * 0.95, (
+            "the copies must be read from the mount, not from the page cache"
+        )
+        # A read of a row maps 64 KiB of the file, which then stay in memory. Before step 60, most of the 32 MB is not
+        # mapped yet, so a run without copies would have to read the mount again.
         assert step_count < 60, "the copies were complete too late for this test"
-        reader = subprocess.Popen(mount.wrap_command(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
+        cat = subprocess.Popen(mount.wrap_command(["cat", f"{mount.folder}/tokens.bin"]), stdout=subprocess.DEVNULL)
         assert process.wait(120) == ExitCode.DONE, (tmp_path / "log").read_text()
-        assert reader.poll() is None and mount.count_bytes_read() == bytes_read, "the run must not read the mount again"
+        assert cat.poll() is None and mount.count_bytes_read() == bytes_read, "the run must not read the mount again"
         assert [line["step"] for line in read_steps(run)] == list(range(1, STEPS + 1))
     finally:
         mount.limit_reads(0)
         process.kill()
         process.wait(60)
-    assert reader.wait(60) == 0
+    assert cat.wait(60) == 0
     (event,) = read_event_lines(run, "train", "local_copy")
     assert (event["files"], event["bytes"]) == (8, 2 * TOKENS) and not list((tmp_path / "disk").iterdir())
 
@@ -84,22 +91,28 @@ class Mapped(MappedDataset):
 
 data = Mapped([types.SimpleNamespace(file=sys.argv[1])])
 rows = np.random.default_rng(0).permutation(len(data))[:40]
-start = last = time.monotonic()
+start = last_time = time.monotonic()
 longest_pause = 0.0
 reader = threading.Thread(target=data.read, args=(rows,))
 reader.start()
 while reader.is_alive():
     time.sleep(0.002)
-    longest_pause = max(longest_pause, time.monotonic() - last)
-    last = time.monotonic()
-print(longest_pause, last - start)
+    longest_pause = max(longest_pause, time.monotonic() - last_time)
+    last_time = time.monotonic()
+print(longest_pause, last_time - start)
 """
-"""A thread reads random rows of a file. Prints the longest pause of the main thread and the total time."""
+"""A program in which a thread reads random rows of a file (argument 1) with the shape in the further arguments.
+
+It prints the longest pause of the main thread and the total time, in seconds.
+"""
 
 
 @pytest.mark.parametrize("row_shape", [[], ["128"]])
 def test_a_slow_read_of_short_rows_lets_other_threads_run(mount: SlowMount, row_shape: list[str]) -> None:
-    """numpy holds the GIL while it copies a few values, even while it waits for a page of the file."""
+    """numpy keeps the GIL when it copies only a few values, even while it waits for a page of the file.
+
+    `MappedDataset.read` must therefore read in a way that releases the GIL.
+    """
     file = mount.folder / "rows"
     np.arange(1 << 20, dtype=np.uint16).tofile(file)
     mount.drop_page_cache()

@@ -1,4 +1,4 @@
-"""Test the chain of a run on a real Slurm of four nodes: submission, training, stops, requeues and cancellation."""
+"""Test the chain of a run on a real Slurm with four nodes: submission, training, stops, requeues and cancellation."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run that was completed on four nodes without interruptions."""
+    """Run a chain on four nodes without interruptions. Return the folder with the completed run `runs/tiny`."""
     folder = tmp_path_factory.mktemp("reference")
     write_config(folder, steps=40)
     start = time.monotonic()
     result = run_submit(cluster, folder, "tiny.yaml", *TRAIN_ON_4_NODES)
     assert result.returncode == 0, result.stdout + result.stderr
     assert len(re.findall(r"^\w+ +job \d+", result.stdout, re.M)) == 5, result.stdout
-    assert time.monotonic() - start < 20, "submit must not wait for jobs"
+    assert time.monotonic() - start < 20, "submit.py must not wait for jobs"
     assert not has_evaluation(folder / "runs/tiny")
     wait_for("the evaluation", lambda: has_evaluation(folder / "runs/tiny"))
     wait_for("the last event", lambda: "done" in list_event_names(folder / "runs/tiny", "evaluate"))
@@ -73,8 +73,8 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_the_chain_runs_on_four_nodes(reference: Path, cluster: Cluster) -> None:
     run = reference / "runs/tiny"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
-    [started] = read_event_lines(Run.open(run), "train", "started")
-    assert started["ranks"] == 4
+    [event] = read_event_lines(Run.open(run), "train", "started")
+    assert event["ranks"] == 4
     assert len(list((run / "jobs/train").glob("rank-*.log"))) == 4
     status = run_submit(cluster, reference, "status", "runs/tiny").stdout
     assert len(re.findall(r"^(prepare|shard|train|evaluate) +done", status, re.M)) == 4, status
@@ -96,18 +96,21 @@ def test_the_quickstart_learns_on_four_nodes(tmp_path: Path, cluster: Cluster) -
     assert f"{evaluation['bits_per_byte']:.3f} bits per byte" in report
 
 
-def test_resume_after_a_failed_shard_task_writes_only_the_missing_unit(
+def test_resume_after_a_failed_shard_task_writes_only_the_missing_work_unit(
     tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
-    """Each of four archives is a unit. At first, the third archive is truncated after the part that prepare reads."""
+    """Each of four compressed files is a work unit. At first, the third file is truncated.
+
+    prepare reads only the beginning of the files, so it does not fail.
+    """
     config = write_config(tmp_path, steps=5)
     generator = random.Random(1)
-    for part in range(4):
-        documents = (json.dumps({"text": generator.randbytes(4000).hex()}) + "\n" for _ in range(400 - 10 * part))
-        (tmp_path / f"part-{part}.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode()))
-    damaged = tmp_path / "part-2.jsonl.gz"
-    intact_content = damaged.read_bytes()
-    damaged.write_bytes(intact_content[:-20])
+    for number in range(4):
+        documents = (json.dumps({"text": generator.randbytes(4000).hex()}) + "\n" for _ in range(400 - 10 * number))
+        (tmp_path / f"part-{number}.jsonl.gz").write_bytes(gzip.compress("".join(documents).encode()))
+    damaged_file = tmp_path / "part-2.jsonl.gz"
+    intact_content = damaged_file.read_bytes()
+    damaged_file.write_bytes(intact_content[:-20])
     tokenizer = f"data.tokenizer={{kind: file, path: {reference}/runs/tiny/data/tokenizer.json}}"
     arguments = (str(config), f"data.source={tmp_path}/part-*.jsonl.gz", tokenizer, "data.shard_tokens=2_000_000")
     result = run_submit(cluster, tmp_path, *arguments)
@@ -116,53 +119,60 @@ def test_resume_after_a_failed_shard_task_writes_only_the_missing_unit(
     wait_for("the failure", lambda: "failed" in list_event_names(run, "shard"))
     wait_for_empty_queue(cluster)
     status = run_submit(cluster, tmp_path, "status", "runs/tiny").stdout
-    assert str(damaged) in status and "resume runs/tiny" in status and "3/4 units" in status
-    failed = {event.get("task") for event in read_event_lines(Run.open(run), "shard", "failed")}
-    assert failed == {0, None}, "array task 0, which writes unit 2, and the job after the array must fail"
+    assert str(damaged_file) in status and "resume runs/tiny" in status and "3/4 units" in status
+    failed_tasks = {event.get("task") for event in read_event_lines(Run.open(run), "shard", "failed")}
+    assert failed_tasks == {0, None}, "array task 0, which writes unit 2, and the job after the array must fail"
     assert "started" not in list_event_names(run, "train")
-    rejected = run_submit(cluster, tmp_path, *arguments)
-    assert rejected.returncode == ExitCode.USER_ERROR and str(damaged) in rejected.stderr
+    result = run_submit(cluster, tmp_path, *arguments)
+    assert result.returncode == ExitCode.USER_ERROR and str(damaged_file) in result.stderr
 
     def read_shards() -> dict[str, tuple[int, bytes]]:
+        """Return modification time and content of each file of the shards, by name."""
         return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (run / "data/shards").iterdir()}
 
-    before = read_shards()
-    assert {name[:10] for name in before} == {"unit-00000", "unit-00001", "unit-00003"}
-    damaged.write_bytes(intact_content)
+    shards_before = read_shards()
+    assert {name[:10] for name in shards_before} == {"unit-00000", "unit-00001", "unit-00003"}
+    damaged_file.write_bytes(intact_content)
     assert run_submit(cluster, tmp_path, "resume", "runs/tiny").returncode == 0
     wait_for("the evaluation", lambda: has_evaluation(run))
     wait_for_empty_queue(cluster)
-    after = read_shards()
-    assert before.items() <= after.items(), "the other units must not change"
-    assert {name[:10] for name in after.keys() - before.keys()} == {"unit-00002"}
+    shards_after = read_shards()
+    assert shards_before.items() <= shards_after.items(), "the other units must not change"
+    assert {name[:10] for name in shards_after.keys() - shards_before.keys()} == {"unit-00002"}
 
 
 def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Path, cluster: Cluster) -> None:
-    """Eight tasks run on four nodes, and each completes one unit. A node then crashes before the second manifests.
+    """Eight array tasks run on four nodes, and each writes two work units.
 
-    The tasks of that node start again on other nodes. The data must equal that of a local run.
+    A node crashes when all tasks have completed their first units, but not the manifests of their second units. At this
+    point, the edited code waits for the file `gate`. The tasks of the node start again on other nodes. The data
+    must equal the data of a run on this machine.
     """
     config = write_config(tmp_path, steps=1)
     overrides = ("stages.shard.tasks=8", "data.shard_tokens=1500", "optimizer.warmup_steps=1")
-    two_per_node = (*overrides, "site.data_jobs={cpus_per_task: 2}")
-    run = create_slow_run(tmp_path, config, two_per_node)
+    cluster_overrides = (*overrides, "site.data_jobs={cpus_per_task: 2}")  # two tasks fit on a node with four CPUs
+    run = create_slow_run(tmp_path, config, cluster_overrides)
     gate = tmp_path / "gate"
-    code = run / "code/pipeline/data/manifest.py"
-    line = "    write_json(path, add_checksum(manifest.model_dump()))"
+    module = run / "code/pipeline/data/manifest.py"
+    write_line = "    write_json(path, add_checksum(manifest.model_dump()))"
     is_second_unit = "path.parent.name == 'shards' and int(path.stem[5:]) >= 8"
-    wait = f"    while {is_second_unit} and not Path({str(gate)!r}).exists():\n        __import__('time').sleep(0.1)\n"
-    replace_in_file(code, line, wait + line)
+    wait_lines = (
+        f"    while {is_second_unit} and not Path({str(gate)!r}).exists():\n        __import__('time').sleep(0.1)\n"
+    )
+    replace_in_file(module, write_line, wait_lines + write_line)
 
     def stat_files(pattern: str) -> dict[int, tuple[int, int]]:
-        """Return inode and modification time of the files of this pattern, by unit."""
+        """Return inode and modification time of the files that match `pattern`, by work unit."""
         paths = [(path, path.stat()) for path in (run / "data/shards").glob(pattern)]
         return {int(path.name[5:10]): (stat.st_ino, stat.st_mtime_ns) for path, stat in paths}
 
-    result = run_submit(cluster, tmp_path, str(config), *two_per_node)
-    array = re.search(r"job (\d+): array of 8", result.stdout)
-    assert array is not None, result.stdout + result.stderr
-    wait_for("second units", lambda: stat_files("unit-?????-train-00.h5").keys() >= set(range(16)), 60)
-    tasks = cluster.output(["squeue", "-h", "-r", f"--jobs={array[1]}", "--states=R", "--format=%K %N"]).splitlines()
+    result = run_submit(cluster, tmp_path, str(config), *cluster_overrides)
+    match = re.search(r"job (\d+): array of 8", result.stdout)
+    assert match is not None, result.stdout + result.stderr
+    wait_for(
+        "the shards of the second units", lambda: stat_files("unit-?????-train-00.h5").keys() >= set(range(16)), 60
+    )
+    tasks = cluster.output(["squeue", "-h", "-r", f"--jobs={match[1]}", "--states=R", "--format=%K %N"]).splitlines()
     node_by_task = {int(task): node for task, node in map(str.split, tasks)}
     assert sorted(node_by_task) == list(range(8))
     assert set(Counter(node_by_task.values()).values()) == {2}, node_by_task
@@ -173,7 +183,7 @@ def test_a_node_crash_during_a_shard_array_does_not_change_the_data(tmp_path: Pa
         cluster.crash("n3")
         assert processes and not any(process.is_alive() for process in processes)
         assert stat_files("unit-?????.json") == manifests_before
-        assert set(manifests_before) == set(range(8)), "no second unit may be complete"
+        assert set(manifests_before) == set(range(8)), "only the first unit of each task may be complete"
         gate.touch()
         wait_for("the next stage", lambda: "started" in list_event_names(run, "train"), 200)
     finally:
@@ -203,7 +213,7 @@ def submit_three_times(cluster: Cluster, folder: Path, *arguments: str) -> list[
 def test_three_concurrent_submits_submit_one_chain(tmp_path: Path, cluster: Cluster) -> None:
     """The jobs may start only tomorrow, so they stay in the queue and can be counted."""
     config = write_config(tmp_path)
-    chain = ["evaluate-tiny", "prepare-tiny", "shard-tiny", "shard-tiny", "train-tiny"]
+    job_names = ["evaluate-tiny", "prepare-tiny", "shard-tiny", "shard-tiny", "train-tiny"]
     squeue = ["squeue", "-h", "--format=%j"]
     try:
         for arguments in (
@@ -213,11 +223,11 @@ def test_three_concurrent_submits_submit_one_chain(tmp_path: Path, cluster: Clus
         ):
             results = submit_three_times(cluster, tmp_path, *arguments)
             assert [code for code, _ in results] == [0, 0, 0], results
-            assert sorted(cluster.output(squeue).split()) == chain, results
-            if len(arguments) == 2:
-                assert list_event_names(tmp_path / "runs/tiny").count("submitted") == len(chain), results
-                pending = [re.findall(r"^\w+ +job \d+ pending$", output, re.M) for _, output in results]
-                assert sum(map(len, pending)) >= 8, results
+            assert sorted(cluster.output(squeue).split()) == job_names, results
+            if len(arguments) == 2:  # two commands find all or most jobs of the chain in the queue
+                assert list_event_names(tmp_path / "runs/tiny").count("submitted") == len(job_names), results
+                pending_lines = [re.findall(r"^\w+ +job \d+ pending$", output, re.M) for _, output in results]
+                assert sum(map(len, pending_lines)) >= 8, results
     finally:
         run_submit(cluster, tmp_path, "cancel", "runs/tiny")
     wait_for_empty_queue(cluster)
@@ -226,23 +236,23 @@ def test_three_concurrent_submits_submit_one_chain(tmp_path: Path, cluster: Clus
 def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
     tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
-    """The first attempt to publish the model is killed just before it renames the folder.
+    """Also, the first attempt of publish is killed just before it renames the folder with the model.
 
-    That attempt made no progress, so the stage is not retried until the user runs `resume`. The model must then be
-    published once and completely.
+    This attempt makes no progress, so the stage is not retried until the user runs `resume`. Then the complete model
+    must be published, and only once. The curve in TensorBoard must have each step once.
     """
-    tracked = "track={tensorboard: true, telemetry_s: 1}"  # does not change the digest
-    publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", tracked)
+    track = "track={tensorboard: true, telemetry_s: 1}"  # does not change the digest
+    publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", track)
     config = write_config_on_data(tmp_path, reference, "low")
     run = create_slow_run(tmp_path, config, (*TRAIN_ON_4_NODES, *publish))
-    code = run / "code/pipeline/base/files.py"
-    line = "            os.rename(temporary, folder)"
-    kill_once = (
+    module = run / "code/pipeline/base/files.py"
+    rename_line = "            os.rename(temporary, folder)"
+    kill_lines = (
         f"            if not Path('{tmp_path}/killed').exists():\n"
         f"                Path('{tmp_path}/killed').touch()\n"
         "                os.kill(os.getpid(), 9)\n"
     )
-    replace_in_file(code, line, f"{kill_once}{line}")
+    replace_in_file(module, rename_line, f"{kill_lines}{rename_line}")
     assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES, *publish).returncode == 0
     wait_for("step 8", lambda: count_steps(run) >= 8)
     preempt_all_nodes(cluster)
@@ -255,9 +265,10 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
     assert "SIGKILL" in status and "resume runs/low" in status, status
     assert run_submit(cluster, tmp_path, "resume", "runs/low").returncode == 0
     wait_for("the published model", lambda: "done" in list_event_names(run, "publish"), 150)
-    (version,) = (tmp_path / "models/low").iterdir()
-    assert subprocess.run(["sha256sum", "--status", "-c", "SHA256SUMS"], cwd=version, timeout=60).returncode == 0
-    assert version.name == "step-00000040" and list_event_names(run, "publish").count("started") == 2
+    (model_folder,) = (tmp_path / "models/low").iterdir()
+    check_hashes = ["sha256sum", "--status", "-c", "SHA256SUMS"]
+    assert subprocess.run(check_hashes, cwd=model_folder, timeout=60).returncode == 0
+    assert model_folder.name == "step-00000040" and list_event_names(run, "publish").count("started") == 2
     assert list_event_names(run, "train").count("started") >= 2
     restored = read_event_lines(Run.open(run), "train", "restored")
     assert restored and restored[0]["lost_steps"] == 0, "no step may be repeated"
@@ -274,23 +285,23 @@ def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path,
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
-    job = get_job_id(run, "train")
-    assert cluster.run(["scancel", job], timeout=60).returncode == 0
-    show_job = ["scontrol", "show", "job", job]
+    job_id = get_job_id(run, "train")
+    assert cluster.run(["scancel", job_id], timeout=60).returncode == 0
+    show_job = ["scontrol", "show", "job", job_id]
     wait_for("the end of the job", lambda: "CANCELLED" in cluster.run(show_job, timeout=60).stdout, 60)
     time.sleep(8)  # long enough for a requeue
-    state = cluster.run(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"], timeout=60).stdout
+    state = cluster.run(["squeue", "-h", "-t", "all", "-j", job_id, "-o", "%T"], timeout=60).stdout
     assert state.strip() == "CANCELLED" and "requeued" not in list_event_names(run, "train")
-    assert not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), "evaluate must be cancelled too"
-    evaluation_job = get_job_id(run, "evaluate")
+    assert not cluster.run(["squeue", "-h"], timeout=60).stdout.strip(), "the evaluate job must also be cancelled"
+    evaluate_job_id = get_job_id(run, "evaluate")
     assert run_submit(cluster, tmp_path, "resume", "runs/gone").returncode == 0
-    assert get_job_id(run, "evaluate") != evaluation_job
+    assert get_job_id(run, "evaluate") != evaluate_job_id
     assert cluster.job_state(get_job_id(run, "evaluate")) == "PENDING"
     run_submit(cluster, tmp_path, "cancel", "runs/gone")
     wait_for_empty_queue(cluster)
 
 
-def test_cancel_saves_and_ends_the_chain(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
+def test_cancel_saves_a_checkpoint_and_cancels_the_chain(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
     config = write_config_on_data(tmp_path, reference, "ended")
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0
@@ -306,6 +317,7 @@ def test_cancel_saves_and_ends_the_chain(tmp_path: Path, reference: Path, cluste
 def test_special_characters_in_paths_are_not_interpreted_by_a_shell(
     tmp_path: Path, cluster: Cluster, name: str
 ) -> None:
+    """If a shell interpreted the name of the folder, it would create the file `pwned`."""
     folder = tmp_path / name
     folder.mkdir()
     write_broken_packages(folder)  # jobs must not import code from the working directory
@@ -313,8 +325,8 @@ def test_special_characters_in_paths_are_not_interpreted_by_a_shell(
     assert run_submit(cluster, folder, "tiny.yaml", "stages.shard.tasks=1", "optimizer.warmup_steps=1").returncode == 0
     run = folder / "runs/tiny"
     wait_for("prepare", lambda: "done" in list_event_names(run, "prepare"), 40)
-    job = cluster.run(["scontrol", "show", "job", get_job_id(run, "prepare")], timeout=60).stdout
-    assert f"sluice {run}" in job
+    job_info = cluster.run(["scontrol", "show", "job", get_job_id(run, "prepare")], timeout=60).stdout
+    assert f"sluice {run}" in job_info, "the comment of the job must contain the unchanged path"
     run_submit(cluster, folder, "cancel", "runs/tiny")
     assert not list(tmp_path.rglob("pwned")) and config.exists()
     assert json.loads((run / "data/prepare.json").read_text())
@@ -323,21 +335,24 @@ def test_special_characters_in_paths_are_not_interpreted_by_a_shell(
 def test_the_chain_template_runs_all_stages(tmp_path: Path, cluster: Cluster) -> None:
     config = write_config(tmp_path, steps=6)
     options = ["-N2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch", str(config)]
-    job = submit_template(cluster, tmp_path, *options, "stages.train.nodes=2", "stages.evaluate.nodes=2")
+    job_id = submit_template(cluster, tmp_path, *options, "stages.train.nodes=2", "stages.evaluate.nodes=2")
     run = tmp_path / "runs/tiny"
     wait_for("the evaluation", lambda: (run / "events.jsonl").exists() and "done" in list_event_names(run, "evaluate"))
-    wait_for("the end of the job", lambda: cluster.job_state(job) == "COMPLETED", 30)
+    wait_for("the end of the job", lambda: cluster.job_state(job_id) == "COMPLETED", 30)
     assert "unigram" in (tmp_path / "log").read_text()
 
 
 def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
-    """submit.py runs in the batch script and receives SIGTERM from Slurm, which is not a request of the user."""
+    """submit.py runs in the batch script of the template and receives SIGTERM from Slurm.
+
+    submit.py must not treat this signal as a request of the user to stop the run.
+    """
     config = write_config_on_data(tmp_path, reference, "chained")
     run = create_slow_run(tmp_path, config)
     options = ["-N4", "--ntasks-per-node=1", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch"]
-    job = submit_template(cluster, tmp_path, *options, str(config), *TRAIN_ON_4_NODES)
+    job_id = submit_template(cluster, tmp_path, *options, str(config), *TRAIN_ON_4_NODES)
     wait_for("step 8", lambda: count_steps(run) >= 8)
-    cluster.output(["scontrol", "requeue", job])
+    cluster.output(["scontrol", "requeue", job_id])
     wait_for("the end of train", lambda: "done" in list_event_names(run, "train"), 120)
     events = read_event_lines(Run.open(run), "train")
     assert "stop file" not in [event.get("by") for event in events] + [event.get("cause") for event in events]
@@ -348,6 +363,7 @@ def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, refere
 def test_the_train_template_requeues_itself_if_only_the_batch_script_is_signalled(
     tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
+    """With `--signal=B:…`, Slurm sends the signal only to the batch script, not to the ranks."""
     run = create_slow_run(tmp_path, write_config_on_data(tmp_path, reference, "template"))
     options = ["-N4", "--ntasks-per-node=1", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
     submit_template(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))

@@ -1,4 +1,4 @@
-"""Test a run with pipeline, tensor and data parallelism that is preempted and resumes with another layout."""
+"""Test a run with pipeline, tensor and data parallelism that is preempted and later continues with another layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ ONE_RANK = (
 
 @pytest.mark.timeout(900)
 def test_a_run_resumes_with_another_layout_on_the_cluster(tmp_path: Path, cluster: Cluster) -> None:
-    """The run starts with pp 2 × dp 2 × tp 2 and resumes with pp 1 × dp 4 × tp 2. Losses equal those of one rank."""
+    """The run starts with 2 pipeline × 2 data × 2 tensor parallel ranks, and continues with 1 × 4 × 2.
+
+    Losses and gradient norms must be close to those of one rank. A copy of the run, restored with the new layout and
+    saved again, must have the same digest.
+    """
     (tmp_path / "reference").mkdir()
     write_config(tmp_path / "reference", steps=STEPS)
     reference = Run(tmp_path / "reference/runs/tiny")
@@ -54,20 +58,20 @@ def test_a_run_resumes_with_another_layout_on_the_cluster(tmp_path: Path, cluste
     run.stop_file.touch()
     wait_for("the stop", lambda: "stopped" in list_event_names(run.path, "train"))
     saved_digest = compute_run_digest(Run(tmp_path / "runs/tiny"))
-    other_layout = tmp_path / "other_layout"
-    shutil.copytree(run.path, other_layout, symlinks=True)
-    Run.open(other_layout).apply_overrides(["parallel.pipeline=1"])
-    resaved = tmp_path / "resaved"
-    resaved.mkdir()
-    (resaved_digest,) = set(run_ranks(8, resave_on_rank, other_layout, resaved))
+    copy_path = tmp_path / "copy"
+    shutil.copytree(run.path, copy_path, symlinks=True)
+    Run.open(copy_path).apply_overrides(["parallel.pipeline=1"])
+    checkpoints = tmp_path / "resaved"
+    checkpoints.mkdir()
+    (resaved_digest,) = set(run_ranks(8, resave_on_rank, copy_path, checkpoints))
     assert resaved_digest == saved_digest
-    resumed = run_submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    result = run_submit(cluster, tmp_path, "resume", "runs/tiny", "parallel.pipeline=1")
+    assert result.returncode == 0, result.stdout + result.stderr
     wait_for("the restore", lambda: list_event_names(run.path, "train").count("restored") == 2)
     wait_for("the evaluation", lambda: "done" in list_event_names(run.path, "evaluate"), 150)
     assert [event["ranks"] for event in read_event_lines(Run.open(run.path), "train", "started")] == [8, 8, 8]
     lines = list(read_jsonl(run.metrics_file))
-    undisturbed = list(read_jsonl(reference.metrics_file))
+    reference_lines = list(read_jsonl(reference.metrics_file))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
-        assert [line[key] for line in lines] == pytest.approx([line[key] for line in undisturbed], rel=1e-4)
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in reference_lines], rel=1e-4)

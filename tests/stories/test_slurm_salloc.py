@@ -1,4 +1,4 @@
-"""Test runs inside salloc on a real Slurm: they use the granted allocation and show failures in the terminal."""
+"""Test runs inside salloc on a real Slurm. They must use the allocation and show failures in the terminal."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ cluster = cluster_fixture()
 
 pytestmark = pytest.mark.timeout(300)
 
-TENSOR = ("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0", "train.micro_batch=4")
+TENSOR_PARALLEL = ("stages.train.nodes=2", "parallel.tensor=2", "model.dropout=0", "train.micro_batch=4")
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 
 
 def run_in_allocation(
     cluster: Cluster, folder: Path, options: str, *command: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command inside `salloc` with these options."""
+    """Run a command inside `salloc` with these options and further environment variables. Return its result."""
     return subprocess.run(
         ["salloc", "--quiet", *options.split(), *command],
         cwd=folder,
@@ -50,24 +50,28 @@ def format_supervisor_command(stage: str, run: Run) -> str:
 
 
 def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cluster: Cluster) -> None:
+    """Rank 3 fails in step 6. After the bug is removed, `resume` continues the run in another allocation.
+
+    Outside of an allocation, `resume` would submit jobs. It must not do this without `--executor slurm`.
+    """
     config = write_config(tmp_path, steps=12)
     overrides = ("stages.train.nodes=2", "stages.evaluate.nodes=2")
     run = create_slow_run(tmp_path, config, overrides)
     trainer = run / "code/pipeline/train/trainer.py"
     correct_code = trainer.read_text()
-    anchor = "        lr = self.compute_learning_rate("
+    step_line = "        lr = self.compute_learning_rate("
     bug = "        if self.world.rank == 3 and step == 6:\n            raise ValueError('bug in rank three')\n"
-    replace_in_file(trainer, anchor, f"{bug}{anchor}")
+    replace_in_file(trainer, step_line, f"{bug}{step_line}")
     options = "-N2 --ntasks-per-node=2"
-    failed = run_in_allocation(cluster, tmp_path, options, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
-    assert failed.returncode == ExitCode.CRASHED, failed.stdout + failed.stderr
-    assert "/12  loss" in failed.stdout
-    assert "rank 3 on n2" in failed.stdout and "bug in rank three" in failed.stdout
-    (started,) = read_event_lines(Run.open(run), "train", "started")
-    assert started["ranks"] == 4
+    result = run_in_allocation(cluster, tmp_path, options, *SUBMIT, str(config), *overrides, FORCE_COLOR="1")
+    assert result.returncode == ExitCode.CRASHED, result.stdout + result.stderr
+    assert "/12  loss" in result.stdout
+    assert "rank 3 on n2" in result.stdout and "bug in rank three" in result.stdout
+    (event,) = read_event_lines(Run.open(run), "train", "started")
+    assert event["ranks"] == 4
     trainer.write_text(correct_code)
-    rejected = run_submit(cluster, tmp_path, "resume", "runs/tiny")
-    assert rejected.returncode == ExitCode.USER_ERROR and "--executor slurm" in rejected.stderr
+    result = run_submit(cluster, tmp_path, "resume", "runs/tiny")
+    assert result.returncode == ExitCode.USER_ERROR and "--executor slurm" in result.stderr
     assert "resumed" not in list_event_names(run)
     result = run_in_allocation(cluster, tmp_path, options, *SUBMIT, "resume", "runs/tiny")
     assert result.returncode == 0 and "evaluate  done" in result.stdout, result.stdout + result.stderr
@@ -78,15 +82,19 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
 def test_shard_uses_all_tasks_of_the_allocation(
     tmp_path: Path, cluster: Cluster, options: str, cpus: str, ranks: int
 ) -> None:
-    """In the second case, a node can run two tasks. A step with one task gets two CPUs, not all four of the node."""
+    """Run prepare with one rank and shard with all ranks of the allocation. The ranks get the settings of the site.
+
+    The second allocation has five tasks with two CPUs each on three nodes with four CPUs. The step of prepare, with one
+    task, must get two CPUs, not all four. `site.setup` is not run in an allocation, and a warning says this.
+    """
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     secrets = tmp_path / "secrets"
     secrets.write_text("SECRET='hunter2 too'\n")
     secrets.chmod(0o600)
-    site = [f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export NEVER=1']"]
-    site += [f"site.secrets={secrets}", "site.pass=[PATH]"]
-    run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *site]))
+    overrides = [f"site.scratch={scratch}", "site.network_interface=lo", "site.setup=['export OF_SETUP=1']"]
+    overrides += [f"site.secrets={secrets}", "site.pass=[PATH]"]
+    run = Run.create(load_config(write_config(tmp_path), ["stages.shard.tasks=8", *overrides]))
     entry_point = run.code_dir / "pipeline/__main__.py"
     dump = f"import json, os\nopen('{tmp_path}/ranks', 'a').write(json.dumps(dict(os.environ)) + chr(10))\n"
     replace_in_file(entry_point, "\nimport sys\n", f"\nimport sys\n{dump}")
@@ -99,7 +107,7 @@ def test_shard_uses_all_tasks_of_the_allocation(
     assert len({variables["SLURMD_NODENAME"] for variables in environments[1:]}) == int(options[2])
     for variables in environments:
         assert variables["TMPDIR"] == str(scratch) and variables["GLOO_SOCKET_IFNAME"] == "lo"
-        assert "NEVER" not in variables and variables["SECRET"] == "hunter2 too"
+        assert "OF_SETUP" not in variables and variables["SECRET"] == "hunter2 too"
     assert result.stdout.count(SETUP_NOT_RUN) == 2
 
 
@@ -114,7 +122,7 @@ def test_the_error_of_srun_is_shown_if_it_cannot_start_a_step(tmp_path: Path, cl
 
 
 def test_a_cyclic_distribution_of_tensor_parallel_ranks_is_rejected(tmp_path: Path, cluster: Cluster) -> None:
-    run = make_run(tmp_path, overrides=("train.steps=4", *TENSOR))
+    run = make_run(tmp_path, overrides=("train.steps=4", *TENSOR_PARALLEL))
     command = ["srun", "--distribution=cyclic", sys.executable, "-m", "pipeline", "train", str(run.path)]
     result = run_in_allocation(cluster, CODE_ROOT, "-N2 --ntasks-per-node=2", *command)
     assert result.returncode != 0 and "--distribution=block" in result.stderr and "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""Test the curves in TensorBoard, W&B and MLflow of a sweep that is preempted and resumes with another layout."""
+"""Test the curves in TensorBoard, W&B and MLflow of a sweep that is preempted and continues with fewer nodes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def mlflow(tmp_path: Path) -> Iterator[str]:
 
 
 def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: Cluster, mlflow: str) -> None:
+    """The first of four points is preempted on two nodes, while all other nodes are drained. It continues on one node.
+
+    The curve of each point must have each step once, with the losses in metrics.jsonl.
+    """
     overrides = [
         f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}', experiment: four}}}}",
         "sweep={grid: {optimizer.lr: [0.001, 0.002], run.seed: [4, 5]}, at_most: 1}",
@@ -43,27 +47,27 @@ def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: C
         "stages.train.tasks_per_node=1",
     ]
     (tmp_path / "data").mkdir()
-    data = make_run(tmp_path / "data").data_dir
+    prepared_data = make_run(tmp_path / "data").data_dir
     run = Run.create(load_config(write_config(tmp_path, steps=STEPS), overrides))
     run.data_dir.rmdir()
-    run.data_dir.symlink_to(data)
+    run.data_dir.symlink_to(prepared_data)
     slow_down_steps(run, 0.4)
     result = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *overrides)
     assert result.returncode == 0, result.stdout + result.stderr
     points = list_points(run)
-    first = points[0]
-    wait_for("step 4", lambda: count_steps(first.path) >= 4)
-    host = read_event_lines(first, "train", "started")[0]["host"]
+    first_point = points[0]
+    wait_for("step 4", lambda: count_steps(first_point.path) >= 4)
+    host = read_event_lines(first_point, "train", "started")[0]["host"]
     for node in {*NODES} - {host}:
         cluster.drain(node)
     cluster.output(["sbatch", "-phigh", f"-w{host}", "-n1", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
-    wait_for("the next start", lambda: list_event_names(first.path, "train").count("started") == 2)
+    wait_for("the next start", lambda: list_event_names(first_point.path, "train").count("started") == 2)
     for node in {*NODES} - {host}:
         cluster.undrain(node)
     wait_for("all evaluations", lambda: all("done" in list_event_names(point.path, "evaluate") for point in points))
-    assert "preempted" in list_event_names(first.path, "train")
-    assert [event["ranks"] for event in read_event_lines(first, "train", "started")] == [2, 1]
-    # `track` sends what the followers could not send in the last ten seconds of the jobs.
+    assert "preempted" in list_event_names(first_point.path, "train")
+    assert [event["ranks"] for event in read_event_lines(first_point, "train", "started")] == [2, 1]
+    # At the end of a job, the trackers have only ten seconds to send data. `track` sends the remaining data.
     result = run_submit(cluster, tmp_path, "track", "runs/tiny")
     assert result.returncode == 0, result.stdout + result.stderr
     for point in points:

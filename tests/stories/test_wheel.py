@@ -1,4 +1,4 @@
-"""Test that the wheel, installed into a new environment, works outside of a checkout."""
+"""Test that the wheel works outside of a checkout, in a new virtual environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCES = (
 
 
 def run_command(command: list[str], folder: Path, timeout: int = 120) -> str:
-    """Run a command without environment variables of Python and Slurm, and return its output. It must succeed."""
+    """Run a command without environment variables of Python and Slurm. Check that it succeeds. Return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SLURM"))}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
@@ -41,7 +41,10 @@ def run_command(command: list[str], folder: Path, timeout: int = 120) -> str:
 
 @pytest.fixture(scope="module")
 def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of the command `sluice` in an environment that contains only the wheel and its dependencies."""
+    """Build the wheel and install it into a virtual environment. Return the path of the command `sluice` in it.
+
+    The environment takes the dependencies of the wheel from the environment that runs the tests.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     environment = folder / "environment"
@@ -63,8 +66,8 @@ def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = Path(
         run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
     )
-    # Python ignores .pth files in folders that are added by a .pth file. An editable install of Sluice is such a file,
-    # so the code of the checkout is not importable.
+    # This .pth file adds the folder with the dependencies. If Sluice is installed there in editable mode, the code of
+    # the checkout is still not importable: Python ignores .pth files in folders that a .pth file adds.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     locations = run_command(
         [str(python), "-c", "import pipeline, submit; print(pipeline.__file__, submit.__file__)"], folder
@@ -94,10 +97,10 @@ def test_the_wheel_works_outside_a_checkout(sluice: Path, tmp_path: Path) -> Non
 
 def test_the_wheel_contains_every_file_of_the_packages(sluice: Path) -> None:
     (packages,) = sluice.parents[1].glob("lib/python*/site-packages")
-    tracked = [
+    source_files = [
         path.relative_to(CODE_ROOT)
         for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs")
         for path in (CODE_ROOT / name).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    assert [str(path) for path in tracked if not (packages / path).is_file()] == []
+    assert [str(path) for path in source_files if not (packages / path).is_file()] == []
