@@ -1,14 +1,10 @@
-"""Chaos test: a small run on the real test cluster is hit by random faults of a shared cluster.
+"""Chaos test: train a small run on the test cluster while random faults of a shared cluster happen.
 
-    python -m tests.chaos --seeds 7 --faults 8       one sequence; prints each fault and the cause that was recorded
+    python -m tests.chaos --seeds 7 --faults 8       8 faults, chosen with seed 7; prints each fault and its cause
 
-`driver.py` submits a run and chooses faults by a seed. `faults.py` has one function per kind of fault. `inject/` is a
-folder for PYTHONPATH. Its `sitecustomize.py` causes faults inside the ranks: a kill in a phase of a save, a NaN loss, a
-hanging rank, a skewed clock.
+`driver.py` submits the run and chooses the faults. `faults.py` has one function per kind of fault. `inject/` contains a
+`sitecustomize.py`, which causes faults inside the ranks, such as a NaN loss.
 
-After each sequence, the test checks that:
-- the digest equals that of an undisturbed run with the same layout and the same recorded decisions,
-- every step and every sample occurs once,
-- no damaged checkpoint was loaded,
-- every cause was recorded correctly.
+After the faults, the digest must equal that of an undisturbed run with the same layout and the same recorded decisions.
+Each step and each sample must occur once. No damaged checkpoint may be loaded. The cause of each stop must be recorded.
 """

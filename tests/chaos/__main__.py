@@ -1,6 +1,6 @@
 """Run sequences of faults: `python -m tests.chaos --seeds 1-13 --faults 8 [--only kill_a_rank …] [--write]`.
 
-Each seed has its own run and its own cluster. `--write` adds its line to the table in tests/chaos/results.md.
+Each seed has a separate run and a separate cluster. `--write` updates the table in tests/chaos/results.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def run_sequence(seed: int, count: int, names: list[str] | None) -> tuple[list[F
     """Run one sequence of faults.
 
     Args:
-        seed: seed of the random choices of faults and moments.
-        count: number of faults, unless they are named.
-        names: names of the faults, in their order; None: choose them by the seed.
+        seed: seed of all random choices: which faults happen, when, and in which rank.
+        count: number of random faults. Ignored if `names` is given.
+        names: names of the faults, in order; None for random faults.
 
     Returns:
-        The result of each fault, and all problems.
+        The result of each fault, and a description of each problem.
     """
     sequence = [getattr(faults, name) for name in names] if names else choose_faults(seed, count)
     needs_network = faults.disconnect_a_node in sequence
@@ -40,7 +40,8 @@ def run_sequence(seed: int, count: int, names: list[str] | None) -> tuple[list[F
         chaos_run = ChaosRun(cluster, folder, seed, len(sequence))
         try:
             results = chaos_run.run_faults(sequence)
-            return results, chaos_run.find_problems(results, compute_undisturbed_digest(folder / "calm", chaos_run))
+            digest = compute_undisturbed_digest(folder / "undisturbed", chaos_run)
+            return results, chaos_run.find_problems(results, digest)
         finally:
             copy = directory.with_name(f"{directory.name}-run")
             shutil.copytree(chaos_run.run.path, copy, symlinks=True)
@@ -48,7 +49,7 @@ def run_sequence(seed: int, count: int, names: list[str] | None) -> tuple[list[F
 
 
 def write_results(line_by_seed: Mapping[int, str], faults_per_seed: int) -> None:
-    """Write the table of results, one line per seed."""
+    """Write results.md: a table with one line per seed, and the number of faults of each kind."""
     table = "\n".join(line_by_seed[seed] for seed in sorted(line_by_seed))
     count_by_fault = Counter(re.findall(r"(\w+) \(", table))
     paragraphs = [
@@ -66,7 +67,7 @@ def write_results(line_by_seed: Mapping[int, str], faults_per_seed: int) -> None
 
 
 def main() -> int:
-    """Run the sequences; return 1 if there is any problem."""
+    """Run one sequence of faults for each seed. Return 1 if there is any problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="1", help="a seed, or the first and the last one: 1-13")
     parser.add_argument("--faults", type=int, default=8, help="number of faults per seed")

@@ -1,4 +1,4 @@
-"""Hit the train stage of one run with a sequence of faults and check its outcome."""
+"""Submit a run, cause a sequence of faults during its train stage, and check the outcome."""
 
 from __future__ import annotations
 
@@ -31,19 +31,22 @@ from tests.support.tiny import compute_run_digest, write_config
 RETRY_NAMES = frozenset(event_class.NAME for event_class in RETRY_EVENTS)
 END_NAMES = frozenset(event_class.NAME for event_class in END_EVENTS)
 STEPS_PER_FAULT = 22
-"""Enough steps for an attempt to save a checkpoint before its fault, and for the steps repeated after it."""
+"""Steps per fault. They are enough for a checkpoint before the fault and for the steps that are repeated after it."""
 STEP_DELAY_S = "0.15"
-"""Delay added to each step, so that faults can happen within a step."""
+"""Seconds that are added to each step, so that a fault can happen within a step."""
 OVERRIDES = (
     "stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
     "checkpoint.every_steps=4", "train.log_every=5", "recovery.hang_s=15", "evaluate.max_sequences=2",
-    "recovery.crash=1000", "recovery.hang=1000", "recovery.max_restarts_without_progress=50",
+    "recovery.budgets.crash=1000", "recovery.budgets.hang=1000", "recovery.max_restarts_without_progress=50",
 )  # fmt: skip
 
 
 @contextlib.contextmanager
 def mount_small_disk() -> Iterator[Path]:
-    """Mount a separate file system, which a fault may fill. Call this before the cluster starts: its nodes see it."""
+    """Mount a file system of 300 MB, which a fault may fill. Yield its path.
+
+    Mount it before the cluster starts. Otherwise, the nodes do not see it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="sluice-chaos-", dir="/tmp"))
     mount = ["mount", "-t", "tmpfs", "-o", "size=300m,mode=755", "sluice-chaos", str(folder)]
     subprocess.run(mount, check=True, timeout=10)
@@ -56,7 +59,14 @@ def mount_small_disk() -> Iterator[Path]:
 
 @dataclass
 class FaultResult:
-    """A fault, the cause that the run should record for it, and the recorded cause. None: the fault causes no stop."""
+    """The result of one fault.
+
+    Attributes:
+        fault: name of the function that caused the fault.
+        expected_cause: the cause that the run should record; None if the fault must not stop the stage.
+        recorded_cause: the cause that the run recorded; None if the stage did not stop.
+        seconds: time from the start of the fault until the cause was recorded.
+    """
 
     fault: str
     expected_cause: str | None
@@ -65,7 +75,7 @@ class FaultResult:
 
 
 def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
-    """Run submit.py with `inject/` in PYTHONPATH and return its output. Raises RuntimeError if it fails."""
+    """Run submit.py with `inject/` in PYTHONPATH and return its output. Raise RuntimeError if it fails."""
     path = os.pathsep.join([str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CHAOS": str(folder / "chaos")}
     environment |= cluster.environment() if cluster else {}
@@ -77,13 +87,13 @@ def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
 
 
 class ChaosRun:
-    """A run in `folder`, which all nodes can read, and the faults that hit its train stage.
+    """A run in `folder`, and methods that cause faults during its train stage and check the outcome.
 
     Args:
         cluster: cluster that runs the jobs.
-        folder: folder of the config, the run and the injected faults.
+        folder: folder for the config, the run and the requests for faults. All nodes can read it.
         seed: seed of random choices.
-        count: number of faults; the run has enough steps for them.
+        count: number of faults. It determines the number of steps of the run.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int) -> None:
@@ -98,27 +108,31 @@ class ChaosRun:
         self.context = FaultContext(cluster, self.run, folder / "chaos", self.random)
 
     def run_faults(self, faults: Sequence[Fault]) -> list[FaultResult]:
-        """Submit the run, cause the faults one after another, and wait until the train stage is done."""
+        """Submit the run, cause the faults one after another, and wait until the train stage is done.
+
+        Returns:
+            The result of each fault.
+        """
         context = self.context
         run_submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
         results: list[FaultResult] = []
         for fault in faults:
             self._wait_for_progress()
             time.sleep(self.random.uniform(0, 1.0))
-            self._wait_for_progress()  # A late effect of the previous fault may have stopped the stage again.
+            self._wait_for_progress()  # The previous fault may have stopped the stage again.
             event_count = len(read_event_lines(self.run, "train"))
             start = time.monotonic()
-            expected = fault(context)
+            expected_cause = fault(context)
             cause = None
             if context.needs_resume:  # The cause is recorded only when the user resumes the run.
                 context.wait_until("status prints a command", self._run_command_of_status)
                 context.needs_resume = False
-            if expected is not None:
+            if expected_cause is not None:
                 find_cause = partial(self._find_recorded_cause, event_count)
                 context.wait_until(f"the train stage stops after {fault.__name__}", find_cause)
                 cause = find_cause()
             context.set_step_delay(float(STEP_DELAY_S))
-            results.append(FaultResult(fault.__name__, expected, cause, time.monotonic() - start))
+            results.append(FaultResult(fault.__name__, expected_cause, cause, time.monotonic() - start))
         (self.folder / "chaos/delay").write_text("0.0")
 
         def has_last_checkpoint() -> bool:
@@ -130,7 +144,7 @@ class ChaosRun:
         return results
 
     def _run_command_of_status(self) -> bool:
-        """Run the command that `status` prints to continue. Return False if it prints none yet."""
+        """Run the command that `status` prints to continue the run. Return False if `status` does not print one yet."""
         output = run_submit(self.cluster, self.folder, "status", str(self.run.path))
         if (command := re.search(r"^to continue: .*submit\.py (.+)$", output, re.MULTILINE)) is None:
             return False
@@ -138,7 +152,10 @@ class ChaosRun:
         return True
 
     def _find_recorded_cause(self, event_count: int) -> str | None:
-        """Return the cause of the first stop that was recorded after the first `event_count` events."""
+        """Return the cause of the first stop after the first `event_count` events; None if no stop was recorded.
+
+        If the stage has failed permanently, the result starts with "gave up".
+        """
         for event in read_event_lines(self.run, "train")[event_count:]:
             if event["event"] in RETRY_NAMES or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
@@ -147,7 +164,9 @@ class ChaosRun:
         return None
 
     def _wait_for_progress(self) -> None:
-        """Wait until the running attempt has saved a checkpoint. An earlier stop would count as one without progress.
+        """Wait until the running attempt has saved a checkpoint.
+
+        If a fault stopped the attempt earlier, the attempt would count as one without progress.
 
         Raises:
             RuntimeError: the job of the train stage has ended.
@@ -155,7 +174,7 @@ class ChaosRun:
 
         def has_saved_checkpoint() -> bool:
             events = read_event_lines(self.run, "train")
-            state = self.cluster.job_state(self.context.job)
+            state = self.cluster.job_state(self.context.job_id)
             if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):
                 raise RuntimeError(f"the job of the train stage ended early as {state}: {events[-3:]}")
             if state != "RUNNING":
@@ -169,16 +188,16 @@ class ChaosRun:
         self.context.wait_until("the train stage has saved a checkpoint", has_saved_checkpoint)
 
     def _resume_drained_nodes(self) -> None:
-        """Return drained nodes to service, as an administrator does.
+        """Return drained nodes to service, as an administrator would do.
 
-        Slurm 24.11 drains a node if the controller, after a freeze, starts a job that the node still runs
+        After the controller was suspended, it may start a job that a node still runs. Slurm 24.11 then drains the node
         ("Duplicate jobid").
         """
         for node in self.cluster.output(["sinfo", "-hN", "--states=drain", "--format=%N"]).split():
             self.cluster.run(["scontrol", "update", f"nodename={node}", "state=resume"])
 
     def find_problems(self, results: Sequence[FaultResult], undisturbed_digest: str) -> list[str]:
-        """Return everything that is wrong with the outcome."""
+        """Return a description of each difference from the expected outcome (see tests/chaos/__init__.py)."""
         problems = [
             f"{result.fault}: recorded as {result.recorded_cause}, expected {result.expected_cause}"
             for result in results
@@ -200,26 +219,27 @@ class ChaosRun:
             elif event["event"] == "restored" and event["step"] in damaged_steps:
                 problems.append(f"the damaged checkpoint {event['step']} was loaded")
         reported_steps = {event["step"] for event in events if event["event"] == "damaged"}
-        if unreported := set(self.context.damaged_steps) - reported_steps:
-            problems.append(f"damage to the checkpoints {sorted(unreported)} was not reported")
-        if changed := [job for job in self.context.foreign_jobs if self.cluster.job_state(job) != "PENDING"]:
-            problems.append(f"jobs of other users are no longer pending: {', '.join(changed)}")
+        if unreported_steps := set(self.context.damaged_steps) - reported_steps:
+            problems.append(f"damage to the checkpoints {sorted(unreported_steps)} was not reported")
+        foreign_job_ids = self.context.foreign_job_ids
+        if changed_ids := [job_id for job_id in foreign_job_ids if self.cluster.job_state(job_id) != "PENDING"]:
+            problems.append(f"jobs of other users are no longer pending: {', '.join(changed_ids)}")
         decisions = read_jsonl(self.run.decisions_file)
-        skipped = {line["position"] for line in decisions if line["decision"] == "skip"}
-        if len(skipped) != self.context.nan_count:
-            problems.append(f"{len(skipped)} steps were skipped, {self.context.nan_count} had a NaN loss")
+        skipped_positions = {line["position"] for line in decisions if line["decision"] == "skip"}
+        if len(skipped_positions) != self.context.nan_count:
+            problems.append(f"{len(skipped_positions)} steps were skipped, {self.context.nan_count} had a NaN loss")
         if (digest := compute_run_digest(self.run)) != undisturbed_digest:
             problems.append(f"the digest is {digest}, that of the undisturbed run {undisturbed_digest}")
         return problems
 
 
 def compute_undisturbed_digest(folder: Path, chaos_run: ChaosRun, cluster: Cluster | None = None) -> str:
-    """Repeat a run without faults, with the same layout and recorded decisions, and return its digest.
+    """Repeat a run without faults, with the same layout and recorded decisions. Return the digest of the repetition.
 
     Args:
-        folder: root folder of the repeated run.
+        folder: `run.root` of the repetition.
         chaos_run: the run to repeat.
-        cluster: cluster that runs the jobs; None: this machine runs them.
+        cluster: cluster for the jobs; None to run the stages on this machine.
     """
     run = Run.create(load_config(chaos_run.config, [*OVERRIDES, f"run.root={folder}"]))
     run.data_dir.rmdir()
@@ -236,7 +256,7 @@ def compute_undisturbed_digest(folder: Path, chaos_run: ChaosRun, cluster: Clust
 
 
 def choose_faults(seed: int, count: int) -> list[Fault]:
-    """Choose a random sequence of faults; slow kinds are half as likely."""
+    """Return a random sequence of faults. Slow faults are half as likely as quick ones."""
     generator = random.Random(seed)
     kinds = [*QUICK_FAULTS, *QUICK_FAULTS, *SLOW_FAULTS]
     return [generator.choice(kinds) for _ in range(count)]

@@ -1,6 +1,6 @@
-"""One function per kind of fault. Each causes the fault and returns the cause that the run must record.
+"""Functions that cause a fault during the train stage of a run.
 
-None means that the fault must not stop the train stage.
+Each returns the cause that the run must record, or None if the fault must not stop the stage.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.support.events import read_event_lines
 
-PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")
+SAVE_PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")
 RANKS = 4
 
 
 @dataclass
 class FaultContext:
-    """The run that is hit by faults, and the effects of the faults so far."""
+    """The run, its cluster, and the effects of the faults so far."""
 
     cluster: Cluster
     run: Run
     folder: Path
-    """The folder that `inject/` reads."""
+    """Folder for requests, which `inject/sitecustomize.py` reads in each rank."""
     random: random.Random
+    """Generator of all random choices."""
     needs_resume: bool = False
-    """If True, the run does not continue by itself; the user runs the command that `status` prints."""
-    foreign_jobs: list[str] = field(default_factory=list)
+    """If True, the run does not continue automatically. The user must run the command that `status` prints."""
+    foreign_job_ids: list[str] = field(default_factory=list)
     """IDs of jobs of other users, which must not be changed."""
     nan_count: int = 0
     """Number of steps that had a NaN loss."""
@@ -46,13 +47,12 @@ class FaultContext:
     """Steps of the checkpoints that were damaged."""
 
     @property
-    def job(self) -> str:
-        """ID of the newest job of the train stage."""
-        submitted = [event for event in read_event_lines(self.run, "train") if event["event"] == "submitted"]
-        return str(submitted[-1]["job_id"])
+    def job_id(self) -> str:
+        """Return the ID of the newest job of the train stage."""
+        return str(read_event_lines(self.run, "train", "submitted")[-1]["job_id"])
 
     def find_ranks(self) -> dict[int, psutil.Process]:
-        """Return the running rank processes by rank."""
+        """Return the processes of the running ranks, by rank."""
         process_by_rank = {}
         for process in self._find_processes("-m", "pipeline", "train"):
             with contextlib.suppress(psutil.Error, KeyError):
@@ -60,46 +60,52 @@ class FaultContext:
         return process_by_rank
 
     def find_supervisor(self) -> psutil.Process:
-        """Return the process of the job's batch step."""
+        """Return the process of the supervisor, which runs in the batch step of the job."""
         return self._find_processes("-m", "slurm", "train")[0]
 
     def _find_processes(self, *arguments: str) -> list[psutil.Process]:
-        """Return the Python processes of this run whose command line begins with these arguments."""
+        """Return the Python processes of this run with these first arguments, except the option -u."""
         processes = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 command = process.cmdline()
-                has_arguments = [word for word in command[1:] if word != "-u"][: len(arguments)] == list(arguments)
-                if has_arguments and any(word.startswith(str(self.run.path)) for word in command):
+                first_arguments = [argument for argument in command[1:] if argument != "-u"][: len(arguments)]
+                is_of_run = any(argument.startswith(str(self.run.path)) for argument in command)
+                if first_arguments == list(arguments) and is_of_run:
                     processes.append(process)
         return processes
 
     def inject(self, kind: str, **details: object) -> None:
-        """Request a fault that happens once inside a random rank.
+        """Request a fault that happens once, in a random rank or, for some kinds, in rank 0.
 
-        Only rank 0 writes events and renames checkpoints, so faults that affect these happen in rank 0.
+        Only rank 0 writes events and renames checkpoints. So a skewed clock, which changes the times of events, and a
+        kill before or after the rename are requested for rank 0.
+
+        Args:
+            kind: kind of fault in `inject/sitecustomize.py`.
+            details: further conditions, such as the phase of a save.
         """
-        is_of_rank0 = kind == "skew" or "rename" in str(details.get("phase"))
-        rank = 0 if is_of_rank0 else self.random.randrange(RANKS)
+        needs_rank_0 = kind == "skew" or "rename" in str(details.get("phase"))
+        rank = 0 if needs_rank_0 else self.random.randrange(RANKS)
         (self.folder / "done.json").unlink(missing_ok=True)
         temporary = self.folder / "inject.tmp"
         temporary.write_text(json.dumps({"kind": kind, "rank": rank, **details}))
         temporary.rename(self.folder / "inject.json")
 
     def wait_until(self, description: str, condition: Callable[[], object], timeout: float = 300) -> None:
-        """Wait until the condition is true. Raises TimeoutError with the description after `timeout` seconds."""
+        """Wait until `condition` returns a true value. Raise TimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
                 log = (self.cluster.directory / "log/slurmctld.log").read_text().splitlines()[-60:]
-                lines = [f"waited {timeout:.0f} s until {description}", f"job {self.job}:"]
+                lines = [f"waited {timeout:.0f} s until {description}", f"job {self.job_id}:"]
                 lines += [self.cluster.output(["squeue", "--states=all"]), *log]
                 raise TimeoutError("\n".join(lines))
             time.sleep(0.2)
 
     def is_running(self) -> bool:
-        """Return True if the job of the train stage runs. Its state is SIGNALING while Slurm signals a preemption."""
-        return self.cluster.job_state(self.job) in ("RUNNING", "SIGNALING")
+        """Return True if the job of the train stage runs. While Slurm sends it a signal, its state is SIGNALING."""
+        return self.cluster.job_state(self.job_id) in ("RUNNING", "SIGNALING")
 
     def set_step_delay(self, seconds: float) -> None:
         """Delay each step by `seconds` from now on."""
@@ -129,7 +135,7 @@ def preempt(context: FaultContext) -> str:
 
 
 def preempt_without_grace(context: FaultContext) -> str:
-    """Preempt the job without grace time. Without accounting, this looks like `scontrol requeue`."""
+    """Preempt the job without a grace period. Without accounting, Slurm shows the same as after `scontrol requeue`."""
     context.cluster.output(["scontrol", "update", "PartitionName=low", "GraceTime=0"])
     preempt(context)
     context.wait_until("the job is preempted", lambda: not context.is_running(), 60)
@@ -138,7 +144,7 @@ def preempt_without_grace(context: FaultContext) -> str:
 
 
 def crash_a_node(context: FaultContext) -> str:
-    """Crash a random node of the job, possibly the first one, which runs the supervisor."""
+    """Crash a random node of the job. The first node runs the supervisor."""
     node = context.random.choice(["n1", "n2", "n3", "n4"])
     context.cluster.crash(node)
     context.wait_until("Slurm notices the crash", lambda: not context.is_running(), 90)
@@ -147,38 +153,41 @@ def crash_a_node(context: FaultContext) -> str:
 
 
 def reach_the_time_limit(context: FaultContext) -> str:
-    """Lower the time limit to the next minute, so that Slurm signals the steps."""
-    job_info = context.cluster.output(["scontrol", "show", "job", context.job])
+    """Reduce the time limit of the job so that the job reaches it within two minutes."""
+    job_info = context.cluster.output(["scontrol", "show", "job", context.job_id])
     hours, run_minutes, seconds = job_info.split("RunTime=")[1].split()[0].split(":")[-3:]
     minutes = int(hours.split("-")[-1]) * 60 + int(run_minutes) + 1 + (int(seconds) > 40)
     context.set_step_delay(1.5)  # The run must not end before Slurm checks the limit, which it does twice a minute.
-    context.cluster.output(["scontrol", "update", f"JobId={context.job}", f"TimeLimit={minutes}"])
+    context.cluster.output(["scontrol", "update", f"JobId={context.job_id}", f"TimeLimit={minutes}"])
     context.wait_until("the attempt ends", lambda: not context.is_running(), 120)
     # One hour is enough for the next attempt.
-    context.cluster.output(["scontrol", "update", f"JobId={context.job}", "TimeLimit=60"])
+    context.cluster.output(["scontrol", "update", f"JobId={context.job_id}", "TimeLimit=60"])
     return "time_limit"
 
 
 def send_a_signal(context: FaultContext) -> str:
-    """Signal the job with scancel --signal, as users and scripts do."""
+    """Send a signal to the job with `scancel --signal`, as users and scripts do."""
     name = context.random.choice(["USR1", "USR2", "TERM"])
-    context.cluster.output(["scancel", f"--signal={name}", context.job])
+    context.cluster.output(["scancel", f"--signal={name}", context.job_id])
     return "stopped"
 
 
 def kill_a_rank_in_a_save(context: FaultContext) -> str:
     """Kill a rank with SIGKILL in a random phase of a save."""
-    context.inject("die_in_save", phase=context.random.choice(PHASES))
+    context.inject("die_in_save", phase=context.random.choice(SAVE_PHASES))
     context.wait_until("a rank dies in a save", context.was_injected)
     return "crashed"
 
 
 def damage_the_newest_checkpoint(context: FaultContext) -> str:
-    """Truncate, delete or flip a bit of a file of the newest checkpoint, then kill the ranks."""
+    """Damage a random file of the newest checkpoint, then kill all ranks.
+
+    The damage is a flipped bit, or the file is truncated or removed.
+    """
     context.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(context.run.checkpoints_dir)) > 1)
     ranks = context.find_ranks()
     for process in ranks.values():
-        process.send_signal(signal.SIGSTOP)  # Otherwise the ranks could write a newer checkpoint meanwhile.
+        process.send_signal(signal.SIGSTOP)  # Otherwise, the ranks could save a newer checkpoint.
     step = find_newest_step(context.run.checkpoints_dir)
     file = context.random.choice(sorted((context.run.checkpoints_dir / checkpoint_name(step)).iterdir()))
     size = file.stat().st_size
@@ -198,9 +207,9 @@ def damage_the_newest_checkpoint(context: FaultContext) -> str:
 
 
 def fill_the_disk(context: FaultContext) -> str:
-    """Fill the file system before the next save. When the job has failed, remove the file again."""
-    space = os.statvfs(context.run.path)
-    if space.f_blocks * space.f_frsize > 1 << 30:
+    """Fill the file system, so that the next save fails. When the job has failed, free the space again."""
+    file_system = os.statvfs(context.run.path)
+    if file_system.f_blocks * file_system.f_frsize > 1 << 30:
         raise RuntimeError(f"{context.run.path} is on a large disk; use driver.mount_small_disk")
     filler = context.run.path.parent / "filler"
     with open(filler, "wb") as file:
@@ -209,14 +218,14 @@ def fill_the_disk(context: FaultContext) -> str:
                 os.write(file.fileno(), b"x" * 65536)
         except OSError:
             pass
-    context.wait_until("the job has failed", lambda: context.cluster.job_state(context.job) == "FAILED")
+    context.wait_until("the job has failed", lambda: context.cluster.job_state(context.job_id) == "FAILED")
     filler.unlink()
     context.needs_resume = True
     return "storage"
 
 
 def make_a_loss_nan(context: FaultContext) -> None:
-    """Make the loss of one rank NaN in one step."""
+    """Make the loss of one rank NaN in one step. The run must skip this step."""
     decision_count = len(list(read_jsonl(context.run.decisions_file)))
     context.inject("nan")
     context.wait_until("a step has a NaN loss", context.was_injected)
@@ -227,21 +236,21 @@ def make_a_loss_nan(context: FaultContext) -> None:
 
 
 def hang_a_rank(context: FaultContext) -> str:
-    """Let one rank sleep in a step."""
+    """Let one rank sleep for an hour in a step."""
     context.inject("sleep")
     context.wait_until("a rank hangs", context.was_injected)
     return "hang"
 
 
 def skew_a_clock(context: FaultContext) -> str:
-    """Set the clock of rank 0, which writes the events, an hour ahead in the next attempt."""
+    """Set the clock of rank 0, which writes events, an hour ahead in the next attempt, and kill a rank to start it."""
     context.inject("skew")
     kill_a_rank(context)
     return "crashed"
 
 
 def disconnect_a_node(context: FaultContext) -> str:
-    """Disconnect a node from the network until Slurm considers it lost. Needs a cluster with netns."""
+    """Disconnect a node from the network until Slurm considers it down. The cluster must have the option `netns`."""
     node = context.random.choice(["n2", "n3", "n4"])
     context.cluster.disconnect_node(node)
     context.wait_until("Slurm considers the node lost", lambda: not context.is_running(), 150)
@@ -250,18 +259,18 @@ def disconnect_a_node(context: FaultContext) -> str:
 
 
 def kill_the_supervisor(context: FaultContext) -> str:
-    """Kill the batch step with SIGKILL, so that no process records why it ended or requeues the job.
+    """Kill the supervisor with SIGKILL. Then no process records the cause or requeues the job.
 
-    Since 24.05, Slurm itself requeues the job once if it was preempted in its grace time before. That looks like a node
-    failure.
+    Since version 24.05, Slurm requeues the job if an earlier start of it was preempted. The run then records a node
+    failure, because a node failure looks the same.
     """
     context.find_supervisor().kill()
     context.wait_until("the job ends", lambda: not context.is_running())
     context.wait_until(
         "the job has failed or is requeued",
-        lambda: context.cluster.job_state(context.job) in ("FAILED", "PENDING", "RUNNING"),
+        lambda: context.cluster.job_state(context.job_id) in ("FAILED", "PENDING", "RUNNING"),
     )
-    context.needs_resume = context.cluster.job_state(context.job) == "FAILED"
+    context.needs_resume = context.cluster.job_state(context.job_id) == "FAILED"
     return "crashed" if context.needs_resume else "node_failure"
 
 
@@ -274,12 +283,15 @@ def freeze_the_controller(context: FaultContext) -> str:
 
 
 def lose_the_controller_state(context: FaultContext) -> str:
-    """Make the controller lose all jobs, end those that still run, and reuse their IDs for jobs of other users."""
+    """Restart the controller without its state, so that it forgets all jobs. Jobs of other users then get their IDs.
+
+    The ranks, of which the controller no longer knows, end by themselves.
+    """
     submit_held_job = ["sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true"]
-    last_id = int(context.job)
+    last_id = int(context.job_id)
     context.cluster.restart_controller_without_state()
-    while not context.foreign_jobs or int(context.foreign_jobs[-1]) < last_id:
-        context.foreign_jobs.append(context.cluster.output(submit_held_job))
+    while not context.foreign_job_ids or int(context.foreign_job_ids[-1]) < last_id:
+        context.foreign_job_ids.append(context.cluster.output(submit_held_job))
     context.wait_until("all ranks have ended", lambda: not context.find_ranks())
     context.needs_resume = True
     return "crashed"

@@ -27,14 +27,12 @@ data: {source: images.h5, held_out: 0.1}
 model: {target: image_model}
 train: {steps: 2}
 """
-MODULE = """\
+MODEL_SOURCE = """\
 import torch
 ARRAYS = INPUTS = ('images',)
 def build(options, layers): return torch.nn.Linear(2, 2)
 def loss(outputs, batch): ...
 """
-
-
 SWEEP = "sweep={grid: {model.options.width: [4, wide, 16]}}"
 
 
@@ -47,11 +45,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def get_error(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml") -> str:
-    """Return the message of the error that the checks of a submission raise. Check that they write nothing."""
-    before = sorted(Path.cwd().rglob("*"))
+    """Return the message of the error that `check_submission` raises. Check that it creates no file."""
+    files_before = sorted(Path.cwd().rglob("*"))
     with pytest.raises(UserError) as error:
         check_submission(load_config(Path(config), overrides), on_slurm)
-    assert sorted(Path.cwd().rglob("*")) == before
+    assert sorted(Path.cwd().rglob("*")) == files_before
     return str(error.value)
 
 
@@ -69,6 +67,7 @@ def get_error(*overrides: str, on_slurm: bool = False, config: str = "tiny.yaml"
 def test_unusable_inputs_and_folders_are_errors_before_anything_is_created(
     folder: Path, override: str, expected_text: str
 ) -> None:
+    """`{}` in the expected text is the path of the folder."""
     assert expected_text.replace("{}", str(folder)) in get_error(override)
 
 
@@ -80,6 +79,7 @@ def test_invalid_job_options_are_errors_on_slurm_only(folder: Path) -> None:
 
 
 def test_jobs_that_no_node_can_run_are_rejected_on_slurm_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes of the partition have four CPUs."""
     monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: "low*|4|4|65536|(null)|(null)\n")
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {})
     assert "site.cpus_per_task: 8" in get_error("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
@@ -88,7 +88,7 @@ def test_jobs_that_no_node_can_run_are_rejected_on_slurm_only(folder: Path, monk
 
 
 def test_an_unwritable_run_folder_is_rejected(folder: Path) -> None:
-    """The test acts as another user, because root may write everywhere."""
+    """The check runs as another user, because root may write to all folders."""
     if os.geteuid() != 0:
         skip_or_fail_in_ci("changing the user requires root")
     config = load_config(Path("tiny.yaml"), ["run.root=/usr/none"])
@@ -103,6 +103,7 @@ def test_an_unwritable_run_folder_is_rejected(folder: Path) -> None:
 
 @pytest.mark.parametrize("source", ["texts/*.jsonl", "texts/corpus.jsonl", "texts"])
 def test_an_unreadable_text_folder_is_rejected(folder: Path, source: str) -> None:
+    """Root can read the folder, the other user cannot."""
     (folder / "texts").mkdir()
     (folder / "corpus.jsonl").rename(folder / "texts/corpus.jsonl")
     config = load_config(Path("tiny.yaml"), [f"data.source={folder}/{source}", "run.root=/tmp"])
@@ -113,8 +114,9 @@ def test_an_unreadable_text_folder_is_rejected(folder: Path, source: str) -> Non
 
 
 def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> None:
+    """With a container, the module is not imported and the files are not checked, because both may exist only there."""
     (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
-    (folder / "image_model.py").write_text(MODULE)
+    (folder / "image_model.py").write_text(MODEL_SOURCE)
     assert "images.h5' matches no file; name .h5, .hdf5 files" in get_error(config="image_model.yaml")
     (folder / "images.h5").write_text("no HDF5 at all")
     assert f"cannot read {folder}/images.h5: " in get_error(config="image_model.yaml")
@@ -124,15 +126,16 @@ def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> Non
     assert f"{folder}/images.h5" in message and "'images'" in message and "tokens" in message
     make_images.main(folder / "images.h5", 20)
     check_submission(load_config(folder / "image_model.yaml"), False)
-    (folder / "image_model.py").write_text(f"{MODULE}import not_there\n")
+    (folder / "image_model.py").write_text(f"{MODEL_SOURCE}import missing_package\n")
     assert "image_model cannot be imported or built here" in get_error(config="image_model.yaml")
-    image = "site.container={runtime: apptainer, image: /x.sif}"
-    check_submission(load_config(folder / "image_model.yaml", [image, "data.source=/only/there/*.h5"]), False)
+    container = "site.container={runtime: apptainer, image: /x.sif}"
+    overrides = [container, "data.source=/path/in/container/*.h5"]
+    check_submission(load_config(folder / "image_model.yaml", overrides), False)
 
 
 def test_each_input_file_is_checked(folder: Path) -> None:
-    """The arrays of all files must also match each other."""
-    (folder / "image_model.py").write_text(MODULE)
+    """All files must have arrays of the same type and shape."""
+    (folder / "image_model.py").write_text(MODEL_SOURCE)
     make_images.main(folder / "images-a.h5", 20)
     two_files = "data.source=images-*.h5"
     (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
@@ -145,26 +148,28 @@ def test_each_input_file_is_checked(folder: Path) -> None:
 
 
 def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
+    """The width "wide" of the second point makes `build` fail, or return None."""
     (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
-    (folder / "image_model.py").write_text(MODULE.replace("2, 2", "2, options['width']"))
+    (folder / "image_model.py").write_text(MODEL_SOURCE.replace("2, 2", "2, options['width']"))
     message = get_error(SWEEP, config="image_model.yaml")
     assert "image_model cannot be imported or built here" in message
     assert "with model.options {'width': 'wide', " in message
-    (folder / "image_model.py").write_text(MODULE.replace("return ", "return None if options['width'] == 'wide' else "))
+    return_none = "return None if options['width'] == 'wide' else "
+    (folder / "image_model.py").write_text(MODEL_SOURCE.replace("return ", return_none))
     message = get_error(SWEEP, config="image_model.yaml")
     assert "must return a torch.nn.Module; it returns None\nwith model.options {'width': 'wide', " in message
 
 
 def test_modules_of_the_user_for_another_python_are_compiled_but_not_imported(folder: Path) -> None:
-    """The packages that they import may exist only for the other Python (site.python).
+    """With `site.python`, the packages that a module imports may exist only for that Python.
 
-    The error names the file of the user, not the copy in the run directory.
+    A syntax error must still be found. The error names the file of the user, not the copy in the run directory.
     """
     other_python = "site.python=/usr/bin/python3"
     (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
     make_images.main(folder / "images.h5", 20)
-    (folder / "image_model.py").write_text(f"{MODULE}import helper, missing_package\n")
+    (folder / "image_model.py").write_text(f"{MODEL_SOURCE}import helper, missing_package\n")
     (folder / "helper.py").write_text("x = 1\ndef broken(:\n")
     message = get_error(other_python, config="image_model.yaml")
     assert f'File "{folder}/helper.py", line 2' in message and "code/helper.py" not in message
@@ -173,7 +178,7 @@ def test_modules_of_the_user_for_another_python_are_compiled_but_not_imported(fo
 
 
 def test_only_the_remaining_stages_of_an_existing_run_are_checked(folder: Path) -> None:
-    """The inputs may be missing after the shards are written. The config may be corrected before the first save."""
+    """If the shards are complete, the input files may be missing. The config may change until the first checkpoint."""
     run = make_run(folder)
     (folder / "corpus.jsonl").unlink()
     check_submission(load_config(Path("tiny.yaml")), False)

@@ -10,18 +10,18 @@ In Python, and in tests through :mod:`tests.cluster.fixture`:
     with Cluster(directory).up(Options(grace=5)) as cluster:
         cluster.run(["srun", "-N4", "hostname"], timeout=30)
 
-A real Slurm is needed because its rules decide which process gets which signal, and when. A mock would only repeat our
-assumptions. :mod:`cluster` is the API, :mod:`config` writes the files, :mod:`machines` starts and ends namespaces, and
-:mod:`network` connects nodes with `--netns`.
+Tests need a real Slurm, because only Slurm determines which process gets which signal, and when. :mod:`cluster` is the
+API, :mod:`config` writes the files of Slurm, :mod:`machines` starts and ends the processes of nodes, and :mod:`network`
+connects the nodes with `--netns`.
 """
-# Why namespaces: several node daemons can run on one host, but then all nodes share one host name, and killing a node
-# daemon leaves its job steps alive. Here each node is the PID, UTS, IPC and mount namespace of one process. `hostname`
-# prints n1. If that process is killed, the kernel kills everything on the node at once, as a power failure does. The
-# daemons of the controller run in namespaces for the same reason. Files are shared as on a parallel file system: a job
-# uses the same /tmp, home directory and virtual environment as the shell.
+# Why namespaces: several node daemons can run on one host. But then all nodes have the same host name, and if a node
+# daemon is killed, the steps of its jobs survive. Here, each node consists of the PID, UTS, IPC and mount namespaces of
+# one process. On the node n1, `hostname` prints n1. If the process is killed, the kernel at once kills all processes of
+# the node, as in a power failure. The daemons of the controller run in namespaces for the same reason. The nodes share
+# all files of the host, so a job uses the same /tmp, home directory and virtual environment as the shell.
 #
-# Why a private munge: Slurm trusts messages that munge signed. The cluster has its own key and socket in its directory.
-# It therefore does not need or affect munge or Slurm on the host, and two clusters cannot communicate by mistake.
+# Why a separate munge: Slurm trusts messages that munge signed. Each cluster has a key and a socket in its directory.
+# So it does not need munge or Slurm on the host and does not affect them. Two clusters cannot communicate by mistake.
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.config import NODES, Options

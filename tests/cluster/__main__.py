@@ -1,4 +1,4 @@
-"""Commands that start, stop and disturb a test cluster: see `python -m tests.cluster --help`."""
+"""The command line of the test cluster: see `python -m tests.cluster --help`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def status(directory: Directory) -> None:
 
 @app.command()
 def env(directory: Directory) -> None:
-    """Print commands that set the variables of Slurm: eval "$(python -m tests.cluster env)"."""
+    """Print the commands that set the variables of Slurm. Usage: eval "$(python -m tests.cluster env)"."""
     for name, value in Cluster(directory).environment().items():
         print(f"export {name}={shlex.quote(value)}")
 
@@ -99,13 +99,13 @@ def reconnect(node: Node, directory: Directory) -> None:
 
 @app.command()
 def drain(node: Node, directory: Directory) -> None:
-    """Let no new job start on a node."""
+    """Drain a node, so that no new job starts on it."""
     Cluster(directory).drain(node)
 
 
 @app.command()
 def undrain(node: Node, directory: Directory) -> None:
-    """Let jobs start on a node again."""
+    """Undrain a node, so that jobs can start on it again."""
     Cluster(directory).undrain(node)
 
 

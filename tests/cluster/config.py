@@ -1,7 +1,7 @@
 """Options and nodes of the test cluster, and the files that Slurm reads.
 
-The directory of the cluster contains everything: munge key and socket, slurm.conf, state, spool, logs, devices and the
-database. Comments in the generated slurm.conf explain each setting.
+The directory of a cluster contains all its files: munge key and socket, slurm.conf, state, spool, logs, devices and the
+database. Comments in the generated slurm.conf explain the settings.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ CRED_EXPIRE_S = 5
 """Lifetime of a job credential in seconds; Slurm's default is 120."""
 NODES = ("n1", "n2", "n3", "n4")
 CONTROL = "control"
-"""Host name of the daemons that are not nodes."""
-PORTS = ("slurmctld", "slurmdbd", *NODES)
+"""Host name of the machines that are not nodes."""
+DAEMONS_WITH_PORT = ("slurmctld", "slurmdbd", *NODES)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a cluster."""
+    """Options of a test cluster."""
 
     user_signal: bool = True
     """Send a preempted job the signal of its `--signal` at once (SlurmctldParameters=preempt_send_user_signal).
-    Otherwise, or if the job has no `--signal`, its steps get SIGTERM at once."""
+    If False, or if the job has no `--signal`, its steps get SIGTERM at once."""
     accounting: bool = False
-    """Run MariaDB and slurmdbd. Without them sacct fails, as on some small clusters."""
+    """Run MariaDB and slurmdbd. Without them, sacct fails, as on some small clusters."""
     enforce_limits: bool = False
     """Enforce the limits of associations and QOS (AccountingStorageEnforce=limits). Needs `accounting`."""
     netns: bool = False
     """Give each node its own network namespace, so that it can be disconnected."""
     grace: int = 10
-    """GraceTime of the partition `low` in seconds. 0 ends preempted jobs at once, with SIGKILL after KillWait. Slurm
-    rounds other values: 1 and 10 both last 15 s."""
+    """GraceTime of the partition `low` in seconds. With 0, Slurm ends preempted jobs at once (SIGTERM, SIGKILL after
+    KillWait). Slurm rounds other values: 1 and 10 both last 15 s."""
     switches: bool = False
     """Use two leaf switches with two nodes each (TopologyPlugin=topology/tree), like a cluster with a fat tree."""
     preempt: str = "REQUEUE"
     """PreemptMode of the partition `low`: REQUEUE, or CANCEL as on sites that do not requeue preempted jobs."""
     slurmd_timeout: int = 15
-    """SlurmdTimeout in seconds: a node that does not respond for this time is down, and its jobs are requeued. Slurm
-    reacts late: with 3, it takes about 10 s after a crash and 27 s after a disconnection."""
+    """SlurmdTimeout in seconds. If a node does not respond for this time, it is down and its jobs are requeued. Slurm
+    reacts later: with 3, about 10 s after a crash and 27 s after a disconnection."""
     min_job_age: int = 600
-    """MinJobAge: seconds for which scontrol and squeue show an ended job. Slurm checks it every ten seconds or less
-    often."""
+    """MinJobAge: seconds for which scontrol and squeue show an ended job. Slurm checks the age of jobs at intervals of
+    ten seconds or more."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Site:
 
     @property
     def host(self) -> str:
-        """Address of the host, at which the controller listens."""
+        """Return the address of the host, at which the controller listens."""
         return f"{self.subnet}.1" if self.subnet else "127.0.0.1"
 
     def address(self, node: str) -> str:
-        """Return the address of a node: .11 for n1 to .14 for n4."""
+        """Return the address of a node. The last byte is 11 for n1 and 14 for n4."""
         return f"{self.subnet or '127.0.0'}.{10 + int(node[1:])}"
 
     def save(self, directory: Path) -> None:
@@ -76,7 +76,7 @@ class Site:
 
     @classmethod
     def load(cls, directory: Path) -> Site:
-        """Read `site.json`. Raises FileNotFoundError if there is no cluster."""
+        """Read `site.json`. Raise FileNotFoundError if there is no cluster."""
         fields = json.loads((directory / "site.json").read_text())
         return cls(Options(**fields["options"]), fields["ports"], fields["subnet"])
 
@@ -89,14 +89,14 @@ def find_free_ports() -> dict[str, int]:
     """
     ports: dict[str, int] = {}
     with ExitStack() as open_sockets:
-        while len(ports) < len(PORTS):
+        while len(ports) < len(DAEMONS_WITH_PORT):
             probe = open_sockets.enter_context(socket.socket())
             port = random.SystemRandom().randrange(20000, 32000)
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
-            ports[PORTS[len(ports)]] = port
+            ports[DAEMONS_WITH_PORT[len(ports)]] = port
     return ports
 
 
@@ -188,7 +188,7 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF State=UP
 
 
 def format_slurmdbd_conf(directory: Path, site: Site) -> str:
-    """Return the content of slurmdbd.conf. The database only listens on a socket, and its root has no password."""
+    """Return the content of slurmdbd.conf. The database only listens on a Unix socket, and its root has no password."""
     return f"""AuthType=auth/munge
 AuthInfo=socket={directory}/munge.socket
 DbdHost={CONTROL}
@@ -205,12 +205,12 @@ PidFile={directory}/slurmdbd.pid
 
 
 def write_cluster_files(directory: Path, site: Site) -> None:
-    """Write all files that the daemons read, and the fake GPUs, into the empty `directory`."""
+    """Write all files that the daemons read, and the device files of fake GPUs, into the empty `directory`."""
     site.save(directory)  # This file is written first, because `down` needs it.
     for folder in ("state", "spool", "log", "devices", "machines", "database"):
         (directory / folder).mkdir()
     write_file_atomically(directory / "slurm.conf", format_slurm_conf(directory, site))
-    # Without this file, Slurm searches for a cgroup file system although nothing uses it.
+    # Without this file, Slurm searches for a cgroup file system, although this configuration does not use cgroups.
     write_file_atomically(
         directory / "cgroup.conf",
         "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n",
@@ -218,7 +218,7 @@ def write_cluster_files(directory: Path, site: Site) -> None:
     if site.options.switches:
         leaves = "SwitchName=leaf1 Nodes=n[1-2]\nSwitchName=leaf2 Nodes=n[3-4]\n"
         write_file_atomically(directory / "topology.conf", f"{leaves}SwitchName=spine Switches=leaf[1-2]\n")
-    # Slurm sets CUDA_VISIBLE_DEVICES only for character devices. These have the device numbers of NVIDIA GPUs.
+    # Slurm sets CUDA_VISIBLE_DEVICES only for character devices. These two have the device numbers of NVIDIA GPUs.
     for number in range(2):
         os.mknod(directory / "devices" / f"nvidia{number}", 0o020600, os.makedev(195, number))
     write_file_atomically(

@@ -7,8 +7,8 @@
 
     def test_something(cluster: Cluster) -> None: ...
 
-All tests of the module share one cluster, which starts in a second or two. A test cancels its jobs at the end
-(`cluster.clear()`). The cluster is taken down after the module, because it would slow down the tests that follow.
+All tests of the module share one cluster, which starts in a second or two. A test should cancel its remaining jobs with
+`cluster.clear()`. After the module, the cluster is removed, because it would slow down later tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.requirements import skip_or_fail_in_ci
 
 
 def require_cluster(options: Options) -> None:
-    """Skip the tests, or fail them with CI=true, if a cluster with these options cannot run on this machine."""
+    """Skip the test if a cluster with these options cannot run on this machine. If CI=true, fail instead."""
     if reason := find_cluster_problem(options):
         skip_or_fail_in_ci(reason)
 

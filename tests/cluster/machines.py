@@ -4,9 +4,9 @@ A machine has two processes: `unshare`, and its child, the first process (init) 
 machine.sh. The kernel ends a PID namespace with its init. One SIGKILL therefore ends all processes of the machine,
 including daemons, and removes the mounts and network devices of its namespaces.
 
-The file `machines/NAME.json` has the PID and start time of both processes. It is written before the machine starts its
-daemon (see the handshake in machine.sh). A process is only killed through a pidfd whose process has the recorded start
-time, so a reused PID is never killed by mistake.
+The file `machines/NAME.json` is the record of a machine: PID and start time of both processes. It is written before the
+machine starts its daemon (see the handshake in machine.sh). Before a process is killed through a pidfd, its start time
+is compared with the record, so another process with a reused PID is never killed by mistake.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 INIT = Path(__file__).with_name("machine.sh")
 NAMESPACES = ("unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child=KILL")
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-"""Environment of each daemon, without variables of the caller, as after a boot."""
+"""Environment of each daemon, without variables of the calling process, as after a boot."""
 
 _children: dict[int, subprocess.Popen[str]] = {}
-"""Machines that this Python process started. It must reap them, otherwise they remain as zombies."""
+"""The `unshare` processes that this Python process started, by PID. It must wait for them, to leave no zombies."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Process:
 
     @classmethod
     def parse(cls, stat: str) -> Process:
-        """Return the process of a line of /proc/PID/stat. The command, in parentheses, may contain spaces."""
+        """Parse a line of /proc/PID/stat. The name of the command, in parentheses, may contain spaces."""
         return cls(int(stat.split(" ", 1)[0]), int(stat.rsplit(")", 1)[1].split()[19]))
 
     @contextlib.contextmanager
     def open_pidfd(self) -> Iterator[int | None]:
-        """Open a pidfd of this process; None if it has ended, even if another process has its PID now."""
+        """Yield a pidfd of this process; None if the process has ended, even if another process now has its PID."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
             yield None
             return
         try:
-            # The check comes after the open: the pidfd stays bound to the process that is checked.
+            # Compare the start time after opening, because the pidfd then always refers to the compared process.
             stat = Path(f"/proc/{self.pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             stat = ""
@@ -61,12 +61,12 @@ class Process:
             os.close(pidfd)
 
     def is_alive(self) -> bool:
-        """Return whether the process runs. A zombie does not."""
+        """Return True if the process runs. A zombie process does not run."""
         with self.open_pidfd() as pidfd:
             return pidfd is not None and not select.select([pidfd], [], [], 0)[0]
 
     def end(self, timeout: float = 10) -> None:
-        """Send SIGKILL and wait until the process has ended. Do nothing if it has. Raises TimeoutError."""
+        """If the process runs, send SIGKILL and wait for its end. Raise TimeoutError after `timeout` seconds."""
         with self.open_pidfd() as pidfd:
             if pidfd is None:
                 return
@@ -84,18 +84,18 @@ class Machine:
 
     @property
     def record(self) -> Path:
-        """Path of the file with the processes of the machine."""
+        """Return the path of the file with the processes of the machine."""
         return self.directory / "machines" / f"{self.name}.json"
 
     def processes(self) -> list[Process]:
-        """Return the recorded processes, `unshare` and init in this order; empty if the machine is off."""
+        """Return the recorded processes: `unshare`, then init. The list is empty if the machine is off."""
         try:
-            return [Process(**entry) for entry in json.loads(self.record.read_text())]
+            return [Process(**fields) for fields in json.loads(self.record.read_text())]
         except FileNotFoundError:
             return []
 
     def is_alive(self) -> bool:
-        """Return whether the machine runs."""
+        """Return True if a process of the machine runs."""
         return any(process.is_alive() for process in self.processes())
 
     def start(
@@ -106,11 +106,17 @@ class Machine:
         connect_network: Callable[[int], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """Start the machine with its daemon `command`, which must stay in the foreground.
+        """Start the machine and its daemon. The output of the daemon is appended to `log/NAME.out`.
 
-        If `address` (A.B.C.D/LENGTH) is given, the machine has its own network namespace. `connect_network`, called
-        with the PID of init, must then create its interface eth0. The output of the daemon is appended to
-        `log/NAME.out`. Raises RuntimeError if the machine does not start.
+        Args:
+            hostname: host name of the machine.
+            command: command of the daemon, which must run in the foreground.
+            address: address as A.B.C.D/LENGTH in a separate network namespace; None to share the network of the host.
+            connect_network: called with the PID of init if `address` is given. It must create the interface eth0.
+            environment: further environment variables of the daemon.
+
+        Raises:
+            RuntimeError: the machine does not start.
         """
         log = self.directory / "log" / f"{self.name}.out"
         init_command: list[str | Path] = ["bash", INIT, hostname, self.directory / "hosts", log, address or "-"]
@@ -140,7 +146,7 @@ class Machine:
             machine_input.write("go\n")
 
     def end(self) -> None:
-        """Kill all processes of the machine at once, by a SIGKILL to init, and wait until they have ended."""
+        """Kill all processes of the machine at once, with a SIGKILL to init. Wait until they have ended."""
         for process in reversed(self.processes()):
             process.end()
             if child := _children.pop(process.pid, None):
@@ -149,7 +155,7 @@ class Machine:
 
 
 def write_file_atomically(path: Path, text: str) -> None:
-    """Write a file atomically, so that a killed process leaves no incomplete file."""
+    """Write a file atomically. If this process is killed, it leaves no incomplete file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text)
     temporary.replace(path)

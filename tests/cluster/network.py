@@ -1,11 +1,12 @@
 """The network of `--netns`: a bridge on the host, and a veth pair from it to each node.
 
 Each node has its own network namespace. One end of its veth pair is `eth0` in the node. The other end is attached to
-the bridge and has the node's name. Setting the latter down disconnects the node: no packet passes, not even one that
-closes a connection, so its peers only notice that the node does not respond. Without `--netns`, all nodes share the
-host's network, at 127.0.0.11 to .14.
+the bridge, and its name ends with the name of the node. If this end is set down, the node is disconnected. Then no
+packet passes, not even one that closes a connection. Other nodes only notice that the node does not respond. Without
+`--netns`, all nodes share the network of the host, and have the addresses 127.0.0.11 to 127.0.0.14.
 
-The namespaces have no names, because `ip netns` would leave files in /run/netns. They end with their machine.
+The network namespaces have no names, because `ip netns` would leave files in /run/netns. A namespace is removed when
+its machine ends.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 
 BENCHMARK_RANGE = IPv4Network("198.18.0.0/15")
-"""Reserved for tests of networks by RFC 2544, so no real host has an address in it."""
+"""Addresses that RFC 2544 reserves for benchmarks. No real host has such an address."""
 
 
 def run_ip(*arguments: str, check: bool = True) -> str:
-    """Run ip(8) and return its output. With `check`, raise RuntimeError with its error output if it fails."""
+    """Run ip(8) and return its output. If it fails and `check` is True, raise RuntimeError with its error output."""
     result = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10)
     if check and result.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
@@ -32,7 +33,10 @@ def run_ip(*arguments: str, check: bool = True) -> str:
 
 
 def find_free_subnet() -> str:
-    """Return the first three bytes of a /24 in the benchmark range without a route on this host, such as `198.18.0`."""
+    """Return the first three bytes of a free /24 network in BENCHMARK_RANGE, such as `198.18.0`.
+
+    A network is free if no route of this host overlaps it.
+    """
     routes = json.loads(run_ip("-j", "-4", "route"))
     used_networks = [IPv4Network(route["dst"]) for route in routes if route["dst"] != "default"]
     for subnet in BENCHMARK_RANGE.subnets(new_prefix=24):
@@ -47,7 +51,7 @@ def find_free_subnet() -> str:
 class Network:
     """The bridge and the veth pairs of the cluster in `directory`.
 
-    Their names contain a short hash of the directory's path, because interface names have at most 15 characters.
+    Their names contain a short hash of the path of the directory, because interface names have at most 15 characters.
     """
 
     directory: Path
@@ -58,11 +62,11 @@ class Network:
         return "sl" + hashlib.sha256(str(self.directory).encode()).hexdigest()[:8]
 
     def veth_name(self, node: str) -> str:
-        """Return the name of the host's end of a node's veth pair, such as sl1a2b3c4dn1."""
+        """Return the name of the end on the host of the veth pair of a node, such as sl1a2b3c4dn1."""
         return self.bridge + node
 
     def create_bridge(self, subnet: str) -> None:
-        """Create the bridge, on which the host has the address .1."""
+        """Create the bridge and give the host the address SUBNET.1 on it."""
         run_ip("link", "add", self.bridge, "type", "bridge")
         run_ip("address", "add", f"{subnet}.1/24", "dev", self.bridge)
         run_ip("link", "set", self.bridge, "up")
@@ -70,8 +74,8 @@ class Network:
     def connect_node(self, node: str, pid: int) -> None:
         """Create the veth pair to the network namespace of the process `pid`, which is the init of the node.
 
-        A node keeps its hardware address after a crash. Otherwise its peers would send to the old address until their
-        caches expire.
+        After a crash, the node gets the same hardware address again. Otherwise, other nodes would send to the old
+        address until their caches expire.
         """
         mac = f"02:00:00:00:00:{int(node[1:]):02x}"
         pair = ("type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(pid))

@@ -1,8 +1,8 @@
-"""Faults inside a rank. Python imports this file by itself if its folder is in PYTHONPATH.
+"""Cause faults inside a rank. Python imports this file automatically if its folder is in PYTHONPATH.
 
-The environment variable `CHAOS` names a folder. Its file `inject.json` is the next fault: {"kind", "rank", "phase"?}.
-The rank renames the file before it causes the fault, so that it happens once. The file `delay` contains the seconds
-that are added to each step.
+The environment variable `CHAOS` is the path of a folder. Its file `inject.json` requests the next fault. It is an
+object with `kind`, `rank` and, for a kill in a save, `phase`. The rank renames the file before it causes the fault, so
+that the fault happens only once. The file `delay` contains the seconds that are added to each step.
 """
 
 import importlib.abc
@@ -20,7 +20,7 @@ RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("SLUICE_RANK", "0")))
 
 
 def take_fault(kind, **details):
-    """Return True if this rank must cause a fault of this kind now, and remove the request."""
+    """Return True if this rank must cause a fault of this kind with these details now. Also remove the request."""
     try:
         fault = json.loads((FOLDER / "inject.json").read_text())
     except (FileNotFoundError, ValueError):
@@ -32,11 +32,13 @@ def take_fault(kind, **details):
 
 
 def die_if_requested(phase):
+    """Kill this process if a kill in this phase of a save is requested."""
     if take_fault("die_in_save", phase=phase):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def patch_trainer(module):
+    """Add the delay, and a hang or a request for a NaN loss, to each step."""
     trainer_step = module.Trainer.step
 
     def step(self, number, tokens):
@@ -50,6 +52,7 @@ def patch_trainer(module):
 
 
 def patch_model(module):
+    """Replace the loss by NaN in a step for which it is requested."""
     cross_entropy_sum = module.cross_entropy_sum
 
     def cross_entropy_sum_or_nan(*arguments):
@@ -61,6 +64,7 @@ def patch_model(module):
 
 
 def patch_checkpoint(module):
+    """Add a possible kill before or after each phase of a save."""
     save = module.Checkpointer.save
     write = module.dcp.save
     hash_files = module._hash_files_of_rank
@@ -90,6 +94,7 @@ def patch_checkpoint(module):
 
 
 def patch_run(module):
+    """Change the times of events by an hour if the clock of this rank is skewed."""
     if SKEWED:
         true_timestamp = module.utc_timestamp
         module.utc_timestamp = lambda: (datetime.fromisoformat(true_timestamp()) + timedelta(hours=1)).strftime(
@@ -106,7 +111,7 @@ PATCHES = {
 
 
 class PatchingFinder(importlib.abc.MetaPathFinder):
-    """Let the other finders find a module, and patch it after it has been executed."""
+    """Patch the modules in PATCHES after their import. The other finders find these modules."""
 
     def find_spec(self, name, path, target=None):
         if name not in PATCHES:
