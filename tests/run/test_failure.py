@@ -1,4 +1,4 @@
-"""Test the command and the remedy that a failure message contains, for each cause of a failure."""
+"""Test the remedy and the command that Sluice prints after a failure, for each cause."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from tests.support.tiny import write_config
 from tests.support.user_mistakes import CUSTOM_CONFIG, CUSTOM_MODULE
 
 RESUME = "python submit.py resume runs/tiny"
+"""The command that continues the run of the fixture `run`."""
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Create a run of the built-in decoder in the working directory. Return it."""
+    """Return a new run of the built-in decoder in a new working directory."""
     monkeypatch.chdir(tmp_path)
     return Run.create(load_config(write_config(tmp_path)))
 
 
 @pytest.fixture
 def custom_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Create a run with a custom model in the working directory. Return it."""
+    """Return a new run with a custom model in a new working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text(CUSTOM_CONFIG)
-    (tmp_path / "own.py").write_text(CUSTOM_MODULE)
-    return Run.create(load_config(tmp_path / "own.yaml"))
+    (tmp_path / "classifier.yaml").write_text(CUSTOM_CONFIG)
+    (tmp_path / "classifier.py").write_text(CUSTOM_MODULE)
+    return Run.create(load_config(tmp_path / "classifier.yaml"))
 
 
 def create_checkpoint(run: Run) -> None:
-    """Create the directory of a checkpoint."""
+    """Create an empty directory with the name of a checkpoint of step 7."""
     (run.checkpoints_dir / "step-00000007").mkdir()
 
 
 @pytest.mark.parametrize(
-    ("message", "changes"),
+    ("message", "overrides"),
     [
         ("train.global_batch=7 is not a multiple of 2", "train.global_batch=…"),
         ("train.global_batch: 7 is not a multiple of 2", "train.global_batch=…"),
@@ -51,19 +52,21 @@ def create_checkpoint(run: Run) -> None:
         ("set a larger recovery.hang_s", "recovery.hang_s=…"),
         ("cannot make x: choose another run.root", ""),
         ("see data.text or /data.source/x", ""),
-        ("something else", ""),
+        ("another problem", ""),
     ],
 )
 def test_the_command_after_a_user_error_sets_the_key_that_the_message_names(
-    run: Run, message: str, changes: str
+    run: Run, message: str, overrides: str
 ) -> None:
-    command = f"{RESUME} {changes}".strip()
+    """If the message does not say the correct value, the command contains the placeholder `…`."""
+    command = f"{RESUME} {overrides}".strip()
     assert retry_command(run, "user_error", message) == command
     remedy = describe_remedy(run, "user_error", message)
     assert f": {command}\n" in remedy
 
 
 def test_the_command_omits_keys_that_resume_cannot_change(run: Run) -> None:
+    """After the first checkpoint, `resume` cannot change train.global_batch."""
     create_checkpoint(run)
     remedy = describe_remedy(run, "user_error", "lower train.global_batch, or set stages.train.time")
     assert f"{RESUME} stages.train.time=…" in remedy and "global_batch=" not in remedy
@@ -131,28 +134,29 @@ def test_the_remedy_for_an_exception_in_the_users_module_names_file_and_line(
 ) -> None:
     if has_checkpoint:
         create_checkpoint(custom_run)
-    module = custom_run.code_dir / "own.py"
+    module = custom_run.code_dir / "classifier.py"
     traceback = (
         f'Traceback\n  File "/x/torch/nn.py", line 3, in f\n  File "{module}", line 9, in loss\n'
         f'  File "{module}", line 10, in inner\n  File "/x/torch/nn.py", line 4, in g\nIndexError: target'
     )
     remedy = describe_remedy(custom_run, "crashed", f"rank 0 on n1:\n{traceback}")
-    assert "own.py, line 10, then: python submit.py resume runs/own --update-code\n" in remedy
+    assert "classifier.py, line 10, then: python submit.py resume runs/classifier --update-code\n" in remedy
     assert str(custom_run.code_dir) in remedy and ("checkpoints/step-00000007" in remedy) == has_checkpoint
 
 
 def test_the_remedy_for_a_crash_outside_the_users_module_names_no_line(custom_run: Run, run: Run) -> None:
     kill_message = "rank 1 on n1 was killed by SIGKILL (out of memory, or another process); its log: x"
     assert describe_remedy(custom_run, "crashed", kill_message).startswith(
-        "to try again: python submit.py resume runs/own\n"
+        "to try again: python submit.py resume runs/classifier\n"
     )
     assert describe_remedy(run, "crashed", kill_message).startswith(f"to try again: {RESUME}\n")
     remedy = describe_remedy(custom_run, "crashed", 'Traceback\n  File "/x/torch/nn.py", line 3, in f\nIndexError')
-    assert "module own," in remedy and "--update-code" in remedy
+    assert "module classifier," in remedy and "--update-code" in remedy
 
 
 def test_the_command_updates_the_code_if_a_user_error_names_no_key(custom_run: Run) -> None:
-    remedy = describe_remedy(custom_run, "user_error", "own: loss is a mean. Do not average it")
-    assert "resume runs/own --update-code" in remedy
+    """The user must then correct the module of the model."""
+    remedy = describe_remedy(custom_run, "user_error", "classifier: loss is a mean. Do not average it")
+    assert "resume runs/classifier --update-code" in remedy
     remedy = describe_remedy(custom_run, "user_error", "labels go up to 2: set model.options.classes")
-    assert "resume runs/own model.options.classes=…" in remedy and "--update-code" not in remedy
+    assert "resume runs/classifier model.options.classes=…" in remedy and "--update-code" not in remedy
