@@ -88,7 +88,7 @@ def make_openmpi_env(rank: int, world_size: int, local_rank: int, local_world_si
     }
 
 
-def make_hydra_env(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Env:
+def make_mpich_env(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Env:
     """Return the variables that Hydra, the launcher of MPICH and Intel MPI, sets."""
     return {
         "PMI_RANK": str(rank),
@@ -219,9 +219,9 @@ def test_mpirun_on_one_machine_uses_localhost_as_master() -> None:
     assert rank_numbers(read_rank_info(make_openmpi_env(1, 8, 2, 8))) == (1, 8, 2, 8)
 
 
-@pytest.mark.parametrize("make_env", [make_openmpi_env, make_hydra_env])
+@pytest.mark.parametrize("make_env", [make_openmpi_env, make_mpich_env])
 def test_mpirun_on_several_machines_without_slurm_needs_master_addr(make_env: Callable[..., Env]) -> None:
-    env = make_env(2, 4, 0, 2)
+    env = make_env(rank=2, world_size=4, local_rank=0, local_world_size=2)
     with pytest.raises(UserError) as raised:
         read_rank_info(env)
     assert raised.value.code == "rank.missing_variable" and "MASTER_ADDR" in str(raised.value)
@@ -231,7 +231,7 @@ def test_mpirun_on_several_machines_without_slurm_needs_master_addr(make_env: Ca
 
 def test_hydra_inside_a_job_has_the_ranks_of_hydra_and_the_first_node_as_master() -> None:
     """Hydra passes the variables of the first node to all ranks, including SLURMD_NODENAME."""
-    rank_infos = [read_rank_info(BATCH | make_hydra_env(rank, 4, rank % 2, 2)) for rank in range(4)]
+    rank_infos = [read_rank_info(BATCH | make_mpich_env(rank, 4, rank % 2, 2)) for rank in range(4)]
     assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {(rank_info.launcher, rank_info.master_host, rank_info.master_port) for rank_info in rank_infos} == {
         ("pmi", "n1", rank_infos[0].master_port)
@@ -241,7 +241,7 @@ def test_hydra_inside_a_job_has_the_ranks_of_hydra_and_the_first_node_as_master(
 def test_hydra_in_an_srun_step_has_the_ranks_of_hydra() -> None:
     """Hydra starts one proxy per node with srun. The proxies start the ranks."""
     rank_info = read_rank_info(
-        make_srun_env(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | make_hydra_env(3, 4, 1, 2)
+        make_srun_env(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | make_mpich_env(3, 4, 1, 2)
     )
     assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (3, 4, 1, 2)
 
@@ -282,7 +282,7 @@ def test_the_local_launcher_has_precedence_over_an_outer_launcher(outer: Env) ->
             "rank.invalid_variable",
             ["OMPI_COMM_WORLD_SIZE='two'"],
         ),
-        (make_hydra_env(0, 1, 0, 1) | {"PMI_RANK": ""}, "rank.missing_variable", ["PMI_RANK"]),
+        (make_mpich_env(0, 1, 0, 1) | {"PMI_RANK": ""}, "rank.missing_variable", ["PMI_RANK"]),
         (make_srun_env(4, 1, 1), "rank.contradictory_environment", ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
         (make_srun_env(3, 2, 1), "rank.contradictory_environment", ["SLURM_NODEID=2"]),
         (make_srun_env(3, 1, 2), "rank.contradictory_environment", ["SLURM_LOCALID=2"]),
@@ -465,7 +465,7 @@ VARIABLES = sorted(
     {
         *make_srun_env(0, 0, 0),
         *make_openmpi_env(0, 1, 0, 1),
-        *make_hydra_env(0, 1, 0, 1),
+        *make_mpich_env(0, 1, 0, 1),
         *make_torchrun_env(0, 1, 0, 1, "x"),
     }
     | {*make_local_rank_env(0, 1, 1), "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}

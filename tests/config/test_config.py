@@ -507,18 +507,18 @@ def test_the_problem_suggests_the_key_that_the_user_meant(tmp_path: Path, key: s
     assert f"did you mean {suggestion}?" in problem.message
 
 
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_a_key_of_another_framework_names_our_key(tmp_path: Path, name: str) -> None:
-    """The key may be at the top level, in a section of Sluice or in a section of the other framework."""
-    counterpart = OTHER_NAMES[name]
+@pytest.mark.parametrize("foreign_key", OTHER_NAMES)
+def test_the_error_for_a_key_of_another_framework_names_the_key_of_sluice(tmp_path: Path, foreign_key: str) -> None:
+    """The foreign key may be at the top level, in a section of Sluice or in a section of the other framework."""
+    counterpart = OTHER_NAMES[foreign_key]
     our_keys = set(list_keys(()))
     assert set(counterpart.keys) <= our_keys and (counterpart.keys or counterpart.note)
-    for key in (f"train.{name}", name, f"trainer.args.{name}"):
-        if key in our_keys:
+    for key in (f"train.{foreign_key}", foreign_key, f"trainer.args.{foreign_key}"):
+        if key in our_keys:  # some foreign keys, such as `train.epochs`, are also keys of Sluice
             continue
         problem = find_problem(tmp_path, SMALL, f"{key}=1")
         assert problem.code == "config.unknown_key"
-        assert all(fact in problem.message for fact in (*counterpart.keys, counterpart.note)), problem.message
+        assert all(text in problem.message for text in (*counterpart.keys, counterpart.note)), problem.message
 
 
 def test_common_keys_of_other_frameworks_are_known() -> None:

@@ -41,14 +41,14 @@ def poll_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """Return a folder for the local disk of a node."""
+    """Return a temporary folder that stands for the local disk of a node."""
     (tmp_path / "disk").mkdir()
     return tmp_path / "disk"
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
-    """Return a folder for the data on shared storage."""
+def shared_folder(tmp_path: Path) -> Path:
+    """Return a temporary folder that stands for shared storage."""
     (tmp_path / "shared").mkdir()
     return tmp_path / "shared"
 
@@ -110,16 +110,16 @@ def overwrite(path: Path) -> None:
         file.write(b"\xff" * path.stat().st_size)
 
 
-def test_samples_are_read_from_the_copies_and_do_not_change(shared: Path, disk: Path) -> None:
-    dataset = make_dataset(shared)
+def test_samples_are_read_from_the_copies_and_do_not_change(shared_folder: Path, disk: Path) -> None:
+    dataset = make_dataset(shared_folder)
     events = Events()
     expected = read_all(dataset)
     total_bytes = sum(entry.size for entry in dataset.entries)
-    with copy_files(dataset, shared, disk, events) as copies:
+    with copy_files(dataset, shared_folder, disk, events) as copies:
         wait_until(lambda: bool(events))
         assert not copies._pending
         for number in range(3):
-            overwrite(shared / f"{number}.h5")
+            overwrite(shared_folder / f"{number}.h5")
         assert read_all(dataset) == expected
     (event,) = events
     assert isinstance(event, LocalCopy) and (event.files, event.bytes, event.no_room_for) == (3, total_bytes, 0)
@@ -127,13 +127,13 @@ def test_samples_are_read_from_the_copies_and_do_not_change(shared: Path, disk: 
 
 
 def test_copies_use_at_most_half_of_the_file_descriptors(
-    shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    shared_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = Events()
-    dataset = make_dataset(shared)
+    dataset = make_dataset(shared_folder)
     expected = read_all(dataset)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
-    with copy_files(dataset, shared, disk, events), follow_copies(dataset, shared, disk) as follower:
+    with copy_files(dataset, shared_folder, disk, events), follow_copies(dataset, shared_folder, disk) as follower:
         wait_until(lambda: bool(events) and not follower._pending)
         assert read_all(dataset) == expected
     assert (events[0].files, events[0].no_room_for, events[0].too_many_files_by) == (2, 0, 1)
@@ -166,11 +166,11 @@ def test_entries_with_the_same_range_share_a_copy_but_equal_contents_do_not(tmp_
         assert read_all(dataset) == expected
 
 
-def test_one_rank_copies_the_files_and_the_last_rank_removes_them(shared: Path, disk: Path) -> None:
-    datasets = [make_dataset(shared) for _ in range(4)]
+def test_one_rank_copies_the_files_and_the_last_rank_removes_them(shared_folder: Path, disk: Path) -> None:
+    datasets = [make_dataset(shared_folder) for _ in range(4)]
     events = Events()
-    ranks = [follow_copies(dataset, shared, disk) for dataset in datasets[1:]]
-    ranks.append(copy_files(datasets[0], shared, disk, events))
+    ranks = [follow_copies(dataset, shared_folder, disk) for dataset in datasets[1:]]
+    ranks.append(copy_files(datasets[0], shared_folder, disk, events))
     wait_until(lambda: not any(rank._pending for rank in ranks))
     assert len(events) == 1
     for rank in ranks[:3]:
@@ -181,12 +181,12 @@ def test_one_rank_copies_the_files_and_the_last_rank_removes_them(shared: Path, 
 
 
 def test_only_the_copying_rank_reports_a_failure(
-    tmp_path: Path, shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shared_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = [make_dataset(shared) for _ in range(3)]
+    datasets = [make_dataset(shared_folder) for _ in range(3)]
     events = Events()
-    shutil.copy(shared / "2.h5", tmp_path / "other")
-    os.replace(tmp_path / "other", shared / "0.h5")
+    shutil.copy(shared_folder / "2.h5", tmp_path / "other")
+    os.replace(tmp_path / "other", shared_folder / "0.h5")
     sources: list[Path] = []
     original = LocalCopies._copy_range
 
@@ -195,8 +195,8 @@ def test_only_the_copying_rank_reports_a_failure(
         return original(self, source, *arguments)
 
     monkeypatch.setattr(LocalCopies, "_copy_range", record_source)
-    followers = [follow_copies(dataset, shared, disk) for dataset in datasets[1:]]
-    with copy_files(datasets[0], shared, disk, events):
+    followers = [follow_copies(dataset, shared_folder, disk) for dataset in datasets[1:]]
+    with copy_files(datasets[0], shared_folder, disk, events):
         wait_until(lambda: bool(events))
         time.sleep(0.1)
     for follower in followers:
@@ -204,53 +204,55 @@ def test_only_the_copying_rank_reports_a_failure(
     assert len(events) == len(sources) == 1 and not list(disk.iterdir())
 
 
-def test_copying_stops_at_a_file_that_differs_from_the_manifest(tmp_path: Path, shared: Path, disk: Path) -> None:
-    dataset = make_dataset(shared)
+def test_copying_stops_at_a_file_that_differs_from_the_manifest(
+    tmp_path: Path, shared_folder: Path, disk: Path
+) -> None:
+    dataset = make_dataset(shared_folder)
     events = Events()
     expected = read_all(dataset)
-    (shared / "1.h5").rename(tmp_path / "mapped")  # The dataset still maps this file.
-    shutil.copy(shared / "2.h5", shared / "1.h5")
-    with copy_files(dataset, shared, disk, events) as copies:
+    (shared_folder / "1.h5").rename(tmp_path / "mapped")  # The dataset still maps this file.
+    shutil.copy(shared_folder / "2.h5", shared_folder / "1.h5")
+    with copy_files(dataset, shared_folder, disk, events) as copies:
         wait_until(lambda: bool(events))
-        assert "1.h5" in events[0].error and sha256_file(shared / "1.h5") in events[0].error
+        assert "1.h5" in events[0].error and sha256_file(shared_folder / "1.h5") in events[0].error
         assert list(copies._pending.values()) == [[1], [2]]
         assert read_all(dataset) == expected
     assert not list(disk.iterdir())
 
 
 @pytest.mark.parametrize("folder", ["$SLUICE_NO_SUCH_VARIABLE", "/no/such/folder"])
-def test_a_missing_folder_is_reported_once(folder: str, shared: Path) -> None:
+def test_a_missing_folder_is_reported_once(folder: str, shared_folder: Path) -> None:
     events = Events()
-    with copy_files(make_dataset(shared), shared, folder, events):
+    with copy_files(make_dataset(shared_folder), shared_folder, folder, events):
         wait_until(lambda: bool(events))
     assert "site.local_disk" in events[0].error and len(events) == 1
 
 
-def test_a_folder_of_another_user_is_not_used(shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_used(shared_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with copy_files(make_dataset(shared), shared, disk, events):
+    with copy_files(make_dataset(shared_folder), shared_folder, disk, events):
         wait_until(lambda: bool(events))
     assert str(disk) in events[0].error and events[0].files is None
 
 
-def test_a_folder_in_main_memory_is_not_used(shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_main_memory_is_not_used(shared_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = Events()
     monkeypatch.setattr(local_copy, "read_file_system_type", lambda _: "tmpfs")
-    with copy_files(make_dataset(shared), shared, disk, events):
+    with copy_files(make_dataset(shared_folder), shared_folder, disk, events):
         wait_until(lambda: bool(events))
     assert "main memory" in events[0].error and not list(disk.iterdir())
 
 
-def test_a_write_error_leaves_no_incomplete_copy(shared: Path, disk: Path) -> None:
-    dataset = make_dataset(shared)
+def test_a_write_error_leaves_no_incomplete_copy(shared_folder: Path, disk: Path) -> None:
+    dataset = make_dataset(shared_folder)
     events = Events()
     expected = read_all(dataset)
     limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, limits_before[1]))
     try:
-        with copy_files(dataset, shared, disk, events) as copies:
+        with copy_files(dataset, shared_folder, disk, events) as copies:
             wait_until(lambda: bool(events))
             assert events[0].error and len(copies._pending) == 3 and read_all(dataset) == expected
     finally:
@@ -260,9 +262,9 @@ def test_a_write_error_leaves_no_incomplete_copy(shared: Path, disk: Path) -> No
 
 
 def test_a_file_without_space_on_the_disk_is_read_from_shared_storage(
-    shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    shared_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = make_dataset(shared)
+    dataset = make_dataset(shared_folder)
     events = Events()
     expected = read_all(dataset)
     size = dataset.entries[0].size
@@ -272,13 +274,13 @@ def test_a_file_without_space_on_the_disk_is_read_from_shared_storage(
         return SimpleNamespace(total=20 * size, free=3 * size - used)  # a twentieth must stay free
 
     monkeypatch.setattr(shutil, "disk_usage", has_space_for_two)
-    with copy_files(dataset, shared, disk, events) as copies:
+    with copy_files(dataset, shared_folder, disk, events) as copies:
         wait_until(lambda: bool(events))
         assert (events[0].files, events[0].no_room_for, list(copies._pending.values())) == (2, 1, [[2]])
         assert read_all(dataset) == expected
 
 
-def test_the_folder_of_a_killed_job_is_removed_but_not_one_in_use(shared: Path, disk: Path) -> None:
+def test_the_folder_of_a_killed_job_is_removed_but_not_one_in_use(shared_folder: Path, disk: Path) -> None:
     for name in ("killed", "used"):
         (disk / f"sluice-{name}").mkdir()
         (disk / f"sluice-{name}/users").touch()
@@ -286,15 +288,15 @@ def test_the_folder_of_a_killed_job_is_removed_but_not_one_in_use(shared: Path, 
     events = Events()
     with open(disk / "sluice-used/users") as users:
         fcntl.flock(users, fcntl.LOCK_SH)
-        with copy_files(make_dataset(shared), shared, disk, events):
+        with copy_files(make_dataset(shared_folder), shared_folder, disk, events):
             wait_until(lambda: bool(events))
         assert {path.name for path in disk.iterdir()} == {"sluice-used", "sluice-ness"}
 
 
 def test_no_file_is_left_if_training_ends_while_a_file_is_copied(
-    shared: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    shared_folder: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = make_dataset(shared)
+    dataset = make_dataset(shared_folder)
     events = Events()
     is_hashing = threading.Event()
     may_continue = threading.Event()
@@ -311,7 +313,7 @@ def test_no_file_is_left_if_training_ends_while_a_file_is_copied(
 
     monkeypatch.setattr(local_copy.hashlib, "sha256", BlockedHash)
     monkeypatch.setattr(local_copy, "_CHUNK_BYTES", 100)
-    with copy_files(dataset, shared, disk, events) as copies:
+    with copy_files(dataset, shared_folder, disk, events) as copies:
         assert is_hashing.wait(60)
         assert any(disk.glob("*/.*.tmp"))
         copies._closed.set()

@@ -19,7 +19,7 @@ REAL_FUNCTIONS = {
 
 
 def build_fake_gpu(python: Path, folder: Path) -> Path:
-    """Compile the fake GPU into `folder` and return the library to preload.
+    """Compile the fake GPU into `folder`, for the torch of `python`. Return the library to preload.
 
     Raises:
         RuntimeError: `python` has no CUDA build of torch, or the compiler failed.

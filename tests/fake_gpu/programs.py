@@ -1,7 +1,8 @@
 """Programs that tests run on a fake GPU: parts of the pipeline as a rank uses them, on GPU 1 of 2.
 
-`python -m tests.fake_gpu.programs NAME ARGUMENT …` calls one of these functions. They write notes into the log, so that
-a test can find the calls between two notes. Computed values are meaningless, because kernels compute nothing.
+`python -m tests.fake_gpu.programs NAME ARGUMENT …` calls one of these functions. A function writes notes into the log
+of CUDA calls, so that a test can find the calls between two notes. Computed values are meaningless, because the kernels
+of the fake GPU compute nothing.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def join_on_gpu1(**parallel: Any) -> groups.World:
     return groups.join_process_group(make_rank_info(0, 1, 1), tiny_config(1, parallel=parallel))
 
 
-def closest(rank: str, port: str) -> None:
-    """Join as local rank 4 or 5 of 8 on a node. Slurm has bound the two ranks to the two GPUs nearest to them.
+def join_on_nearest_gpu(rank: str, port: str) -> None:
+    """Join a process group as local rank 4 or 5 of 8, and note the GPU that this rank uses.
 
-    Note the GPU that this rank uses.
+    This is a node where Slurm has bound these two ranks to the two GPUs nearest to them.
     """
     import torch.distributed as dist
 
@@ -61,8 +62,11 @@ def closest(rank: str, port: str) -> None:
     dist.barrier(groups.new_control_group())
 
 
-def checkpoint(mode: str, folder: str) -> None:
-    """Save two checkpoints. Kernels that change the weights run before and after each save."""
+def save_two_checkpoints(mode: str, folder: str) -> None:
+    """Save two checkpoints, in the background if `mode` is "async".
+
+    Kernels that change the weights run before and after each save.
+    """
     weights = torch.zeros(1 << 20, device=join_on_gpu1().device)
     saver = Checkpointer(
         Path(folder),
@@ -83,8 +87,8 @@ def checkpoint(mode: str, folder: str) -> None:
     write_note("closed")
 
 
-def loader(folder: str) -> None:
-    """Load ten batches. The thread of the loader writes a note before each read."""
+def load_batches(folder: str) -> None:
+    """Load ten batches from a file in `folder`. The thread of the loader writes a note before each read."""
 
     class NoteWritingDataset(TokenDataset):
         def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
@@ -101,7 +105,7 @@ def loader(folder: str) -> None:
             assert next(batches)["tokens"].device == device
 
 
-def mpi() -> None:
+def communicate_over_mpi() -> None:
     """Run a collective with a callback, as DDP does, and send a message to this rank itself."""
     import torch.distributed as dist
 
@@ -123,8 +127,8 @@ def initialize_weights() -> None:
     write_note(f"built {4 * VOCAB * config.model.dim}")
 
 
-def memory() -> None:
-    """Check the measured peak memory of two phases. Each allocates a tensor and frees it: first 1 GB, then 0.1 GB."""
+def check_peak_memory() -> None:
+    """Check the measured peak memory of two phases. They allocate and free a tensor of 1 GB and one of 0.1 GB."""
     device = join_on_gpu1().device
     measure_peak_memory(device)
     for size, peak_gb in ((1e9, 1.0), (1e8, 0.1)):
@@ -135,21 +139,21 @@ def memory() -> None:
         assert measured["memory_reserved_gb"] >= 1.0, "the allocator keeps freed memory"
 
 
-def powersgd(rank: str, port: str) -> None:
+def train_with_powersgd(rank: str, port: str) -> None:
     """Train three steps with PowerSGD. After each backward pass, allocate tensors of the sizes of the hook's buffers.
 
     The allocator must not reuse a buffer while a callback of the hook may still read it. The note has the number of
-    buffers that callbacks read, and the number of those whose memory was reused.
+    buffers that callbacks read, and the number of these buffers whose memory was reused_ranges ("taken").
     """
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
     rank_info = make_rank_info(int(rank), 2, int(port))
     world = groups.join_process_group(rank_info, config)
     engine = Engine(config, resolve_layout(config, 2, 2, VOCAB), world, DecoderTask(config, VOCAB))
     read_ranges: list[range] = []
-    pack = replica_sync._pack
+    original_pack = replica_sync._pack
 
     def pack_and_record(tensors: Any) -> torch.Tensor:
-        packed = pack(tensors)
+        packed = original_pack(tensors)
         read_ranges.append(_address_range(packed))
         return packed
 
@@ -163,17 +167,17 @@ def powersgd(rank: str, port: str) -> None:
             for _ in range(500)
         ]
         new_ranges = [_address_range(tensor) for tensor in new_tensors]
-        reused = [
+        reused_ranges = [
             addresses
             for addresses in read_ranges
             if any(addresses[0] in new_range or new_range[0] in addresses for new_range in new_ranges)
         ]
-        write_note(f"backward: {len(read_ranges)} read, {len(reused)} taken")
+        write_note(f"backward: {len(read_ranges)} read, {len(reused_ranges)} taken")
         del new_tensors
         engine.update_weights(1.0)
 
 
-def low_memory(chunk: str) -> None:
+def train_with_chunked_loss(chunk: str) -> None:
     """Train three steps in bf16 without master weights. Note the peak memory in bytes after each step.
 
     Args:
@@ -193,7 +197,7 @@ def low_memory(chunk: str) -> None:
         write_note(f"updated {torch.cuda.max_memory_allocated()}")
 
 
-def compile_blocks(activation_checkpointing: str) -> None:
+def train_compiled_blocks(activation_checkpointing: str) -> None:
     """Train two steps with four compiled blocks. Note the numbers of compiled graphs and of graph breaks."""
     from torch._dynamo.utils import counters
 
@@ -210,8 +214,11 @@ def compile_blocks(activation_checkpointing: str) -> None:
     write_note(f"graphs {counters['stats']['unique_graphs']} breaks {counters['graph_break'].total()}")
 
 
-def attention() -> None:
-    """Note the attention kernels that torch chooses for each precision, forward and backward."""
+def note_attention_kernels() -> None:
+    """Run attention forward and backward in each precision, and note the kernels that torch chooses.
+
+    The last case is bf16 without cuDNN's attention.
+    """
 
     class NoteAttentionKernels(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,8 +228,8 @@ def attention() -> None:
 
     world = join_on_gpu1()
     model = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 1}
-    for precision, cudnn in (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False)):
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    for precision, allows_cudnn in (("bf16", True), ("fp16", True), ("fp32", True), ("bf16", False)):
+        torch.backends.cuda.enable_cudnn_sdp(allows_cudnn)
         config = tiny_config(1, train={"precision": precision}, model=model)
         engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
         with NoteAttentionKernels():

@@ -35,18 +35,18 @@ class FakeGpuRunner:
     preload: Path
     folder: Path
 
-    def __call__(self, *rank_arguments: tuple[str, ...], **variables: str) -> list[list[Call]]:
-        """Run one process for each tuple of a function name of tests/fake_gpu/programs.py and its arguments.
+    def run_programs(self, *programs: tuple[str, ...], **variables: str) -> list[list[Call]]:
+        """Run programs at the same time, each in its own process.
 
         Args:
-            rank_arguments: the tuples.
+            programs: for each process, the name of a function of tests/fake_gpu/programs.py and its arguments.
             variables: further environment variables of all processes.
 
         Returns:
             The calls of each process.
         """
-        logs = [self.folder / f"log-{number}" for number in range(len(rank_arguments))]
-        commands = [("-W", "ignore", "-m", "tests.fake_gpu.programs", *arguments) for arguments in rank_arguments]
+        logs = [self.folder / f"log-{number}" for number in range(len(programs))]
+        commands = [("-W", "ignore", "-m", "tests.fake_gpu.programs", *program) for program in programs]
         self.run_commands(commands, [{**variables, "FAKE_GPU_LOG": str(log)} for log in logs])
         return [read_log(log) for log in logs]
 

@@ -39,21 +39,21 @@ def check_layouts(ranks: int, folder: Path, *layouts: dict[str, Any], **sections
 
 
 @pytest.mark.story
-def test_pipeline_with_zero_3_equals_one_process(tmp_path: Path) -> None:
+def test_pipeline_with_zero_3_gives_the_result_of_one_process(tmp_path: Path) -> None:
     check_layouts(4, tmp_path, {"pipeline": 2, "zero": 3, "accurate_sums": True}, model=TIED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_data_parallelism_equals_one_process(ranks: int, tmp_path: Path) -> None:
+def test_data_parallelism_gives_the_result_of_one_process(ranks: int, tmp_path: Path) -> None:
     levels = [{"zero": zero, "reduce": reduce} for zero, reduce in product((0, 1, 2, 3), ("auto", "step"))]
-    two_replicas = [{"zero": zero, "data": {"replicate": 2, "shard": 2}} for zero in (1, 2, 3)] if ranks == 4 else []
-    check_layouts(ranks, tmp_path, *levels, *two_replicas)
+    hybrid_layouts = [{"zero": zero, "data": {"replicate": 2, "shard": 2}} for zero in (1, 2, 3)] if ranks == 4 else []
+    check_layouts(ranks, tmp_path, *levels, *hybrid_layouts)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "pipeline"), [(2, 2), (4, 2), (4, 4)])
-def test_all_pipeline_schedules_equal_one_process(ranks: int, pipeline: int, tmp_path: Path) -> None:
+def test_all_pipeline_schedules_give_the_result_of_one_process(ranks: int, pipeline: int, tmp_path: Path) -> None:
     layouts = [
         {"pipeline": pipeline, "schedule": schedule, "virtual_stages": virtual}
         for schedule, virtual in SCHEDULES
@@ -63,11 +63,14 @@ def test_all_pipeline_schedules_equal_one_process(ranks: int, pipeline: int, tmp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
-def test_tensor_pipeline_and_data_parallelism_together_equal_one_process(model: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_overrides", [{}, TIED], ids=["untied", "tied"])
+def test_combined_tensor_and_pipeline_and_data_parallelism_gives_the_result_of_one_process(
+    model_overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    """With 8 ranks, tensor and pipeline sizes of 2, the data parallel size is 2."""
     schedules: list[dict[str, Any]] = [{"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}]
     layouts: list[dict[str, Any]] = [
         {"pipeline": 2, "tensor": 2, "zero": zero, **schedule} for zero, schedule in product((0, 3), schedules)
     ]
     layouts.append({"pipeline": 2, "tensor": 2, "schedule": "zbv", "virtual_stages": 2, "zero": 1})
-    check_layouts(8, tmp_path, *layouts, model=model, train=FEW_BATCHES)
+    check_layouts(8, tmp_path, *layouts, model=model_overrides, train=FEW_BATCHES)

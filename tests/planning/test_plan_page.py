@@ -36,36 +36,43 @@ PIPELINED = (
 )  # fmt: skip
 
 
-def plan_figures(*overrides: str, machine: bool = True) -> PlanFigures:
-    """Return the figures of lm-8b with overrides. Without a machine, no times are predicted."""
+def compute_lm_8b_figures(*overrides: str, with_h100: bool = True) -> PlanFigures:
+    """Return the numbers that `plan --html` draws for lm-8b.yaml with these overrides.
+
+    Without the machine file of an H100, no times are predicted.
+    """
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides, "site.gpu_memory_gib=79.6"])
-    return compute_plan_figures(config, H100 if machine else None)
+    return compute_plan_figures(config, H100 if with_h100 else None)
 
 
 @pytest.mark.parametrize("overrides", [PIPELINED, (), ("parallel.zero=3", "train.micro_batch=2")])
-def test_memory_of_the_figures_agrees_with_the_text(overrides: tuple[str, ...]) -> None:
+def test_memory_in_the_figures_agrees_with_the_printed_table(overrides: tuple[str, ...]) -> None:
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides])
+    # a row of the table: pipeline-parallel stage, parameters, and gigabytes of five parts and of their sum
     rows = [line.split() for line in describe_plan(config) if re.match(r" +\d+ +[\d,]+( +\d+\.\d{3}){6}$", line)]
-    figures = plan_figures(*overrides)
-    reserved = reserved_gpu_bytes(resolve_layout(config)) / 1e9
+    figures = compute_lm_8b_figures(*overrides)
+    reserved_gb = reserved_gpu_bytes(resolve_layout(config)) / 1e9
     ranks = [list(parts.values()) for parts in figures.memory]
     assert len(rows) == len(ranks) == config.parallel.pipeline
     for row, parts in zip(rows, ranks, strict=True):
         assert [float(cell) for cell in row[2:7]] == pytest.approx(parts[:5], abs=5e-4)
-        assert parts[5:] == pytest.approx([reserved])
+        assert parts[5:] == pytest.approx([reserved_gb])
     assert figures.facts["fullest rank"].startswith(f"{max(map(sum, ranks)):.1f} GB of 85.5 GB: ")
-    assert max(map(sum, ranks)) == pytest.approx(max(float(row[7]) for row in rows) + reserved, abs=2e-3)
+    assert max(map(sum, ranks)) == pytest.approx(max(float(row[7]) for row in rows) + reserved_gb, abs=2e-3)
 
 
 def test_gpu_memory_with_offload_has_only_gathered_weights_and_activations() -> None:
-    (parts,) = plan_figures("parallel.zero=3", "parallel.offload=true").memory
+    (parts,) = compute_lm_8b_figures("parallel.zero=3", "parallel.offload=true").memory
     assert list(parts) == ["gathered", "activations", "CUDA and NCCL"]
     assert "CUDA and NCCL" in draw_memory([parts], 80.0)
 
 
 def test_the_drawn_schedule_takes_the_predicted_time() -> None:
-    """The schedule shows all micro-batches, because there are few. No rank runs two actions at once."""
-    timeline = plan_figures(*PIPELINED).timeline
+    """The schedule shows all micro-batches, because it leaves out micro-batches only if there are many.
+
+    No rank runs two actions at once.
+    """
+    timeline = compute_lm_8b_figures(*PIPELINED).timeline
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
     layout = resolve_layout(config)
     step = predict_step(workload_from_config(config, layout, 128256), H100.with_gpus_per_node(layout.ranks_per_node))
@@ -78,31 +85,32 @@ def test_the_drawn_schedule_takes_the_predicted_time() -> None:
 
 def test_no_operator_is_above_the_roofline() -> None:
     for overrides in ((), PIPELINED):
-        figures = plan_figures(*overrides)
+        figures = compute_lm_8b_figures(*overrides)
         assert figures.roof is not None
-        rate, bandwidth = figures.roof
+        peak_flops, bandwidth = figures.roof
         for intensity, flops in figures.operators.values():
-            assert 0 < flops <= min(rate, intensity * bandwidth)
+            assert 0 < flops <= min(peak_flops, intensity * bandwidth)
 
 
 def test_figures_name_their_axes_and_units() -> None:
-    figures = plan_figures(*PIPELINED)
+    figures = compute_lm_8b_figures(*PIPELINED)
     assert figures.roof is not None
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
     figures_by_unit = {
         "GB of one GPU": draw_memory(figures.memory, figures.gpu_memory),
         "milliseconds": draw_schedule(figures.timeline, True),
-        "TFLOP/s": draw_roofline(figures.operators, figures.roof), "minutes": draw_failures(config, 600.0)[1],
+        "TFLOP/s": draw_roofline(figures.operators, figures.roof),
+        "minutes": draw_failures(config, 600.0)[1],
         "GPUs": draw_failures(config, 0.0)[0],
-    }  # fmt: skip
+    }
     for unit, figure in figures_by_unit.items():
         assert figure.startswith("<figure") and re.search(rf'class="title"[^>]*>[^<]*{unit}', figure), unit
-    assert "durations of a forward" in draw_schedule(plan_figures(machine=False).timeline, False)
+    assert "durations of a forward" in draw_schedule(compute_lm_8b_figures(with_h100=False).timeline, False)
     assert draw_memory(figures.memory, figures.gpu_memory).count("a GPU has 85.5 GB</title>") == 4
 
 
-def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    """The layout does not fit into the GPU's memory. The page is written nevertheless, and the command fails."""
+def test_the_page_is_self_contained_and_is_written_even_if_the_layout_does_not_fit(tmp_path: Path) -> None:
+    """The layout does not fit into the GPU's memory, so the command fails after it has written the page."""
     page = tmp_path / "plan.html"
     arguments = [str(CODE_ROOT / "configs/lm-8b.yaml"), "--machine=h100", f"--html={page}", "run.name=a-b"]
     completed = subprocess.run(

@@ -327,10 +327,10 @@ def test_a_save_or_held_out_evaluation_that_is_due_is_not_a_stall(tmp_path: Path
     fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}", *overrides)
 
     def reports_stall(idle_s: float) -> bool:
-        """Return True if a follower whose last data is `idle_s` seconds old reports a stall."""
-        count = len(Chat.messages)
+        """Return True if a follower reports a stall when the newest data of the run is `idle_s` seconds old."""
+        message_count = len(Chat.messages)
         start_idle_follower(fake_run, "webhook", idle_s).catch_up()
-        return len(Chat.messages) > count
+        return len(Chat.messages) > message_count
 
     fake_run.write_steps(300)
     assert not reports_stall(850), "the first save is due: the limit is half of recovery.save_s (1800 s)"

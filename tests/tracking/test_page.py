@@ -28,7 +28,7 @@ from tracking.report import draw_mesh, draw_sweep_points, draw_timeline, draw_tr
 
 MALICIOUS = "</title><script>alert(1)</script>\"'&<b>"
 """Text that would run a script if the page contained it unescaped."""
-_VOID = {"meta"}
+_TAGS_WITHOUT_END = {"meta"}
 """Elements without an end tag."""
 
 
@@ -40,11 +40,11 @@ class Document(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.names: set[str] = set()
+        self.open_tags: list[str] = []
+        self.tag_names: set[str] = set()
         self.attributes: set[str] = set()
         self.feed(text)
-        assert self.open == []
+        assert self.open_tags == []
         self.figures: dict[str, str] = {}
         for figure in re.findall(r"<figure.*?</figure>", text, re.DOTALL):
             heading = re.search(r"<b>(.*?)</b>", figure)
@@ -54,13 +54,13 @@ class Document(HTMLParser):
             self.figures[heading[1]] = figure
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
+        self.tag_names.add(tag)
         self.attributes |= {name for name, _ in attrs}
-        if tag not in _VOID:
-            self.open.append(tag)
+        if tag not in _TAGS_WITHOUT_END:
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open_tags.pop() == tag
 
 
 @pytest.fixture
@@ -256,25 +256,32 @@ def test_the_timeline_names_the_cause_of_each_stop_and_limits_the_number_of_lane
     assert draw_timeline([]) == "" == draw_lanes("", None, [])  # type: ignore[arg-type]
 
 
-def test_each_sweep_point_is_a_line_through_its_values_and_its_result() -> None:
+def test_each_sweep_point_is_drawn_as_a_line_through_its_values_and_its_result() -> None:
     points = [{"lr": lr, "name": name} for lr in (1e-4, 1e-3, 1e-2) for name in ("a", "b")]
     figure = draw_sweep_points(points, "bits per byte", [3.0, 2.9, 1.5, 1.4, math.inf, 2.0])
-    curves = re.findall(r'class="c(\d)"[^>]* points="([^"]+)"><title>point (\d+): ([\d.]+)', figure)
-    assert [(point, result) for *_, point, result in curves] == [
+    lines = re.findall(r'class="c(\d)"[^>]* points="([^"]+)"><title>point (\d+): ([\d.]+)', figure)
+    assert [(point, result) for *_, point, result in lines] == [
         ("000", "3.0000"), ("001", "2.9000"), ("005", "2.0000"), ("002", "1.5000"), ("003", "1.4000"),
     ]  # fmt: skip
-    # the best point is drawn last, in its own colour; its result is the lowest one, at the bottom
-    assert curves[-1][:2] == ("2", "0.0,500.0 500.0,0.0 1000.0,1000.0")
+    # The best point is drawn last, in its own color. It has the smallest result, so its line ends at the bottom (1000)
+    # of the axis of results.
+    assert lines[-1][:2] == ("2", "0.0,500.0 500.0,0.0 1000.0,1000.0")
     assert all(f">{label}<" in figure for label in ("1e-4", "0.001", "0.01", "a", "b", "lr", "name", "bits per byte"))
+    # a point without a finite result is not drawn, and a single point makes no figure
     assert draw_sweep_points(points, "loss", [1.0, *[math.inf] * 5]) == ""
 
 
-def test_the_layout_shows_each_rank_on_its_node() -> None:
+def test_the_mesh_figure_shows_all_ranks_and_nodes() -> None:
     from pipeline.parallel.mesh import Layout
 
     sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 2, "ranks_per_node": 4}
-    others = dict.fromkeys(("micro_batches", "virtual_stages", "zero"), 1) | {"schedule": "1f1b", "stage_layers": ()}
-    figure = draw_mesh(Layout(**sizes, **others, fsdp=False, reduce_each_micro_batch=False, sequence_parallel=False))  # type: ignore[arg-type]
+    other_fields = dict.fromkeys(("micro_batches", "virtual_stages", "zero"), 1) | {
+        "schedule": "1f1b",
+        "stage_layers": (),
+    }
+    figure = draw_mesh(
+        Layout(**sizes, **other_fields, fsdp=False, reduce_each_micro_batch=False, sequence_parallel=False)
+    )  # type: ignore[arg-type]
     assert re.findall(r"rank (\d): pipeline (\d), data (\d), tensor (\d)", figure) == [
         tuple(map(str, (rank, rank // 4, rank // 2 % 2, rank % 2))) for rank in range(8)
     ]

@@ -14,9 +14,9 @@ from tests.fake_gpu.start import FakeGpuRunner
 @pytest.fixture(scope="session")
 def python() -> Path:
     """Return the Python with a CUDA build of torch that CUDA_PYTHON names."""
-    if not (named := os.environ.get("CUDA_PYTHON")):
+    if not (path := os.environ.get("CUDA_PYTHON")):
         pytest.fail("CUDA_PYTHON must name a Python with a CUDA build of torch; `make test-gpu-fake` sets it")
-    return Path(named)
+    return Path(path)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,6 @@ def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(python: Path, library: Path, tmp_path: Path) -> FakeGpuRunner:
-    """Return a function that starts programs on two fake GPUs and returns their calls."""
+def gpu_runner(python: Path, library: Path, tmp_path: Path) -> FakeGpuRunner:
+    """Return a callable object that runs programs on two fake GPUs and returns their CUDA calls."""
     return FakeGpuRunner(python, library, tmp_path)

@@ -12,104 +12,124 @@ from tests.support.ranks import PORTS
 pytestmark = pytest.mark.gpu_fake
 
 DEFAULT = "(nil)"
-"""CUDA's default stream, on which the training computes."""
+"""CUDA's default stream as the log shows it. The train stage computes on this stream."""
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_save_copies_weights_after_the_last_kernel_and_before_the_next_one(start: FakeGpuRunner, mode: str) -> None:
-    (calls,) = start(("checkpoint", mode, str(start.folder)))
+def test_a_save_copies_weights_after_the_last_kernel_and_before_the_next_one(
+    gpu_runner: FakeGpuRunner, mode: str
+) -> None:
+    (calls,) = gpu_runner.run_programs(("save_two_checkpoints", mode, str(gpu_runner.folder)))
     saves = find_calls(calls, "note", "save")
     staged = find_calls(calls, "note", "staged")
     assert len(saves) == len(staged) == 2
-    saving = calls[saves[0] : find_calls(calls, "note", "closed")[0]]
-    assert not find_calls(saving, "sync-stream", DEFAULT), "the host never waits for the stream of the training"
+    calls_of_saves = calls[saves[0] : find_calls(calls, "note", "closed")[0]]
+    assert not find_calls(calls_of_saves, "sync-stream", DEFAULT), "the host waits for the kernels of the train stage"
     for save_index, staged_index in zip(saves, staged, strict=True):
         last_kernel = max(index for index in find_calls(calls, "launch", DEFAULT) if index < save_index)
-        during = calls[last_kernel:staged_index]
-        copies = [index for index, call in enumerate(during) if call.name == "copy" and call.arguments[2] == "device"]
-        assert copies, "the weights were copied"
+        save = calls[last_kernel:staged_index]
+        copies = [index for index, call in enumerate(save) if call.name == "copy" and call.arguments[2] == "device"]
+        assert copies, "no weights were copied"
         for copy in copies:
-            before = during[:copy]
-            stream = during[copy].arguments[0]
-            events = [call.arguments[0] for call in before if call.name == "record" and call.arguments[1] == DEFAULT]
-            waits = [call.arguments[1] for call in before if call.name == "wait" and call.arguments[0] == stream]
-            assert set(events) & set(waits), "the copy does not wait for the kernel before it"
-            synchronize = Call(during[copy].thread, 1, "sync-stream", (stream,))
-            assert synchronize in during[copy:], "no thread waits for the copy"
+            earlier_calls = save[:copy]
+            stream = save[copy].arguments[0]
+            events = {
+                call.arguments[0] for call in earlier_calls if call.name == "record" and call.arguments[1] == DEFAULT
+            }
+            waits = {call.arguments[1] for call in earlier_calls if call.name == "wait" and call.arguments[0] == stream}
+            assert events & waits, "the copy does not wait for the kernel before it"
+            synchronize = Call(save[copy].thread, 1, "sync-stream", (stream,))
+            assert synchronize in save[copy:], "no thread waits for the copy"
 
 
-def test_mpi_threads_do_not_wait_for_queued_kernels_of_the_training(start: FakeGpuRunner) -> None:
-    (calls,) = start(("mpi",))
+def test_mpi_threads_do_not_wait_for_queued_kernels_of_the_training(gpu_runner: FakeGpuRunner) -> None:
+    (calls,) = gpu_runner.run_programs(("communicate_over_mpi",))
     assert not find_calls(calls, "sync-device")
-    of_other_threads = [call for call in calls if call.thread != calls[0].thread]
-    copies = {call.arguments[1:3]: call.arguments[0] for call in of_other_threads if call.name == "copy"}
-    assert {("pinned", "device"), ("device", "pinned")} <= copies.keys(), "messages go through host memory"
-    assert DEFAULT not in copies.values()
-    assert not find_calls(of_other_threads, "sync-stream", DEFAULT)
-    first_copy = next(index for index, call in enumerate(of_other_threads) if call.name == "copy")
-    assert find_calls(of_other_threads[:first_copy], "sync-event"), "the thread waits for the tensor's last kernel"
+    mpi_calls = [call for call in calls if call.thread != calls[0].thread]
+    streams_of_copies = {call.arguments[1:3]: call.arguments[0] for call in mpi_calls if call.name == "copy"}
+    assert {("pinned", "device"), ("device", "pinned")} <= streams_of_copies.keys(), "messages go through host memory"
+    assert DEFAULT not in streams_of_copies.values()
+    assert not find_calls(mpi_calls, "sync-stream", DEFAULT)
+    first_copy = next(index for index, call in enumerate(mpi_calls) if call.name == "copy")
+    assert find_calls(mpi_calls[:first_copy], "sync-event"), "the thread waits for the tensor's last kernel"
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_second_save_pins_no_host_memory(start: FakeGpuRunner, mode: str) -> None:
-    (calls,) = start(("checkpoint", mode, str(start.folder)))
-    first, second = find_calls(calls, "note", "save")
-    assert find_calls(calls[first:second], "pin")
-    assert not find_calls(calls[second:], "pin")
+def test_the_second_save_pins_no_host_memory(gpu_runner: FakeGpuRunner, mode: str) -> None:
+    (calls,) = gpu_runner.run_programs(("save_two_checkpoints", mode, str(gpu_runner.folder)))
+    first_save, second_save = find_calls(calls, "note", "save")
+    assert find_calls(calls[first_save:second_save], "pin")
+    assert not find_calls(calls[second_save:], "pin")
 
 
-@pytest.mark.parametrize("program", ["checkpoint async", "checkpoint sync", "loader", "mpi"])
-def test_no_thread_of_the_second_rank_uses_the_first_gpu(start: FakeGpuRunner, program: str) -> None:
-    name, *arguments = program.split()
-    (calls,) = start((name, *arguments, *([str(start.folder)] if name != "mpi" else [])))
+@pytest.mark.parametrize(
+    ("program", "min_threads"),
+    [
+        (("save_two_checkpoints", "async", "FOLDER"), 3),
+        (("save_two_checkpoints", "sync", "FOLDER"), 1),
+        (("load_batches", "FOLDER"), 2),
+        (("communicate_over_mpi",), 4),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_no_thread_of_a_rank_on_gpu_1_uses_gpu_0(
+    gpu_runner: FakeGpuRunner, program: tuple[str, ...], min_threads: int
+) -> None:
+    command = tuple(str(gpu_runner.folder) if argument == "FOLDER" else argument for argument in program)
+    (calls,) = gpu_runner.run_programs(command)
     assert [call for call in calls if call.device != 1] == []
-    threads = {call.thread for call in calls}
-    assert len(threads) >= {"checkpoint async": 3, "checkpoint sync": 1, "loader": 2, "mpi": 4}[program]
+    assert len({call.thread for call in calls}) >= min_threads
 
 
-def test_ranks_bound_to_the_gpus_of_their_socket_use_one_gpu_each(start: FakeGpuRunner) -> None:
+def test_ranks_bound_to_the_gpus_of_their_socket_use_one_gpu_each(gpu_runner: FakeGpuRunner) -> None:
     port = str(next(PORTS))
-    for rank, calls in enumerate(start(*(("closest", rank, port) for rank in "01"))):
+    for rank, calls in enumerate(gpu_runner.run_programs(*(("join_on_nearest_gpu", rank, port) for rank in "01"))):
         assert calls[find_calls(calls, "note", "joined")[0]].arguments == ("joined", str(rank))
-        assert {call.device for call in calls} == {rank}, "NCCL starts on this GPU, and no other GPU has a context"
+        assert {call.device for call in calls} == {rank}, "a rank or its NCCL uses another GPU"
 
 
-def test_initial_weights_are_generated_on_the_gpu(start: FakeGpuRunner) -> None:
-    (calls,) = start(("initialize_weights",))
-    building = calls[find_calls(calls, "note", "build")[0] : find_calls(calls, "note", "built")[0]]
-    embedding_bytes = int(calls[find_calls(calls, "note", "built")[0]].arguments[1])
-    copied_bytes = [
-        int(call.arguments[3]) for call in building if call.name == "copy" and call.arguments[2] != "device"
+def test_initial_weights_are_generated_on_the_gpu(gpu_runner: FakeGpuRunner) -> None:
+    (calls,) = gpu_runner.run_programs(("initialize_weights",))
+    (build_index,) = find_calls(calls, "note", "build")
+    (built_index,) = find_calls(calls, "note", "built")
+    build_calls = calls[build_index:built_index]
+    embedding_bytes = int(calls[built_index].arguments[1])
+    bytes_from_host = [
+        int(call.arguments[3]) for call in build_calls if call.name == "copy" and call.arguments[2] != "device"
     ]
-    assert copied_bytes and max(copied_bytes) < embedding_bytes / 4, "only tables of positions come from the host"
-    assert find_calls(building, "launch")
+    assert bytes_from_host and max(bytes_from_host) < embedding_bytes / 4, "weights were copied from the host"
+    assert find_calls(build_calls, "launch")
 
 
-def test_peak_memory_is_measured_for_each_phase(start: FakeGpuRunner) -> None:
-    start(("memory",))  # the program checks the peaks
+def test_peak_memory_is_measured_for_each_phase(gpu_runner: FakeGpuRunner) -> None:
+    gpu_runner.run_programs(("check_peak_memory",))
 
 
-def test_memory_that_a_hook_reads_on_another_stream_is_not_reused(start: FakeGpuRunner) -> None:
+def test_memory_that_a_hook_reads_on_another_stream_is_not_reused(gpu_runner: FakeGpuRunner) -> None:
     port = str(next(PORTS))
-    for calls in start(*(("powersgd", rank, port) for rank in "01")):
-        steps = [0, *find_calls(calls, "note", "backward:")]
-        assert len(steps) == 4
-        for begin, end in pairwise(steps):
+    for calls in gpu_runner.run_programs(*(("train_with_powersgd", rank, port) for rank in "01")):
+        step_ends = [0, *find_calls(calls, "note", "backward:")]
+        assert len(step_ends) == 4
+        for begin, end in pairwise(step_ends):
             streams = {call.arguments[0] for call in calls[begin:end] if call.name == "launch"}
             assert streams > {DEFAULT}, "the second half of the hook runs on another stream"
             assert calls[end].arguments == ("backward:", "2", "read,", "0", "taken")
 
 
-def test_a_chunked_loss_saves_the_memory_of_logits_and_the_host_does_not_wait(start: FakeGpuRunner) -> None:
-    """1,024 tokens × 8,192 IDs are 34 MB of logits in fp32. They exist three times; everything else takes 10 MB."""
+def test_a_chunked_loss_saves_the_memory_of_logits_and_the_host_does_not_wait(gpu_runner: FakeGpuRunner) -> None:
+    """A step has 1,024 tokens, so the logits for a vocabulary of 8,192 need 34 MB in fp32. They exist three times.
+
+    Everything else needs 10 MB.
+    """
     peaks = []
-    for calls in start(("low_memory", "16"), ("low_memory", "0")):
+    for calls in gpu_runner.run_programs(("train_with_chunked_loss", "16"), ("train_with_chunked_loss", "0")):
         steps = find_calls(calls, "note", "step")
         updated = find_calls(calls, "note", "updated")
         assert len(steps) == len(updated) == 3
         peaks.append(int(calls[updated[-1]].arguments[1]))
         last_step = calls[steps[-1] : updated[-1]]
-        assert find_calls(last_step, "launch"), "the step launched kernels"
+        assert find_calls(last_step, "launch")
         for name in ("sync-stream", "sync-event", "sync-device"):
             assert not find_calls(last_step, name), f"the host waits: {name}"
-    assert peaks[0] + 3 * 0.9 * 1024 * 8192 * 4 < peaks[1], peaks
+    peak_with_chunks, peak_without_chunks = peaks
+    assert peak_with_chunks + 3 * 0.9 * 1024 * 8192 * 4 < peak_without_chunks, peaks

@@ -1,4 +1,4 @@
-"""Tests of the memory, collectives, compiled blocks and kernels of trainings on a fake GPU (`make test-gpu-fake`)."""
+"""Tests of the memory, collectives, compiled blocks and kernels of training on a fake GPU (`make test-gpu-fake`)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,30 @@ pytestmark = pytest.mark.gpu_fake
 
 @pytest.fixture(scope="module")
 def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the environment of a compiler cache that all tests share, because they compile the same blocks."""
+    """Return an environment variable that sets a compiler cache for all tests, because they compile the same blocks."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("graphs"))}
 
 
-@pytest.mark.parametrize(("peak", "name", "more"), PEAKS)
+@pytest.mark.parametrize(("peak_gib", "config_name", "overrides"), PEAKS)
 def test_the_peak_memory_of_a_step_is_unchanged(
-    start: FakeGpuRunner, compiler_cache: dict[str, str], peak: float, name: str, more: tuple[str, ...]
+    gpu_runner: FakeGpuRunner,
+    compiler_cache: dict[str, str],
+    peak_gib: float,
+    config_name: str,
+    overrides: tuple[str, ...],
 ) -> None:
-    command = ["-W", "ignore", "-m", "benchmarks.gpu.speed", "1", f"configs/{name}.yaml", *more]
-    (output,) = start.run_commands([command], [compiler_cache], timeout=400.0)
+    command = ["-W", "ignore", "-m", "benchmarks.gpu.speed", "1", f"configs/{config_name}.yaml", *overrides]
+    (output,) = gpu_runner.run_commands([command], [compiler_cache], timeout=400.0)
     measured = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    assert measured["allocated_gib"] == pytest.approx(peak, rel=0.01)
+    assert measured["allocated_gib"] == pytest.approx(peak_gib, rel=0.01)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_blocks_are_compiled_once_for_this_gpu(start: FakeGpuRunner, recompute: str) -> None:
-    cache = start.folder / "graphs"
-    (calls,) = start(("compile_blocks", recompute), TORCHINDUCTOR_CACHE_DIR=str(cache))
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
+def test_blocks_are_compiled_once_for_this_gpu(gpu_runner: FakeGpuRunner, activation_checkpointing: str) -> None:
+    cache = gpu_runner.folder / "graphs"
+    (calls,) = gpu_runner.run_programs(
+        ("train_compiled_blocks", activation_checkpointing), TORCHINDUCTOR_CACHE_DIR=str(cache)
+    )
     (note,) = find_calls(calls, "note")
     assert calls[note].arguments == ("graphs", "1", "breaks", "0"), "all four blocks share one graph"
     binaries = list(cache.rglob("*.cubin"))
@@ -46,16 +52,16 @@ def test_blocks_are_compiled_once_for_this_gpu(start: FakeGpuRunner, recompute: 
         content = binary.read_bytes()
         (machine,) = struct.unpack_from("<H", content, 18)
         assert content[:4] == b"\x7fELF" and machine == 190, "ptxas writes ELF files for the machine EM_CUDA"
-        flags = content[48:52]  # the first byte names the GPU; since version 8 of the format, the second byte does
+        flags = content[48:52]  # the first byte is the architecture (90); since version 8 of the format, the second one
         assert flags[content[8] >= 8] == 90 and ".target sm_90" in binary.with_suffix(".ptx").read_text()
 
 
-def test_attention_never_uses_the_kernel_that_stores_all_scores(start: FakeGpuRunner) -> None:
-    (calls,) = start(("attention",))
-    chosen = [call.arguments for call in calls if call.name == "note"]
+def test_attention_never_uses_the_kernel_that_stores_all_scores(gpu_runner: FakeGpuRunner) -> None:
+    (calls,) = gpu_runner.run_programs(("note_attention_kernels",))
+    chosen_kernels = [call.arguments for call in calls if call.name == "note"]
     # the last case disables cuDNN's attention
     expected = [("bf16", "cudnn"), ("fp16", "cudnn"), ("fp32", "efficient"), ("bf16", "flash")]
-    assert chosen == [
+    assert chosen_kernels == [
         (precision, f"_scaled_dot_product_{kernel}_attention{direction}")
         for precision, kernel in expected
         for direction in ("", "_backward")
@@ -86,12 +92,13 @@ TENSOR_COMPILED = {
     ("all-reduce", "bf16"): STEPS * MICRO_BATCHES * 4 * 2 * HIDDEN,
 }
 """A compiled block all-reduces the gradients of its inputs, and each rank then takes its part of the sum."""
+# For each case: overrides, and the number of values by collective and dtype.
 # - DDP and its hooks reduce once more before the first step, to determine the buckets.
 # - With ZeRO, each GPU has half of all parameters. Level 1 accumulates gradients before it reduces them, and gathers
 #   each parameter once per step.
 # - With tensor parallelism, both blocks gather the inputs of attention and MLP and reduce their outputs in bf16. The
 #   input of the output layer is also gathered. The embedding's sums are fp32.
-TRAININGS: dict[str, tuple[tuple[str, ...], dict[tuple[str, str], int]]] = {
+CASES: dict[str, tuple[tuple[str, ...], dict[tuple[str, str], int]]] = {
     "ddp": ((BF16,), {("all-reduce", "fp32"): (STEPS + 1) * VALUES}),
     "zero 1": (
         ("parallel.zero=1", BF16),
@@ -121,31 +128,35 @@ TRAININGS: dict[str, tuple[tuple[str, ...], dict[tuple[str, str], int]]] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a run and return its data directory. All runs of this module use this data."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_on_two_gpus_sends_the_expected_number_of_values(
-    start: FakeGpuRunner, data: Path, compiler_cache: dict[str, str], name: str
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_send_the_expected_number_of_values(
+    gpu_runner: FakeGpuRunner, data: Path, compiler_cache: dict[str, str], name: str
 ) -> None:
-    """The ranks run `python -m pipeline train RUN`, without the device check, because kernels compute nothing."""
-    overrides, expected = TRAININGS[name]
-    more = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "recovery.preflight=false")
-    run = make_run(start.folder, overrides=(*overrides, *more), data=data)
-    logs = [start.folder / f"log-{rank}" for rank in range(2)]
+    """The ranks run `python -m pipeline train RUN`.
+
+    The check of the devices is off, because the kernels of the fake GPU compute nothing.
+    """
+    case_overrides, expected = CASES[name]
+    overrides = (f"train.steps={STEPS}", "checkpoint.every_steps=2", "recovery.preflight=false")
+    run = make_run(gpu_runner.folder, overrides=(*case_overrides, *overrides), data=data)
+    logs = [gpu_runner.folder / f"log-{rank}" for rank in range(2)]
     port = next(PORTS)
     envs = [
         compiler_cache | make_local_rank_env(rank, 2, port) | {"FAKE_GPU_LOG": str(log)}
         for rank, log in enumerate(logs)
     ]
-    start.run_commands([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
+    gpu_runner.run_commands([("-W", "ignore", "-m", "pipeline", "train", str(run.path))] * 2, envs)
     assert [line["step"] for line in map(json.loads, run.metrics_file.read_text().splitlines())] == [1, 2, 3]
     manifest = json.loads((run.checkpoints_dir / "step-00000003/manifest.json").read_text())
     assert compute_run_digest(run) and bool(manifest["extra"]["scaler"]) == (name == "fp16")
     for rank, calls in enumerate(map(read_log, logs)):
         assert {call.device for call in calls} == {rank}
-        sent: Counter[tuple[str, str]] = Counter()
+        sent_values: Counter[tuple[str, str]] = Counter()
         for call in calls:
             if call.name in ("all-reduce", "all-gather", "reduce-scatter"):
-                sent[call.name, call.arguments[1]] += int(call.arguments[0])
-        assert {key: sent[key] for key in expected} == expected, sent
+                sent_values[call.name, call.arguments[1]] += int(call.arguments[0])
+        assert {key: sent_values[key] for key in expected} == expected, sent_values

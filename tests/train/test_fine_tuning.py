@@ -25,7 +25,7 @@ from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import PassiveStopFlag, compute_run_digest, make_run, run_stage_on_rank
 from tests.train.test_exact import interrupt_training, read_steps
 
-SMALL = (
+SMALL_MODEL_OVERRIDES = (
     "data.tokenizer.vocab_size=300", "data.sequence_length=32", "data.shard_tokens=4096", "data.held_out=0.2",
     "model.dim=16", "model.layers=2", "model.heads=4", "model.kv_heads=2", "train.epochs=null", "train.steps=12",
     "train.global_batch=8", "train.micro_batch=2", "checkpoint.every_steps=5", "optimizer.lr=0.01",
@@ -33,39 +33,42 @@ SMALL = (
 )  # fmt: skip
 
 
-def prepare_run(folder: Path, *more: str) -> Run:
-    """Create a small run of configs/fine-tune.yaml and prepare its data; `more` are further overrides."""
+def prepare_run(folder: Path, *overrides: str) -> Run:
+    """Create a small run of configs/fine-tune.yaml on generated sums of two numbers, and prepare its data."""
     source = folder / "answers.jsonl"
-    draw = random.Random(1)
+    generator = random.Random(1)
     if not source.exists():
-        numbers = [(draw.randrange(50), draw.randrange(50)) for _ in range(400)]
+        numbers = [(generator.randrange(50), generator.randrange(50)) for _ in range(400)]
         rows = [{"prompt": f"What is {a} and {b}?\n", "response": f"{a} and {b} are {a + b}."} for a, b in numbers]
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = (f"run.root={folder}", f"data.source={source}", *SMALL, *more)
-    run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", overrides))
+    all_overrides = (f"run.root={folder}", f"data.source={source}", *SMALL_MODEL_OVERRIDES, *overrides)
+    run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", all_overrides))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Train the example on two ranks and return its run."""
+def example_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Train a small run of configs/fine-tune.yaml on two ranks and return it."""
     run = prepare_run(tmp_path_factory.mktemp("example"))
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return run
 
 
-def evaluate_run(run: Run, size: int) -> dict[str, Any]:
-    """Evaluate the newest checkpoint on `size` ranks and return the result."""
-    for old in run.evaluation_dir.iterdir():
-        old.unlink()
-    assert set(run_ranks(size, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
+def evaluate_run(run: Run, world_size: int) -> dict[str, Any]:
+    """Evaluate the newest checkpoint on `world_size` ranks and return the result."""
+    for old_result in run.evaluation_dir.iterdir():
+        old_result.unlink()
+    assert set(run_ranks(world_size, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
     return dict(json.loads(next(run.evaluation_dir.iterdir()).read_text()))
 
 
-def reference_loss_rank(rank_info: RankInfo, path: Path) -> tuple[float, int]:
-    """Return the summed loss of the held-out answers and their number of tokens, one document after another."""
+def compute_reference_loss(_: RankInfo, path: Path) -> tuple[float, int]:
+    """Evaluate the newest checkpoint of the run at `path`, one held-out document after another.
+
+    Return the summed loss of the tokens in the answers, and the number of these tokens.
+    """
     from pipeline.checkpoint.checkpointer import load_checkpoint
     from pipeline.model.decoder import Decoder
 
@@ -73,8 +76,10 @@ def reference_loss_rank(rank_info: RankInfo, path: Path) -> tuple[float, int]:
     manifest = load_manifest(run.data_dir)
     model = Decoder(run.config.model, manifest.vocab_size, run.config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
-    load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
-    total, count = 0.0, 0
+    newest_step = list_checkpoint_steps(run.checkpoints_dir)[0]
+    load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(newest_step), None)
+    total_loss = 0.0
+    token_count = 0
     for shard in manifest.held_out:
         tokens, mask = (
             np.fromfile(run.data_dir / shard.file, array.dtype, shard.tokens, offset=array.offset).astype(np.int64)
@@ -87,50 +92,61 @@ def reference_loss_rank(rank_info: RankInfo, path: Path) -> tuple[float, int]:
             length = int(np.flatnonzero(mask[start:end] & MASK_LEARNED)[-1])  # without the padding at the end
             with torch.no_grad():
                 logits = model(document[:, :length])[0]
-            total += torch.nn.functional.cross_entropy(logits, targets[:length], reduction="sum").item()
-            count += int((targets[:length] != -100).sum())
-    return total, count
+            total_loss += torch.nn.functional.cross_entropy(logits, targets[:length], reduction="sum").item()
+            token_count += int((targets[:length] != -100).sum())
+    return total_loss, token_count
 
 
-def test_the_example_learns_answers_and_evaluates_only_answers(example: Run) -> None:
-    losses = [line["loss"] for line in read_jsonl(example.metrics_file)]
+def test_the_loss_decreases_and_only_answers_are_evaluated(example_run: Run) -> None:
+    losses = [line["loss"] for line in read_jsonl(example_run.metrics_file)]
     assert losses[-1] < 0.85 * losses[0]
-    result = evaluate_run(example, 1)
-    assert evaluate_run(example, 3) == result, "results are bit-identical on any number of ranks"
-    total, count = run_ranks(1, reference_loss_rank, example.path)[0]
-    assert result["tokens"] == count and result["loss"] == pytest.approx(total / count, rel=1e-5)
-    manifest = load_manifest(example.data_dir)
+    result = evaluate_run(example_run, 1)
+    assert evaluate_run(example_run, 3) == result, "results are bit-identical on any number of ranks"
+    total_loss, token_count = run_ranks(1, compute_reference_loss, example_run.path)[0]
+    assert result["tokens"] == token_count and result["loss"] == pytest.approx(total_loss / token_count, rel=1e-5)
+    manifest = load_manifest(example_run.data_dir)
     assert result["bytes"] == manifest.held_out_bytes
-    assert result["bits_per_byte"] == pytest.approx(total / np.log(2) / manifest.held_out_bytes, rel=1e-5)
-    assert result["unigram_bits_per_byte"] > 0 and count < 0.8 * manifest.held_out_tokens
+    assert result["bits_per_byte"] == pytest.approx(total_loss / np.log(2) / manifest.held_out_bytes, rel=1e-5)
+    assert result["unigram_bits_per_byte"] > 0
+    assert token_count < 0.8 * manifest.held_out_tokens, "the tokens of the prompts are not evaluated"
 
 
-def test_a_stop_keeps_the_result_and_another_layout_keeps_the_sample_order(example: Run, tmp_path: Path) -> None:
-    (tmp_path / "answers.jsonl").write_bytes((example.path.parent / "answers.jsonl").read_bytes())
-    stopped = prepare_run(tmp_path, "run.name=stopped", "train.evaluate_every=4")
-    interrupt_training(stopped, 2, signal.SIGUSR1, 3, [1])
-    assert set(run_ranks(2, run_stage_on_rank, stopped.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(stopped) == compute_run_digest(example)
-    held_out_losses = [line["held_out_loss"] for line in read_jsonl(stopped.metrics_file) if "held_out_loss" in line]
+def test_a_stop_does_not_change_the_result_and_another_layout_has_close_losses(
+    example_run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "answers.jsonl").write_bytes((example_run.path.parent / "answers.jsonl").read_bytes())
+    stopped_run = prepare_run(tmp_path, "run.name=stopped_run", "train.evaluate_every=4")
+    interrupt_training(stopped_run, 2, signal.SIGUSR1, 3, [1])
+    assert set(run_ranks(2, run_stage_on_rank, stopped_run.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(stopped_run) == compute_run_digest(example_run)
+    held_out_losses = [
+        line["held_out_loss"] for line in read_jsonl(stopped_run.metrics_file) if "held_out_loss" in line
+    ]
     assert len(held_out_losses) == 3 and min(held_out_losses) > 0
-    moved = prepare_run(tmp_path, "run.name=moved", "parallel.tensor=2", "train.micro_batch=8")
-    assert set(run_ranks(2, run_stage_on_rank, moved.path, "train")) == {ExitCode.DONE}
-    for step, expected in zip(read_steps(moved), read_steps(example), strict=True):
-        assert step[:3] == pytest.approx(expected[:3], rel=1e-4) and step[4] == expected[4]
+    tensor_parallel_run = prepare_run(
+        tmp_path, "run.name=tensor_parallel_run", "parallel.tensor=2", "train.micro_batch=8"
+    )
+    assert set(run_ranks(2, run_stage_on_rank, tensor_parallel_run.path, "train")) == {ExitCode.DONE}
+    for values, expected in zip(read_steps(tensor_parallel_run), read_steps(example_run), strict=True):
+        step, loss, gradient_norm, _, samples_consumed = values
+        assert (step, loss, gradient_norm) == pytest.approx(expected[:3], rel=1e-4)
+        assert samples_consumed == expected[4]
 
 
 @pytest.mark.story
 def test_a_document_mask_changes_training_and_evaluation(tmp_path: Path) -> None:
-    masked = make_run(tmp_path, overrides=("data.document_mask=true", "train.steps=7"))
-    unmasked = make_run(tmp_path, "unmasked", ("train.steps=7",), masked.data_dir)
-    results = []
-    for run in (masked, unmasked):
+    masked_run = make_run(tmp_path, overrides=("data.document_mask=true", "train.steps=7"))
+    unmasked_run = make_run(tmp_path, "unmasked", ("train.steps=7",), masked_run.data_dir)
+    for run in (masked_run, unmasked_run):
         assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-        results.append(evaluate_run(run, 2))
+    masked_result = evaluate_run(masked_run, 2)
+    unmasked_result = evaluate_run(unmasked_run, 2)
+    # in each shard, a document starts at the first token and after each end-of-text token (0)
     documents = sum(
-        int((np.fromfile(masked.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
-        for s in load_manifest(masked.data_dir).held_out
+        int((np.fromfile(masked_run.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
+        for s in load_manifest(masked_run.data_dir).held_out
     )
-    assert results[0]["tokens"] == results[1]["tokens"] - documents, "the first token of a document is not predicted"
-    assert results[0]["bytes"] == results[1]["bytes"] and results[0]["loss"] != results[1]["loss"]
-    assert compute_run_digest(masked) != compute_run_digest(unmasked)
+    predicted_only_unmasked = unmasked_result["tokens"] - masked_result["tokens"]
+    assert predicted_only_unmasked == documents, "with the mask, the first token of a document is not predicted"
+    assert masked_result["bytes"] == unmasked_result["bytes"] and masked_result["loss"] != unmasked_result["loss"]
+    assert compute_run_digest(masked_run) != compute_run_digest(unmasked_run)

@@ -25,10 +25,10 @@ from tests.support.tiny_training import (
     train_steps,
 )
 
-HALF = ["model.embed_tokens.*", "model.layers.[01].*", "*norm.weight"]
-"""Patterns of frozen parameters. With two pipeline-parallel stages, the first one has nothing to train."""
+FREEZE_FIRST_HALF = ["model.embed_tokens.*", "model.layers.[01].*", "*norm.weight"]
+"""Patterns of frozen parameters: all parameters of the first one of two pipeline-parallel stages, and all norms."""
 TIED = {"tie_word_embeddings": True}
-LEAN = {"state": {"moments": "bf16"}}
+BF16_MOMENTS = {"state": {"moments": "bf16"}}
 
 
 def freeze_config(ranks: int, freeze: list[str], optimizer: dict[str, Any] | None = None, **sections: Any) -> Config:
@@ -36,30 +36,38 @@ def freeze_config(ranks: int, freeze: list[str], optimizer: dict[str, Any] | Non
     return tiny_config(ranks, optimizer={"freeze": freeze, **(optimizer or {})}, **sections)
 
 
-def train_plainly(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Return losses and norms, and weights by name, of a plain loop with torch's AdamW on the trained parameters."""
+def train_in_plain_torch(config: Config, frozen: set[str]) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Train with a simple loop and torch's AdamW; parameters with a name in `frozen` are not trained.
+
+    Return the losses and gradient norms of the steps, and the weights by name.
+    """
     options = config.optimizer
     results = []
     model = Decoder(config.model, VOCAB, config.data.sequence_length)
     init_weights(model, config.run.seed, config.model.initializer_range)
     for name, parameter in model.named_weights():
         parameter.requires_grad_(name not in frozen)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    by_decay = [[p for p in trained if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
+    trained_parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained_parameters if p.ndim > 1]
+    vectors = [p for p in trained_parameters if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     for batch in make_batches(config)[:STEPS]:
         optimizer.zero_grad()
         loss = cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, options.clip_norm or 0.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained_parameters, options.clip_norm or 0.0)
         optimizer.step()
         results.append((loss.item(), norm.item()))
     return results, {name: parameter.detach() for name, parameter in model.named_weights()}
 
 
-def weights_rank(rank_info: RankInfo, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
-    """Return losses and norms, weights by name of this rank's stages, and the names in the saved state, by config."""
+def train_and_return_weights(rank_info: RankInfo, configs: list[Config]) -> list[tuple[Any, dict[str, Any], list[str]]]:
+    """Train with each config in turn, as one rank.
+
+    Return for each config: the losses and gradient norms of the steps, the weights of this rank's pipeline-parallel
+    stages by name, and the names in the state that a checkpoint would save.
+    """
     from pipeline.comm import groups
 
     groups.configure_determinism(configs[0])
@@ -81,7 +89,7 @@ CASES: list[dict[str, Any]] = [
     {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}},
     {"parallel": {"pipeline": 2}},
 ]
-MORE: list[dict[str, Any]] = [
+FURTHER_CASES: list[dict[str, Any]] = [
     {"parallel": {"zero": 0}},
     {"parallel": {"pipeline": 2}, "model": TIED},
     {"parallel": {"zero": 1}, "model": TIED},
@@ -92,16 +100,17 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.story)], ids=["quick", "more"])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER_CASES, marks=pytest.mark.story)], ids=["quick", "more"])
 def test_training_with_frozen_parameters_equals_plain_torch(cases: list[dict[str, Any]]) -> None:
-    configs = [freeze_config(2, HALF, **case) for case in cases]
-    results = run_ranks(2, weights_rank, configs, timeout=600)
+    configs = [freeze_config(2, FREEZE_FIRST_HALF, **case) for case in cases]
+    results = run_ranks(2, train_and_return_weights, configs, timeout=600)
     for number, config in enumerate(configs):
-        frozen = find_frozen_names(HALF, DecoderTask(config, VOCAB))
+        frozen = find_frozen_names(FREEZE_FIRST_HALF, DecoderTask(config, VOCAB))
         assert len(frozen) > 0
-        expected_steps, expected_weights = train_plainly(config, frozen)
-        initial = Decoder(config.model, VOCAB, 16)
-        init_weights(initial, config.run.seed, config.model.initializer_range)
+        expected_steps, expected_weights = train_in_plain_torch(config, frozen)
+        initial_model = Decoder(config.model, VOCAB, 16)
+        init_weights(initial_model, config.run.seed, config.model.initializer_range)
+        initial_weights = dict(initial_model.named_weights())
         names_of_all_ranks = set()
         for rank in results:
             steps, weights, saved_names = rank[number]
@@ -109,7 +118,7 @@ def test_training_with_frozen_parameters_equals_plain_torch(cases: list[dict[str
             for name, values in weights.items():
                 torch.testing.assert_close(torch.from_numpy(values), expected_weights[name], rtol=1e-4, atol=1e-5)
                 if name in frozen:
-                    assert (values == dict(initial.named_weights())[name].detach().numpy()).all()
+                    assert (values == initial_weights[name].detach().numpy()).all()
                 assert (f"optimizer.{name}.exp_avg" in saved_names) == (name not in frozen)
             names_of_all_ranks |= weights.keys()
         assert names_of_all_ranks == expected_weights.keys()
@@ -120,13 +129,15 @@ def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
     cases: list[dict[str, Any]] = [
         {"parallel": {"pipeline": 2, "zero": 1}},
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
-        {"parallel": {"zero": 3}, "optimizer": LEAN},
+        {"parallel": {"zero": 3}, "optimizer": BF16_MOMENTS},
         {"parallel": {"hook": {"kind": "topk", "ratio": 1.0}}},
         {"parallel": {"local_sgd": {"every": 1, "warmup_steps": 2}}, "optimizer": {"name": "sgd"}},
     ]
     one_rank_cases = [{key: values for key, values in case.items() if key != "parallel"} for case in cases]
-    expected = run_ranks(1, train_configs, [freeze_config(1, HALF, **case) for case in one_rank_cases], timeout=600)[0]
-    results = run_ranks(4, train_configs, [freeze_config(4, HALF, **case) for case in cases], timeout=600)
+    expected = run_ranks(
+        1, train_configs, [freeze_config(1, FREEZE_FIRST_HALF, **case) for case in one_rank_cases], timeout=600
+    )[0]
+    results = run_ranks(4, train_configs, [freeze_config(4, FREEZE_FIRST_HALF, **case) for case in cases], timeout=600)
     for number, case in enumerate(cases):
         if "local_sgd" not in str(case):  # its gradient norms are those of single replicas
             for step, expected_step in zip(results[0][number], expected[number], strict=True):
@@ -136,28 +147,30 @@ def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
 
 def test_checkpoints_with_frozen_parameters_move_between_layouts(tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
-    first, *others = [freeze_config(2, HALF, parallel=parallel, train={"micro_batch": 8}) for parallel in layouts]
-    results = run_ranks(2, change_layouts_on_rank, first, others, tmp_path, 3, 4, timeout=600)
-    digests = {digest for digest, _ in results[0]}
-    assert len(digests) == 1
-    for _, losses in results[0][1:]:
-        for step, expected in zip(losses, results[0][0][1], strict=True):
+    first_config, *other_configs = [
+        freeze_config(2, FREEZE_FIRST_HALF, parallel=layout, train={"micro_batch": 8}) for layout in layouts
+    ]
+    results = run_ranks(2, change_layouts_on_rank, first_config, other_configs, tmp_path, 3, 4, timeout=600)
+    (first_digest, expected_steps), *other_results = results[0]
+    for digest, steps in other_results:
+        assert digest == first_digest
+        for step, expected in zip(steps, expected_steps, strict=True):
             assert step == pytest.approx(expected, rel=1e-5)
 
 
-def test_freeze_patterns_without_a_match_or_with_all_parameters_are_errors() -> None:
-    tied = freeze_config(1, [], model=TIED)
-    for patterns, code, fact in (
+def test_freeze_patterns_that_match_nothing_or_everything_and_the_schedule_zbv_are_errors() -> None:
+    tied_config = freeze_config(1, [], model=TIED)  # a tied model has no parameter `lm_head.weight`
+    for patterns, code, expected_text in (
         (["model.layers.*", "lm_head.*"], "model.no_such_parameter", "'lm_head.*'"),
         (["layers.0"], "model.no_such_parameter", "'layers.0'"),
         (["*"], "model.all_frozen", "optimizer.freeze"),
     ):
         with pytest.raises(UserError) as caught:
-            find_frozen_names(patterns, DecoderTask(tied, VOCAB))
-        assert caught.value.code == code and fact in str(caught.value)
+            find_frozen_names(patterns, DecoderTask(tied_config, VOCAB))
+        assert caught.value.code == code and expected_text in str(caught.value)
     with pytest.raises(UserError) as caught:
-        check_freeze('["nothing"]', tied.model.model_dump_json())
+        check_freeze('["nothing"]', tied_config.model.model_dump_json())
     assert caught.value.code == "model.no_such_parameter"
-    check_freeze('["*norm*"]', tied.model.model_dump_json())
+    check_freeze('["*norm*"]', tied_config.model.model_dump_json())
     with pytest.raises(UserError, match=r"parallel\.schedule zbv .*optimizer\.freeze .*1f1b"):
-        freeze_config(2, HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})
+        freeze_config(2, FREEZE_FIRST_HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})

@@ -1,4 +1,4 @@
-"""Tests of `train.evaluate_every`: held-out evaluations during the training, their values, and resumes."""
+"""Tests of `train.evaluate_every`: held-out evaluations in the train stage, their values, and resumes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.tracking.test_followers import read_tensorboard_curve, round_to_float
 from tests.train.test_exact import interrupt_training, new_run, read_steps
 from tracking.follower import Follower
 
-EVALUATE = ("train.evaluate_every=4", "train.evaluate_sequences=12")
-SHORT = ("train.steps=8", "checkpoint.every_steps=4", "evaluate.max_sequences=12", "evaluate.batch=5")
+EVALUATE_EVERY_4_STEPS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
+EIGHT_STEPS = ("train.steps=8", "checkpoint.every_steps=4", "evaluate.max_sequences=12", "evaluate.batch=5")
 LAYOUTS = {
     "one": (1, ()),
     "ddp": (2, ()),
@@ -35,10 +35,12 @@ LAYOUTS = {
     "zbv_zero2": (4, ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "parallel.zero=2",
                       "model.layers=4", "model.tie_word_embeddings=true")),
 }  # fmt: skip
+"""Layouts by name: the number of ranks, and overrides."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a run and return its data directory. All runs of this module use this data."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
@@ -54,43 +56,43 @@ def read_held_out_losses(run: Run) -> dict[int, float]:
 def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchanged(
     tmp_path: Path, data: Path, layout: str
 ) -> None:
-    """Each value is bit-identical to the result of the stage evaluate on one rank for the checkpoint of that step."""
-    size, more = LAYOUTS[layout]
-    ranks = f"stages.train.tasks_per_node={size}"
-    plain = new_run(tmp_path, "plain", data, *SHORT, *more, ranks)
-    evaluated = new_run(tmp_path, "evaluated", data, *SHORT, *more, ranks, *EVALUATE)
-    for run in (plain, evaluated):
-        assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(evaluated) == compute_run_digest(plain)
-    assert read_steps(evaluated) == read_steps(plain)
-    losses = read_held_out_losses(evaluated)
-    assert not read_held_out_losses(plain)
-    assert set(losses) == set(list_checkpoint_steps(evaluated.checkpoints_dir)) == {4, 8}
-    assert run_ranks(1, run_stage_on_rank, evaluated.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
-    results = [json.loads(path.read_text()) for path in evaluated.evaluation_dir.iterdir()]
+    """Each held-out loss is bit-identical to the loss of the evaluate stage on one rank for the same checkpoint."""
+    world_size, layout_overrides = LAYOUTS[layout]
+    overrides = (*EIGHT_STEPS, *layout_overrides, f"stages.train.tasks_per_node={world_size}")
+    plain_run = new_run(tmp_path, "plain", data, *overrides)
+    evaluated_run = new_run(tmp_path, "evaluated", data, *overrides, *EVALUATE_EVERY_4_STEPS)
+    for run in (plain_run, evaluated_run):
+        assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(evaluated_run) == compute_run_digest(plain_run)
+    assert read_steps(evaluated_run) == read_steps(plain_run)
+    losses = read_held_out_losses(evaluated_run)
+    assert not read_held_out_losses(plain_run)
+    assert set(losses) == set(list_checkpoint_steps(evaluated_run.checkpoints_dir)) == {4, 8}
+    assert run_ranks(1, run_stage_on_rank, evaluated_run.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
+    results = [json.loads(path.read_text()) for path in evaluated_run.evaluation_dir.iterdir()]
     assert losses == {result["step"]: result["loss"] for result in results}
-    for line in read_jsonl(evaluated.metrics_file):
+    for line in read_jsonl(evaluated_run.metrics_file):
         assert ("evaluate_s" in line) == (line["step"] % 4 == 0)
         assert line.get("evaluate_s", 0) < line["step_time_s"]
 
 
-def stop_during_evaluation_rank(rank_info: RankInfo, path: Path, stage: str, stop_step: int) -> int:
-    """Run the stage; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
+def run_stage_and_stop_during_evaluation(rank_info: RankInfo, path: Path, stage: str, stop_step: int) -> int:
+    """Run the stage like `run_stage_on_rank`; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
     from pipeline.evaluate.evaluator import Evaluator
 
-    measure = Evaluator.measure
+    original_measure = Evaluator.measure
 
-    def signal_and_measure(self: Any, step: int, **more: Any) -> Any:
+    def signal_and_measure(self: Any, step: int, **options: Any) -> Any:
         if step == stop_step and rank_info.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return measure(self, step, **more)
+        return original_measure(self, step, **options)
 
     setattr(Evaluator, "measure", signal_and_measure)  # noqa: B010
     return run_stage_on_rank(rank_info, path, stage)
 
 
-def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Run the stage with a callback of the user that records held-out evaluations in a file per rank."""
+def run_stage_and_record_evaluations(rank_info: RankInfo, path: Path, stage: str) -> int:
+    """Run the stage like `run_stage_on_rank`, with a user's callback that writes held-out evaluations to a file per rank."""
     from pipeline.train import trainer
     from pipeline.train.callback import Callback, TrainerContext
 
@@ -103,31 +105,36 @@ def evaluation_recording_rank(rank_info: RankInfo, path: Path, stage: str) -> in
 
 
 def test_callbacks_receive_held_out_evaluations_on_all_ranks(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "recorded", data, *SHORT, *EVALUATE, "stages.train.tasks_per_node=2")
-    assert set(run_ranks(2, evaluation_recording_rank, run.path, "train")) == {ExitCode.DONE}
+    run = new_run(tmp_path, "recorded", data, *EIGHT_STEPS, *EVALUATE_EVERY_4_STEPS, "stages.train.tasks_per_node=2")
+    assert set(run_ranks(2, run_stage_and_record_evaluations, run.path, "train")) == {ExitCode.DONE}
     for rank in (0, 1):
-        recorded = read_jsonl(run.path / f"evaluations-{rank}.jsonl")
-        assert {line["step"]: line["held_out_loss"] for line in recorded} == read_held_out_losses(run)
+        recorded_lines = read_jsonl(run.path / f"evaluations-{rank}.jsonl")
+        assert {line["step"]: line["held_out_loss"] for line in recorded_lines} == read_held_out_losses(run)
     assert set(read_held_out_losses(run)) == {4, 8}
 
 
 def test_stops_do_not_change_held_out_losses(tmp_path: Path, data: Path) -> None:
-    """The run is stopped in an evaluation, when it is repeated, in steps, and in the last one, after which it ends."""
-    more = ("train.steps=24", "checkpoint.every_steps=5", *EVALUATE)
-    undisturbed = new_run(tmp_path, "undisturbed", data, *more)
-    run = new_run(tmp_path, "stopped", data, *more, "track={tensorboard: true}")
-    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
+    """The run is stopped twice in the evaluation of step 8, and twice between evaluations.
+
+    The last stop is requested in the evaluation of the last step, so the run ends normally.
+    """
+    overrides = ("train.steps=24", "checkpoint.every_steps=5", *EVALUATE_EVERY_4_STEPS)
+    undisturbed_run = new_run(tmp_path, "undisturbed", data, *overrides)
+    run = new_run(tmp_path, "stopped", data, *overrides, "track={tensorboard: true}")
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     for _ in range(2):
-        assert run_ranks(2, stop_during_evaluation_rank, run.path, "train", 8) == [ExitCode.STOPPED] * 2
+        assert run_ranks(2, run_stage_and_stop_during_evaluation, run.path, "train", 8) == [ExitCode.STOPPED] * 2
         assert set(read_held_out_losses(run)) == {4}, "the evaluation of step 8 did not finish"
         assert len(read_steps(run)) == 8
         Follower(run, "tensorboard").catch_up()  # TensorBoard receives step 8 without a held-out loss
     interrupt_training(run, 2, signal.SIGTERM, 10, [1])
     interrupt_training(run, 2, signal.SIGKILL, 15, [0])
-    assert run_ranks(2, stop_during_evaluation_rank, run.path, "train", 24) == [ExitCode.DONE] * 2
-    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+    assert run_ranks(2, run_stage_and_stop_during_evaluation, run.path, "train", 24) == [ExitCode.DONE] * 2
+    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
+        undisturbed_run
+    )
     losses = read_held_out_losses(run)
-    assert losses == read_held_out_losses(undisturbed) and set(losses) == {4, 8, 12, 16, 20, 24}
+    assert losses == read_held_out_losses(undisturbed_run) and set(losses) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in read_event_lines(run, "train", "held_out")] == [8]
     Follower(run, "tensorboard").catch_up()
     assert read_tensorboard_curve(run.path, "train/held_out_loss") == round_to_float32(losses.items())

@@ -17,11 +17,13 @@ from tests.support.mpirun import run_mpirun
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 
-SIZES = {"dim": 64, "intermediate_size": 128}
+MODEL_SIZES = {"dim": 64, "intermediate_size": 128}
 LATE_S = 1.5
+"""Seconds by which a late rank starts its backward pass after the others."""
 
 
 def join_process_group(rank_info: RankInfo, config: Config) -> Any:
+    """Join the process group as `groups` does, but import torch only here, in the rank."""
     from pipeline.comm import groups
 
     return groups.join_process_group(rank_info, config)
@@ -30,9 +32,10 @@ def join_process_group(rank_info: RankInfo, config: Config) -> Any:
 def run_second_step(
     rank_info: RankInfo, config: Config, world: Any, enter_phase: Callable[[str], None], context: Any
 ) -> Any:
-    """Train two steps, the second one inside `context`. Return its metrics and its duration in seconds.
+    """Train two steps, the second one inside the context manager `context`.
 
-    `enter_phase` is called with the name of each phase of the second step.
+    Return the communication metrics and the duration in seconds of the second step. `enter_phase` is called with the
+    name of each phase of the second step.
     """
     from pipeline.model.task import DecoderTask
     from pipeline.train.engine import Engine
@@ -47,18 +50,18 @@ def run_second_step(
         meter.record_backward_end()
         engine.update_weights(engine.clip_gradients(1.0).item())
 
-    first, second = make_batches(config)[:2]
-    train(1, first, lambda _: None)
+    first_batch, second_batch = make_batches(config)[:2]
+    train(1, first_batch, lambda _: None)
     with context:
-        started = time.perf_counter()
-        train(2, second, enter_phase)
-        return meter.read_metrics(), time.perf_counter() - started
+        start = time.perf_counter()
+        train(2, second_batch, enter_phase)
+        return meter.read_metrics(), time.perf_counter() - start
 
 
 # -- sent bytes -----------------------------------------------------------------------------------------------
 
 
-def sent_bytes_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
+def count_sent_bytes(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, int]]:
     """Return the bytes that this rank sends in the second step of each config, by group."""
     from tests.support.communication_counter import CommunicationCounter
 
@@ -71,15 +74,21 @@ def sent_bytes_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str
     return results
 
 
-def check_sent_bytes(sent: list[dict[str, int]], config: Config) -> None:
-    """Check that `plan` predicts, for each group, the bytes of the rank that sends most. `sent` has them by rank."""
-    names = {"data": "dp_replicate", "shard": "dp_shard", "replicate": "dp_replicate", "tensor": "tp", "pipeline": "pp"}
-    predicted = list(count_traffic(config, resolve_layout(config, len(sent), len(sent), VOCAB), VOCAB))
-    for group, size, _ in predicted:
-        name = f"mesh_{names[group]}"
-        name = name if name in sent[0] else "default_pg"  # torch's default group contains all ranks
-        assert max(sent_by_rank[name] for sent_by_rank in sent) == pytest.approx(size, rel=0.02), (group, sent)
-    assert len(predicted) >= len(set(sent[0]) - {"default_pg"}), "the plan has no entry for a group"
+def check_sent_bytes(sent_by_rank: list[dict[str, int]], config: Config) -> None:
+    """Check that the plan predicts, for each group, the bytes of the rank that sends most in this group.
+
+    `sent_by_rank` has the sent bytes of each rank by group.
+    """
+    axes = {"data": "dp_replicate", "shard": "dp_shard", "replicate": "dp_replicate", "tensor": "tp", "pipeline": "pp"}
+    ranks = len(sent_by_rank)
+    predicted_traffic = list(count_traffic(config, resolve_layout(config, ranks, ranks, VOCAB), VOCAB))
+    group_names = set(sent_by_rank[0])
+    for group, predicted_bytes, _ in predicted_traffic:
+        name = f"mesh_{axes[group]}"
+        name = name if name in group_names else "default_pg"  # torch's default group contains all ranks
+        sent_bytes = max(sent[name] for sent in sent_by_rank)
+        assert sent_bytes == pytest.approx(predicted_bytes, rel=0.02), (group, sent_by_rank)
+    assert len(predicted_traffic) >= len(group_names - {"default_pg"}), "the plan has no entry for a group"
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -100,29 +109,34 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.story
 def test_ranks_send_as_many_bytes_as_planned() -> None:
-    configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in LAYOUTS]
-    results = run_ranks(4, sent_bytes_rank, configs)
+    configs = [tiny_config(4, parallel=parallel, model=MODEL_SIZES) for parallel in LAYOUTS]
+    results = run_ranks(4, count_sent_bytes, configs)
     for number, config in enumerate(configs):
         check_sent_bytes([rank[number] for rank in results], config)
-    ((_, size, _),) = count_traffic(configs[0], resolve_layout(configs[0], 4, 4, VOCAB), VOCAB)
-    assert results[0][0] == {"default_pg": size + 8 * 2 * 3 // 4}, "gradients, and the loss"
-    reduced_per_micro_batch = results[0][9]["default_pg"]
-    reduced_per_step = results[0][10]["default_pg"]
-    # a step has two micro-batches; FSDP gathers the output layer and its norm once more than necessary
-    output_layer = (VOCAB + 1) * SIZES["dim"] * 4 * 3 // 4
-    assert reduced_per_micro_batch - reduced_per_step == size // 2 + output_layer
+    ((_, gradient_bytes, _),) = count_traffic(configs[0], resolve_layout(configs[0], 4, 4, VOCAB), VOCAB)
+    loss_bytes = 8 * 2 * 3 // 4  # a rank of four sends 2 · 3/4 of an all-reduced tensor, here an fp64 value
+    assert results[0][0] == {"default_pg": gradient_bytes + loss_bytes}
+    bytes_per_micro_batch = results[0][LAYOUTS.index({"zero": 2})]["default_pg"]
+    bytes_per_step = results[0][LAYOUTS.index({"zero": 2, "reduce": "step"})]["default_pg"]
+    # A step has two micro-batches. If gradients are reduced after each of them, the ranks send the gradients once more.
+    # FSDP also gathers the output layer and its norm once more.
+    output_layer_bytes = (VOCAB + 1) * MODEL_SIZES["dim"] * 4 * 3 // 4
+    assert bytes_per_micro_batch - bytes_per_step == gradient_bytes // 2 + output_layer_bytes
 
 
 # -- exposed time ----------------------------------------------------------------------------------------
 
 
-def late_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, float], float]:
-    """Return the result of `run_step_with_late_rank`."""
+def join_and_run_step_with_late_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, float], float]:
+    """Join the process group and return the result of `run_step_with_late_rank`."""
     return run_step_with_late_rank(rank_info, config, join_process_group(rank_info, config))
 
 
 def run_step_with_late_rank(rank_info: RankInfo, config: Config, world: Any) -> tuple[dict[str, float], float]:
-    """Run a step in which the last rank starts its backward late. Return its metrics and its duration in seconds."""
+    """Run a step in which the last rank starts its backward pass late.
+
+    Return the communication metrics of this rank and the duration of the step in seconds.
+    """
     from contextlib import nullcontext
 
     delays = [LATE_S] if rank_info.rank == world.size - 1 else []
@@ -134,31 +148,34 @@ def run_step_with_late_rank(rank_info: RankInfo, config: Config, world: Any) -> 
     return run_second_step(rank_info, config, world, enter_phase, nullcontext())
 
 
-def check_exposed_time(line: dict[str, float], step_s: float, was_late: bool) -> None:
-    """Check that a late rank's own delay is not exposed communication, but that waiting for a late rank is."""
-    assert 0 < line["exposed_comm_s"] <= step_s
+def check_exposed_time(metrics: dict[str, float], step_s: float, was_late: bool) -> None:
+    """Check the exposed communication time of a rank.
+
+    The time for which a rank waits for a late rank is exposed. For the late rank itself, its delay is not exposed.
+    """
+    assert 0 < metrics["exposed_comm_s"] <= step_s
     if was_late:
-        assert step_s - line["exposed_comm_s"] > LATE_S, "the delay of this rank is not communication"
+        assert step_s - metrics["exposed_comm_s"] > LATE_S, "the delay of this rank counts as communication"
     else:
-        assert line["exposed_comm_s"] > LATE_S - 0.5, (line, step_s)
+        assert metrics["exposed_comm_s"] > LATE_S - 0.5, (metrics, step_s)
 
 
 def test_waiting_for_a_late_rank_is_exposed() -> None:
-    config = tiny_config(2, model=SIZES, train={"micro_batch": 8})
-    for rank, (line, step_s) in enumerate(run_ranks(2, late_rank, config)):
-        check_exposed_time(line, step_s, rank == 1)
+    config = tiny_config(2, model=MODEL_SIZES, train={"micro_batch": 8})
+    for rank, (metrics, step_s) in enumerate(run_ranks(2, join_and_run_step_with_late_rank, config)):
+        check_exposed_time(metrics, step_s, was_late=rank == 1)
 
 
 @pytest.mark.parametrize("parallel", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=["zero", "tp", "pp"])
 def test_layouts_whose_communication_cannot_be_observed_have_no_exposed_time(parallel: dict[str, Any]) -> None:
-    config = tiny_config(2, parallel=parallel, model=SIZES, train={"micro_batch": 8})
-    assert [line for line, _ in run_ranks(2, late_rank, config)] == [{}, {}]
+    config = tiny_config(2, parallel=parallel, model=MODEL_SIZES, train={"micro_batch": 8})
+    assert [metrics for metrics, _ in run_ranks(2, join_and_run_step_with_late_rank, config)] == [{}, {}]
 
 
-def overlapping_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, float], float]:
-    """Run a step of several buckets, in which rank 1 is late for the first one while rank 0 computes.
+def run_step_with_overlap(rank_info: RankInfo, config: Config) -> tuple[dict[str, float], float]:
+    """Run a step with several gradient buckets. Rank 1 is late for the first bucket while rank 0 computes.
 
-    Return the metrics of the step, and the seconds for which this rank computed.
+    Return the communication metrics of the step, and the seconds for which this rank computed.
     """
     import torch
     import torch.distributed as dist
@@ -169,13 +186,14 @@ def overlapping_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, flo
 
     engine = create_engine(rank_info, config)
     meter = ExposedCommMeter(engine.model, World(rank_info.rank, 2, torch.device("cpu"), "gloo"))
-    computed = 0.0
+    compute_s = 0.0
 
     def compute(_: Any) -> None:
-        nonlocal computed
-        started = time.perf_counter()
+        """Sleep in place of a computation. The communication continues in another thread."""
+        nonlocal compute_s
+        start = time.perf_counter()
         time.sleep(2 * LATE_S)
-        computed += time.perf_counter() - started
+        compute_s += time.perf_counter() - start
 
     def enter_phase(phase: str) -> None:
         if phase == "backward" and rank_info.rank == 1:
@@ -186,15 +204,14 @@ def overlapping_rank(rank_info: RankInfo, config: Config) -> tuple[dict[str, flo
     dist.barrier()
     engine.backward({"tokens": next(iter(make_batches(config))).chunk(2)[rank_info.rank]}, 1, enter_phase)
     meter.record_backward_end()
-    return meter.read_metrics(), computed
+    return meter.read_metrics(), compute_s
 
 
 def test_communication_that_overlaps_with_computation_is_not_exposed() -> None:
-    (line, computed), (waited, _) = run_ranks(
-        2, overlapping_rank, tiny_config(2, model=SIZES, train={"micro_batch": 8})
-    )
-    assert computed > LATE_S and 0 < line["exposed_comm_s"] < LATE_S - 0.5, line
-    assert waited["exposed_comm_s"] > LATE_S - 0.5, "rank 1 waits, because rank 0 computes for longer"
+    config = tiny_config(2, model=MODEL_SIZES, train={"micro_batch": 8})
+    (metrics_0, compute_s), (metrics_1, _) = run_ranks(2, run_step_with_overlap, config)
+    assert compute_s > LATE_S and 0 < metrics_0["exposed_comm_s"] < LATE_S - 0.5, metrics_0
+    assert metrics_1["exposed_comm_s"] > LATE_S - 0.5, "rank 1 waits, because rank 0 computes for longer"
 
 
 @pytest.mark.story
@@ -204,7 +221,7 @@ def test_waiting_for_a_late_rank_is_exposed_over_mpi() -> None:
 
 
 def check_rank_over_mpi() -> None:
-    """Check the exposed time of this rank under mpirun, with whole replicas, and print "all checks passed"."""
+    """Check the exposed time of this rank under mpirun, with one replica per rank, and print "all checks passed"."""
     import os
 
     from pipeline.base.dist_env import read_rank_info
@@ -212,7 +229,7 @@ def check_rank_over_mpi() -> None:
 
     rank_info = read_rank_info(os.environ)
     configs = [
-        tiny_config(2, parallel={**parallel, "backend": "mpi"}, model=SIZES)
+        tiny_config(2, parallel={**parallel, "backend": "mpi"}, model=MODEL_SIZES)
         for parallel in ({}, {"hook": {"kind": "bf16"}})
     ]
     world = groups.join_process_group(rank_info, configs[0])

@@ -1,4 +1,4 @@
-"""Tests of optimizers, compared with torch, and of learning-rate schedules, compared with torch and transformers."""
+"""Tests of optimizers and learning-rate schedules, which are compared with those of torch and transformers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_trained_parameter_is_in_one_group_and_only_matrices_decay(tied: bool) -> None:
+def test_each_trained_parameter_is_in_one_group_and_only_matrices_have_weight_decay(tied: bool) -> None:
     model = Decoder(ModelConfig(dim=16, layers=2, heads=2, tie_word_embeddings=tied), 50, 8)
     model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
     config = OptimizerConfig(weight_decay=0.3, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
     optimizer = make_optimizer(model, config, CPU)
-    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(decays)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert decays.keys() == {id(p) for p in trained.values()}
-    for name, parameter in trained.items():
-        assert decays[id(parameter)] == (0.0 if "norm" in name else 0.3), name
+    weight_decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(weight_decays)
+    trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert weight_decays.keys() == {id(p) for p in trained_parameters.values()}
+    for name, parameter in trained_parameters.items():
+        assert weight_decays[id(parameter)] == (0.0 if "norm" in name else 0.3), name
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.01, (0.8, 0.9), 1e-6, True)
     set_learning_rate(optimizer, 0.5)
@@ -54,12 +54,12 @@ def test_the_first_step_equals_the_adamw_formula() -> None:
 
 def test_initialized_state_equals_the_state_that_torch_creates_in_the_first_step() -> None:
     results = []
-    for keeps_state in (False, True):
+    for keeps_initialized_state in (False, True):
         torch.manual_seed(1)
         model = torch.nn.Linear(4, 3)
         optimizer = make_optimizer(model, OptimizerConfig(), CPU)
         assert len(optimizer.state) == 2
-        if not keeps_state:
+        if not keeps_initialized_state:
             optimizer.state.clear()  # the first step of torch's optimizer creates the state again
         for _ in range(3):
             optimizer.zero_grad()
@@ -105,13 +105,16 @@ def test_steps_are_bit_identical_to_those_of_torch(optimizer_name: str) -> None:
 
 
 SHAPE = (40, 150)
-"""Each row has two blocks of int8 (64 entries) and 22 further entries."""
+"""Shape of the trained matrix. Int8 moments have one scale per block of 64 entries: a row has two blocks and a rest."""
 
 
 def make_lean_adamw(
     dtypes: tuple[torch.dtype, torch.dtype], compiled: bool = False
 ) -> tuple[LeanAdamW, torch.nn.Parameter]:
-    """Return a LeanAdamW for one matrix, and the matrix. `dtypes` are those of the matrix and of the moments."""
+    """Return a LeanAdamW for one matrix of shape `SHAPE`, and the matrix.
+
+    `dtypes` are those of the matrix and of the moments.
+    """
     torch.manual_seed(1)
     matrix = torch.nn.Parameter(torch.randn(SHAPE).to(dtypes[0]))
     config = OptimizerConfig(weight_decay=0.3, lr=0.01)
@@ -121,7 +124,7 @@ def make_lean_adamw(
 
 
 def run_steps(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) -> list[torch.Tensor]:
-    """Return weights and dequantized moments after some steps, in which the learning rate changes."""
+    """Return weights and dequantized moments after some steps, in which clipping and the learning rate change."""
     for step in range(steps):
         torch.manual_seed(step)
         matrix.grad = torch.randn(SHAPE).to(matrix.dtype)
@@ -166,9 +169,9 @@ def test_lean_adamw_equals_adamw_within_the_precision_of_its_moments() -> None:
 
 
 def test_int8_moments_are_unbiased_and_second_moments_stay_positive() -> None:
-    """In each block, one gradient is 1 and the others are 1e-5, a sixth of a quantization level. Then all are 0.
+    """In 40 steps, one gradient of each block is 1 and the others are 1e-5, a sixth of a quantization level.
 
-    After 60 steps without gradients, 0.9^60 of the first moments and 0.95^60 of the second moments remain.
+    In 60 further steps, all gradients are 0. Then 0.9^60 of the first moments and 0.95^60 of the second moments remain.
     """
     optimizer, matrix = make_lean_adamw((torch.float32, torch.int8))
     matrix.grad = torch.full(SHAPE, 1e-5)
@@ -228,7 +231,7 @@ def test_lean_adamw_compiles_once_for_all_steps(dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual.float(), expected.float(), rtol=1e-2, atol=5e-2)
 
 
-def record_rates(make_scheduler: type, steps: int, lr: float, **options: Any) -> list[float]:
+def record_learning_rates(make_scheduler: Any, steps: int, lr: float, **options: Any) -> list[float]:
     """Return the learning rate of a torch scheduler before each of its steps; `options` are those of the scheduler."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = make_scheduler(optimizer, **options)
@@ -240,34 +243,42 @@ def record_rates(make_scheduler: type, steps: int, lr: float, **options: Any) ->
     return rates
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(1e-6, 1.0))
 def test_schedules_equal_those_of_torch(warmup: int, decay: int, ratio: float, lr: float) -> None:
     """The schedule has `warmup` steps and then `decay` steps, of which the last one has the rate `ratio` * `lr`."""
     steps = warmup + decay
 
     def compute_rates(schedule: str, first: int, last: int) -> list[float]:
+        """Return the learning rates of the steps `first` to `last`."""
         config = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
         return [compute_learning_rate(config, step, steps) for step in range(first, last + 1)]
 
     if warmup:
-        expected = record_rates(lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1)
+        expected = record_learning_rates(
+            lr_scheduler.LinearLR, warmup, lr, start_factor=1 / warmup, total_iters=warmup - 1
+        )
         for schedule in ("constant", "linear", "cosine", "wsd"):
             # A warm-up of one step starts at the peak, but LinearLR without iterations stays at its start value.
             assert compute_rates(schedule, 1, warmup) == pytest.approx(expected if warmup > 1 else [lr])
-    cosine = record_rates(lr_scheduler.CosineAnnealingLR, decay + 1, lr, T_max=decay, eta_min=ratio * lr)
+    cosine = record_learning_rates(lr_scheduler.CosineAnnealingLR, decay + 1, lr, T_max=decay, eta_min=ratio * lr)
     assert compute_rates("cosine", warmup + 1, steps) == pytest.approx(cosine[1:], rel=1e-6, abs=1e-12)
-    linear = record_rates(lr_scheduler.LinearLR, decay + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=decay)
+    linear = record_learning_rates(
+        lr_scheduler.LinearLR, decay + 1, lr, start_factor=1.0, end_factor=ratio, total_iters=decay
+    )
     assert compute_rates("linear", warmup + 1, steps) == pytest.approx(linear[1:], rel=1e-6, abs=1e-12)
     assert compute_rates("constant", warmup + 1, steps) == pytest.approx([lr] * decay)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 20), st.integers(1, 60), st.floats(0, 1), st.floats(0.01, 1), st.floats(1e-6, 1.0))
 def test_schedules_counted_from_0_equal_those_of_transformers(
     warmup: int, after_warmup: int, ratio: float, fraction: float, lr: float
 ) -> None:
-    """If steps are counted from 1, which is the default, each rate occurs one step earlier."""
+    """Steps of transformers are counted from 0. If ours are counted from 1, the default, each rate is one step earlier.
+
+    `fraction` is the part of all steps in which the rate of the schedule wsd decays.
+    """
     from transformers import optimization
 
     steps = warmup + after_warmup
@@ -286,23 +297,24 @@ def test_schedules_counted_from_0_equal_those_of_transformers(
     }
     for schedule, make_scheduler in schedulers.items():
         min_ratio = 0.0 if schedule == "linear" else ratio  # transformers' linear schedule always ends at 0
-        expected = record_rates(make_scheduler, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
+        expected = record_learning_rates(make_scheduler, steps + 1, lr, num_warmup_steps=warmup, **options[schedule])
         for counts_from in (0, 1):
             keys = {"lr": lr, "min_lr_ratio": min_ratio, "warmup_steps": warmup, "decay_fraction": fraction}
             config = OptimizerConfig(**keys, schedule=schedule, schedule_counts_from=counts_from)  # type: ignore[arg-type]
             rates = [compute_learning_rate(config, step, steps) for step in range(1, steps + 1)]
             # The warm-up of transformers' wsd is not compared, because it starts at the smallest rate and not at 0.
-            first = warmup if schedule == "wsd" else 0
-            expected_rates = pytest.approx(expected[counts_from:][first:steps], rel=1e-6, abs=1e-12)
-            assert rates[first:] == expected_rates, (schedule, counts_from)
+            first_step = warmup if schedule == "wsd" else 0
+            expected_rates = pytest.approx(expected[counts_from:][first_step:steps], rel=1e-6, abs=1e-12)
+            assert rates[first_step:] == expected_rates, (schedule, counts_from)
+    # a linear schedule with a minimum rate, which transformers does not have
     linear = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule="linear", schedule_counts_from=0)
-    expected = record_rates(
+    expected = record_learning_rates(
         optimization.get_linear_schedule_with_warmup, steps, lr, **options["linear"], num_warmup_steps=warmup
     )
-    with_min_rate = [ratio * lr + (1 - ratio) * rate for rate in expected]
+    expected_with_min_rate = [ratio * lr + (1 - ratio) * rate for rate in expected]
     rates = [compute_learning_rate(linear, step, steps) for step in range(1, steps + 1)]
     assert rates[:warmup] == pytest.approx(expected[:warmup])
-    assert rates[warmup:] == pytest.approx(with_min_rate[warmup:])
+    assert rates[warmup:] == pytest.approx(expected_with_min_rate[warmup:])
 
 
 def test_schedules_count_steps_from_1_by_default() -> None:
@@ -315,7 +327,7 @@ def test_schedules_count_steps_from_1_by_default() -> None:
     ]
 
 
-def test_a_custom_schedule_cannot_set_where_steps_are_counted_from() -> None:
+def test_schedule_counts_from_is_an_error_with_a_custom_schedule() -> None:
     with pytest.raises(ValueError, match="schedule_counts_from"):
         OptimizerConfig(schedule="own", schedule_counts_from=0)
 
@@ -328,7 +340,7 @@ def test_wsd_is_constant_and_then_decays_linearly() -> None:
     assert values[75:] == pytest.approx([1 - 0.8 * i / 25 for i in range(1, 26)])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(["constant", "cosine", "linear", "wsd"]), st.integers(1, 200), st.floats(0.01, 1))
 def test_rates_are_positive_and_monotonic_with_the_expected_peak_and_end(
     data: st.DataObject, schedule: str, steps: int, fraction: float

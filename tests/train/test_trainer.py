@@ -30,12 +30,15 @@ from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the data directory of a prepared run, which all runs of this module use."""
+    """Prepare a run and return its data directory. All runs of this module use this data."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def train_in_plain_torch(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
-    """Return the loss and gradient norm of each step in plain torch, without DDP and micro-batches."""
+    """Train the run at `path` in plain torch, on one rank and without micro-batches.
+
+    Return the loss and the gradient gradient_norm of each step.
+    """
     import numpy as np
     import torch
     from torch.nn.functional import cross_entropy
@@ -55,38 +58,42 @@ def train_in_plain_torch(rank_info: RankInfo, path: Path, steps: int) -> list[tu
         samples += [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)]
     model = Decoder(config.model, manifest.vocab_size, length)
     init_weights(model, config.run.seed, config.model.initializer_range)
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    decay = config.optimizer.weight_decay
+    decayed_parameters = [p for p in model.parameters() if p.ndim >= 2]
+    other_parameters = [p for p in model.parameters() if p.ndim < 2]
+    weight_decay = config.optimizer.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer.name == "muon":
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
-        optimizers.append(torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-        decayed = [model.get_parameter("model.embed_tokens.weight"), model.get_parameter("lm_head.weight")]
-    groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        names_of_adamw = ("model.embed_tokens.weight", "lm_head.weight")  # the other matrices are updated by Muon
+        decayed_parameters = [model.get_parameter(name) for name in names_of_adamw]
+    groups = [
+        {"params": decayed_parameters, "weight_decay": weight_decay},
+        {"params": other_parameters, "weight_decay": 0.0},
+    ]
     if config.optimizer.name == "sgd":
         optimizers.append(torch.optim.SGD(groups, momentum=0.9))
     else:
         optimizers.append(torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps))
     results = []
     for step in range(1, steps + 1):
-        size = config.train.global_batch
-        chosen = compute_index_range(config.run.seed, (step - 1) * size, size, len(samples))
-        batch = torch.from_numpy(np.stack([samples[i] for i in chosen]))
+        global_batch = config.train.global_batch
+        sample_indices = compute_index_range(config.run.seed, (step - 1) * global_batch, global_batch, len(samples))
+        batch = torch.from_numpy(np.stack([samples[i] for i in sample_indices]))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = compute_learning_rate(config.optimizer, step, steps)
         loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
+        gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
-        results.append((loss.item(), norm.item()))
+        results.append((loss.item(), gradient_norm.item()))
     return results
 
 
 @pytest.mark.parametrize(
-    ("size", "micro", "optimizer"),
+    ("world_size", "micro_batch", "optimizer"),
     [
         (1, 8, "adamw"),
         (1, 2, "adamw"),
@@ -97,60 +104,68 @@ def train_in_plain_torch(rank_info: RankInfo, path: Path, steps: int) -> list[tu
         (2, 4, "muon"),
     ],
 )
-def test_steps_equal_plain_torch_code(tmp_path: Path, data: Path, size: int, micro: int, optimizer: str) -> None:
-    """A wrong reduction or a wrong scale changes the gradient norm long before it changes the loss."""
-    more = (
+def test_steps_equal_plain_torch_code(
+    tmp_path: Path, data: Path, world_size: int, micro_batch: int, optimizer: str
+) -> None:
+    """Compare losses and gradient norms.
+
+    A wrong reduction or a wrong scale changes the gradient norm long before it changes the loss.
+    """
+    overrides = (
         f"optimizer.name={optimizer}",
         "model.dropout=0.0",
-        f"train.micro_batch={micro}",
+        f"train.micro_batch={micro_batch}",
         "train.steps=10",
         "optimizer.clip_norm=0.5",
     )
-    run = new_run(tmp_path, "ours", data, *more, f"stages.train.tasks_per_node={size}")
-    assert set(run_ranks(size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    plain = run_ranks(1, train_in_plain_torch, run.path, 10)[0]
+    run = new_run(tmp_path, "sluice", data, *overrides, f"stages.train.tasks_per_node={world_size}")
+    assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
+    plain_steps = run_ranks(1, train_in_plain_torch, run.path, 10)[0]
     # Muon's bf16 products amplify differences in the last digit; test_optimizer.py compares Muon bit by bit
     tolerance = 1e-5 if optimizer != "muon" else 1e-3
-    for step, (loss, norm) in zip(read_steps(run), plain, strict=True):
-        assert step[1] == pytest.approx(loss, rel=tolerance) and step[2] == pytest.approx(norm, rel=tolerance)
-    (ready,) = (event for event in read_event_lines(run, "train") if event["event"] == "ready")
-    layout = resolve_layout(run.config, size, size)
+    for (_, loss, gradient_norm, *_), (plain_loss, plain_norm) in zip(read_steps(run), plain_steps, strict=True):
+        assert loss == pytest.approx(plain_loss, rel=tolerance)
+        assert gradient_norm == pytest.approx(plain_norm, rel=tolerance)
+    (ready_event,) = (event for event in read_event_lines(run, "train") if event["event"] == "ready")
+    layout = resolve_layout(run.config, world_size, world_size)
     vocab = load_manifest(run.data_dir).vocab_size
-    planned = {group: sent for group, sent, _ in count_traffic(run.config, layout, vocab)}
-    assert ready.get("sent_bytes", {}) == planned and bool(planned) == (size > 1)
+    planned_bytes = {group: sent_bytes for group, sent_bytes, _ in count_traffic(run.config, layout, vocab)}
+    assert ready_event.get("sent_bytes", {}) == planned_bytes and bool(planned_bytes) == (world_size > 1)
     for line in read_jsonl(run.metrics_file):
-        assert ("exposed_comm_s" in line) == (size > 1), "a single rank does not communicate"
-        assert size == 1 or 0 < line["exposed_comm_s"] < line["step_time_s"]
+        assert ("exposed_comm_s" in line) == (world_size > 1), "a single rank does not communicate"
+        assert world_size == 1 or 0 < line["exposed_comm_s"] < line["step_time_s"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
-    more = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
-    undisturbed = new_run(tmp_path, "undisturbed", data, *more)
-    run = new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
-    interrupt_training(run, 2, signal.SIGTERM, 5, [1])
+    overrides = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
+    undisturbed_run = new_run(tmp_path, "undisturbed", data, *overrides)
+    run = new_run(tmp_path, "stopped", data, *overrides)
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
+    interrupt_training(run, 2, signal.SIGTERM, step=5, signaled_ranks=[1])
     assert len(read_steps(run)) < 14
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
-    losses = [line[1] for line in read_steps(undisturbed)]
+    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
+        undisturbed_run
+    )
+    losses = [loss for _, loss, *_ in read_steps(undisturbed_run)]
     assert losses[-1] < losses[0] - 1.0
 
 
 def read_fp16_scale(run: Run) -> float:
     """Return the loss scale in the manifest of the newest checkpoint."""
-    newest = sorted(run.checkpoints_dir.glob("step-*"))[-1]
-    return float(json.loads((newest / "manifest.json").read_text())["extra"]["scaler"]["scale"])
+    newest_checkpoint = sorted(run.checkpoints_dir.glob("step-*"))[-1]
+    return float(json.loads((newest_checkpoint / "manifest.json").read_text())["extra"]["scaler"]["scale"])
 
 
-def test_the_fp16_scale_is_saved_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
+def test_the_fp16_loss_scale_is_saved_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
     run = new_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert read_fp16_scale(run) > 1.0
 
 
 def count_reductions_on_rank(rank_info: RankInfo, path: Path) -> int:
-    """Return the number of gradient reductions in a run of three steps with four micro-batches each."""
+    """Train the run at `path` and return how many gradient buckets were reduced. The model fits into one bucket."""
     import torch
     import torch.distributed as dist
 
@@ -164,36 +179,44 @@ def count_reductions_on_rank(rank_info: RankInfo, path: Path) -> int:
     trainer = Trainer(run, load_manifest(run.data_dir), rank_info, world, StopFlag())
     reductions = 0
 
-    def count(state: Any, bucket: Any) -> Any:
+    def count_and_reduce(state: Any, bucket: Any) -> Any:
         nonlocal reductions
         reductions += 1
         work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    trainer.engine.model.register_comm_hook(None, count)  # type: ignore[operator]
+    # DDP checks the annotations of a hook. Those in the source are strings, which DDP does not accept.
+    count_and_reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    trainer.engine.model.register_comm_hook(None, count_and_reduce)  # type: ignore[operator]
     trainer.fit()
     return reductions
 
 
 def test_gradients_are_reduced_once_per_step(tmp_path: Path, data: Path) -> None:
+    """Each of the two ranks has four micro-batches per step."""
     run = new_run(tmp_path, "counted", data, "train.steps=3", "train.micro_batch=1", "checkpoint.every_steps=50")
     assert run_ranks(2, count_reductions_on_rank, run.path) == [3, 3]
 
 
 @pytest.mark.timeout(400)
 def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> None:
-    more = ("model.dropout=0.0", "train.steps=4", "model.layers=1")
-    plain = new_run(tmp_path, "plain", data, *more)
-    compiled = new_run(tmp_path, "compiled", data, *more, "train.compile=true")
+    overrides = ("model.dropout=0.0", "train.steps=4", "model.layers=1")
+    plain = new_run(tmp_path, "plain", data, *overrides)
+    compiled = new_run(tmp_path, "compiled", data, *overrides, "train.compile=true")
     for run in (plain, compiled):
         assert set(run_ranks(1, run_stage_on_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
-    for step, expected in zip(read_steps(compiled), read_steps(plain), strict=True):
-        assert step[1] == pytest.approx(expected[1], rel=1e-5) and step[2] == pytest.approx(expected[2], rel=1e-4)
+    for (_, loss, gradient_norm, *_), (_, plain_loss, plain_norm, *_) in zip(
+        read_steps(compiled), read_steps(plain), strict=True
+    ):
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+        assert gradient_norm == pytest.approx(plain_norm, rel=1e-4)
 
 
 def read_determinism_on_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
-    """Return whether torch and its compiler are deterministic, and two variables of NCCL, for each config."""
+    """Configure determinism for each config in turn.
+
+    Return for each config: whether torch and its compiler are deterministic, NCCL_ALGO and NCCL_NVLS_ENABLE.
+    """
     import torch
     from torch._inductor import config as compiler
 
@@ -202,19 +225,20 @@ def read_determinism_on_rank(rank_info: RankInfo, *configs: Config) -> list[tupl
     results = []
     for config in configs:
         groups.configure_determinism(config)
-        nccl = [os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE")]
-        results.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic), *nccl))
+        nccl_variables = [os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE")]
+        results.append((torch.are_deterministic_algorithms_enabled(), bool(compiler.deterministic), *nccl_variables))
     return results
 
 
 def test_kernels_and_compiler_are_deterministic_unless_the_config_disables_it() -> None:
-    sections: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
-    results = run_ranks(1, read_determinism_on_rank, *(tiny_config(1, train=section) for section in sections))[0]
+    train_sections: tuple[dict[str, Any], ...] = ({"deterministic": False}, {}, {"compile": True})
+    configs = [tiny_config(1, train=section) for section in train_sections]
+    results = run_ranks(1, read_determinism_on_rank, *configs)[0]
     assert results == [(False, False, None, None), (True, False, "Ring", "0"), (True, True, "Ring", "0")]
 
 
-def train_on_other_gpu(rank_info: RankInfo, path: Path) -> int:
-    """Train as if on another GPU and another version of torch than those of the checkpoint."""
+def train_with_other_versions(rank_info: RankInfo, path: Path) -> int:
+    """Train as if on another GPU and with another version of torch than those of the checkpoint."""
     from pipeline.train import trainer
 
     versions = trainer.collect_versions()
@@ -222,22 +246,22 @@ def train_on_other_gpu(rank_info: RankInfo, path: Path) -> int:
     return run_stage_on_rank(rank_info, path, "train")
 
 
-def test_a_resume_with_other_versions_records_them(tmp_path: Path, data: Path) -> None:
+def test_a_resume_on_another_gpu_or_torch_version_records_old_and_new_values(tmp_path: Path, data: Path) -> None:
     import torch
 
     run = new_run(tmp_path, "moved", data, "train.steps=3")
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    for step, rank in ((4, run_stage_on_rank), (5, train_on_other_gpu)):
-        run.apply_overrides([f"train.steps={step}"])
-        more = ("train",) if rank is run_stage_on_rank else ()
-        assert set(run_ranks(1, rank, run.path, *more)) == {ExitCode.DONE}
-    same, other = read_event_lines(run, "train", "restored")
-    assert "versions" not in same
-    assert other["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
+    run.apply_overrides(["train.steps=4"])
+    assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
+    run.apply_overrides(["train.steps=5"])
+    assert set(run_ranks(1, train_with_other_versions, run.path)) == {ExitCode.DONE}
+    same_versions_event, other_versions_event = read_event_lines(run, "train", "restored")
+    assert "versions" not in same_versions_event
+    assert other_versions_event["versions"] == f"torch {torch.__version__} → 3.0; gpu None → NVIDIA H200"
 
 
 def run_without_initialization(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Run a stage that fails if it generates initial weights. The weights must come from a checkpoint."""
+    """Run a stage, which fails if it generates initial weights instead of loading them from a checkpoint."""
     from pipeline.model import decoder, task
 
     def fail(*_: Any) -> Any:
@@ -247,25 +271,26 @@ def run_without_initialization(rank_info: RankInfo, path: Path, stage: str) -> i
     return run_stage_on_rank(rank_info, path, stage)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, data: Path, size: int) -> None:
-    more = ("optimizer.schedule=constant", "train.evaluate_every=2")
-    undisturbed, run = (
-        new_run(tmp_path, name, data, f"train.steps={n}", *more) for name, n in (("undisturbed", 5), ("moved", 3))
-    )
-    for each in (undisturbed, run):
-        assert set(run_ranks(size, run_stage_on_rank, each.path, "train")) == {ExitCode.DONE}
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, data: Path, world_size: int) -> None:
+    overrides = ("optimizer.schedule=constant", "train.evaluate_every=2")
+    undisturbed_run = new_run(tmp_path, "undisturbed", data, "train.steps=5", *overrides)
+    run = new_run(tmp_path, "resumed", data, "train.steps=3", *overrides)
+    for started_run in (undisturbed_run, run):
+        assert set(run_ranks(world_size, run_stage_on_rank, started_run.path, "train")) == {ExitCode.DONE}
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
-        assert set(run_ranks(size, run_without_initialization, run.path, stage)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+        assert set(run_ranks(world_size, run_without_initialization, run.path, stage)) == {ExitCode.DONE}
+    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
+        undisturbed_run
+    )
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
-        line.get("held_out_loss") for line in read_jsonl(undisturbed.metrics_file)
+        line.get("held_out_loss") for line in read_jsonl(undisturbed_run.metrics_file)
     ]
 
 
 def run_with_local_copies(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Run a stage whose second step waits until all shards have been copied to the local disk."""
+    """Run a stage that copies shards to a local disk. Its second step waits until all shards have been copied."""
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
 
@@ -293,42 +318,46 @@ def run_with_local_copies(rank_info: RankInfo, path: Path, stage: str) -> int:
 
 def test_copies_on_a_local_disk_do_not_change_the_result_and_are_removed(tmp_path: Path, data: Path) -> None:
     (tmp_path / "disk").mkdir()
-    more = {"undisturbed": (), "moved": ("site.local_disk=$SLUICE_TEST_DISK",)}
-    undisturbed, run = (new_run(tmp_path, name, data, "train.steps=6", *options) for name, options in more.items())
-    assert set(run_ranks(2, run_stage_on_rank, undisturbed.path, "train")) == {ExitCode.DONE}
+    undisturbed_run = new_run(tmp_path, "undisturbed", data, "train.steps=6")
+    run = new_run(tmp_path, "copied", data, "train.steps=6", "site.local_disk=$SLUICE_TEST_DISK")
+    assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, run_with_local_copies, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
+    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
+        undisturbed_run
+    )
     (event,) = read_event_lines(run, "train", "local_copy")
     assert event["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
 
-EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
+TWO_EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "train.micro_batch=25", "model.layers=1")
 
 
 def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "epochs", data, *EPOCHS)
-    samples = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
+    run = new_run(tmp_path, "epochs", data, *TWO_EPOCHS)
+    sample_count = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
     steps = count_training_steps(run.config, run.data_dir)
-    assert steps is not None and 100 * (steps - 1) < 2 * samples < 100 * steps, "the number is rounded up"
+    assert steps is not None and 100 * (steps - 1) < 2 * sample_count < 100 * steps, "the number of steps is rounded up"
     assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    by_steps = new_run(tmp_path, "steps", data, *EPOCHS, "train.epochs=null", f"train.steps={steps}")
-    assert set(run_ranks(1, run_stage_on_rank, by_steps.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(by_steps)
-    assert read_steps(run) == read_steps(by_steps) and len(read_steps(run)) == steps
-    for invalid, fact in {
+    run_of_steps = new_run(tmp_path, "steps", data, *TWO_EPOCHS, "train.epochs=null", f"train.steps={steps}")
+    assert set(run_ranks(1, run_stage_on_rank, run_of_steps.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(run) == compute_run_digest(run_of_steps)
+    assert read_steps(run) == read_steps(run_of_steps) and len(read_steps(run)) == steps
+    for invalid_override, expected_text in {
         "train.epochs=1": "larger train.epochs",
         "train.steps=99": "steps and epochs are both given",
     }.items():
-        with pytest.raises(UserError, match=fact):
-            run.apply_overrides([invalid])
+        with pytest.raises(UserError, match=expected_text):
+            run.apply_overrides([invalid_override])
     assert load_stage_module("train").describe_missing_outputs(run) is None
     run.apply_overrides(["train.epochs=3"])
-    assert f"of {-(-3 * samples // 100)}" in (load_stage_module("train").describe_missing_outputs(run) or "")
+    steps_of_three_epochs = -(-3 * sample_count // 100)  # rounded up
+    assert f"of {steps_of_three_epochs}" in (load_stage_module("train").describe_missing_outputs(run) or "")
 
 
 def test_the_number_of_steps_is_unknown_before_the_data_is_sharded(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    run = make_run(tmp_path, "unsharded", EPOCHS, tmp_path / "none")
+    empty_data_dir = tmp_path / "none"
+    empty_data_dir.mkdir()
+    run = make_run(tmp_path, "unsharded", TWO_EPOCHS, empty_data_dir)
     assert load_stage_module("train").progress(run).description == "2 epochs (steps known after shard)"
     assert "unknown" in (load_stage_module("train").describe_missing_outputs(run) or "")
