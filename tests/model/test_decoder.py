@@ -1,4 +1,7 @@
-"""The decoder compared with transformers' models of the same families; initial weights, loss and number of FLOPs."""
+"""Tests of the decoder, its initial weights, its loss and its number of FLOPs.
+
+The decoder is compared with the models of transformers that have the same architecture.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from pipeline.model.spec import training_flops_per_token
 
 VOCAB = 97
 LENGTH = 24
-CONFIGS = {
+MODEL_CONFIGS = {
     "grouped": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2),
     "one kv head, wide heads": ModelConfig(dim=32, layers=2, heads=4, kv_heads=1, head_dim=16, rope_theta=500.0),
     "plain": ModelConfig(dim=32, layers=2, heads=4, rms_norm_eps=1e-3, intermediate_size=40),
@@ -51,6 +54,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def use_one_thread() -> Iterator[None]:
+    """Let torch compute with one thread, because more threads are slower for such small tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,55 +62,55 @@ def use_one_thread() -> Iterator[None]:
 
 
 def build_decoder(config: ModelConfig, seed: int = 1, std: float = 0.02) -> Decoder:
-    """Return a decoder with initial weights."""
+    """Return a decoder with initial weights; `std` is their standard deviation."""
     model = Decoder(config, VOCAB, LENGTH)
     init_weights(model, seed, std)
     return model
 
 
 def sample_tokens(seed: int, batch: int = 3, length: int = LENGTH) -> torch.Tensor:
-    """Return random token ids of shape (batch, length)."""
+    """Return random token IDs of shape (batch, length)."""
     return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def build_transformers_model(config: ModelConfig) -> PreTrainedModel:
-    """Return transformers' model for the config that an export of this model has."""
+    """Return the model that transformers builds from the exported config.json of a model with this config."""
     transformers_config = AutoConfig.for_model(
         **build_config_json(config, ModelMetadata(), VOCAB, LENGTH, 0, "float32")
     )
     return AutoModelForCausalLM.from_config(transformers_config, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
 def test_names_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
-    config = CONFIGS[name]
+    config = MODEL_CONFIGS[name]
     model = build_decoder(config, std=0.2)
-    reference = build_transformers_model(config)
+    transformers_model = build_transformers_model(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(5):
+    for step in range(5):  # train a little, so that the weights are not the initial ones
         batch = sample_tokens(step)
         optimizer.zero_grad()
         (cross_entropy_sum(model(batch[:, :-1]), batch[:, 1:]) / batch[:, 1:].numel()).backward()
         optimizer.step()
-    assert list(model.state_dict()) == list(reference.state_dict())
-    reference.load_state_dict(model.state_dict())
+    assert list(model.state_dict()) == list(transformers_model.state_dict())
+    transformers_model.load_state_dict(model.state_dict())
     batch = sample_tokens(99)
     logits_BTV = model(batch)
-    expected_BTV = reference(batch).logits
+    expected_BTV = transformers_model(batch).logits
     assert expected_BTV.std() > 0.3, "the logits are too small for a meaningful comparison"
     torch.testing.assert_close(logits_BTV, expected_BTV, atol=1e-5, rtol=1e-5)
     model.zero_grad()
-    reference.zero_grad()
+    transformers_model.zero_grad()
     (cross_entropy_sum(logits_BTV[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()).backward()
-    reference(batch, labels=batch).loss.backward()
+    transformers_model(batch, labels=batch).loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
-    assert list(gradients) == [n for n, _ in reference.named_parameters()]
-    for parameter_name, parameter in reference.named_parameters():
+    assert list(gradients) == [n for n, _ in transformers_model.named_parameters()]
+    for parameter_name, parameter in transformers_model.named_parameters():
         torch.testing.assert_close(gradients[parameter_name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_a_changed_token_changes_the_logits_of_its_position_and_later_ones_only() -> None:
-    model = build_decoder(CONFIGS["grouped"], std=0.2)
+    model = build_decoder(MODEL_CONFIGS["grouped"], std=0.2)
     tokens = sample_tokens(1)
     changed_tokens = tokens.clone()
     changed_tokens[:, 10] = (changed_tokens[:, 10] + 1) % VOCAB
@@ -124,7 +128,7 @@ def test_dropout_is_active_in_training_mode_only() -> None:
     model.eval()
     assert torch.equal(model(batch), model(batch))
     without_dropout = build_decoder(
-        CONFIGS["plain"].model_copy(update={"rms_norm_eps": 1e-5, "intermediate_size": None})
+        MODEL_CONFIGS["plain"].model_copy(update={"rms_norm_eps": 1e-5, "intermediate_size": None})
     )
     assert torch.equal(model(batch), without_dropout(batch))
 
@@ -132,7 +136,7 @@ def test_dropout_is_active_in_training_mode_only() -> None:
 @pytest.mark.parametrize("name", ["grouped", "tied"])
 def test_a_model_built_on_the_meta_device_has_the_same_initial_weights(name: str) -> None:
     """`init_weights` neither uses nor changes the global random state."""
-    config = CONFIGS[name]
+    config = MODEL_CONFIGS[name]
     torch.manual_seed(1)
     expected = build_decoder(config)
     torch.manual_seed(2)
@@ -153,20 +157,21 @@ def test_a_model_built_on_the_meta_device_has_the_same_initial_weights(name: str
 def test_initial_weights_depend_on_seed_and_parameter_name_only() -> None:
     small = build_decoder(ModelConfig(dim=64, layers=2, heads=4))
     large = build_decoder(ModelConfig(dim=64, layers=8, heads=4))
-    weights = dict(large.named_parameters())
+    weights_of_large = dict(large.named_parameters())
     for name, parameter in small.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             # Their std is std / sqrt(2 * layers), which is half as large with 4 times as many layers.
-            torch.testing.assert_close(parameter, weights[name] * 2)
+            torch.testing.assert_close(parameter, weights_of_large[name] * 2)
             assert parameter.std().item() == pytest.approx(0.02 / math.sqrt(4), rel=0.05)
         elif parameter.ndim == 1:
             assert torch.equal(parameter, torch.ones_like(parameter))
         else:
-            assert torch.equal(parameter, weights[name])
+            assert torch.equal(parameter, weights_of_large[name])
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05)
             assert abs(parameter.mean().item()) < 0.002
-    matrices = [p.flatten()[:100] for p in large.parameters() if p.ndim > 1]
-    assert len({tuple((m / m.norm()).tolist()) for m in matrices}) == len(matrices)
+    first_values = [p.flatten()[:100] for p in large.parameters() if p.ndim > 1]
+    directions = {tuple((values / values.norm()).tolist()) for values in first_values}
+    assert len(directions) == len(first_values), "two parameters have the same random numbers"
     with_other_seed = dict(build_decoder(ModelConfig(dim=64, layers=2, heads=4), seed=2).named_parameters())
     assert not any(torch.equal(p, with_other_seed[n]) for n, p in small.named_parameters() if p.ndim > 1)
 
@@ -174,13 +179,13 @@ def test_initial_weights_depend_on_seed_and_parameter_name_only() -> None:
 def test_the_loss_is_a_sum_over_tokens_computed_in_fp32() -> None:
     logits_BTV = torch.randn(4, 6, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     targets_BT = sample_tokens(2, 4, 6)
-    exact = -logits_BTV.double().log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
+    exact_losses = -logits_BTV.double().log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
     loss = cross_entropy_sum(logits_BTV, targets_BT)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
-    torch.testing.assert_close(loss.double(), exact.sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), exact_losses.sum(), rtol=1e-6, atol=0)
     torch.testing.assert_close(
-        cross_entropy_sum(logits_BTV[:1], targets_BT[:1]).double(), exact[0].sum(), rtol=1e-6, atol=0
+        cross_entropy_sum(logits_BTV[:1], targets_BT[:1]).double(), exact_losses[0].sum(), rtol=1e-6, atol=0
     )
     bf16_BTV = logits_BTV.bfloat16()
     assert torch.equal(cross_entropy_sum(bf16_BTV, targets_BT), cross_entropy_sum(bf16_BTV.float(), targets_BT))
@@ -191,27 +196,28 @@ def test_the_loss_is_a_sum_over_tokens_computed_in_fp32() -> None:
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
 def test_flops_per_token_equal_those_of_torchs_flop_counter(name: str) -> None:
-    config = CONFIGS[name]
+    config = MODEL_CONFIGS[name]
     model = build_decoder(config)
     batch = sample_tokens(1)
     # FlopCounterMode does not support the CPU's fused attention kernel, so the plain one is used.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(batch)
-    forward_flops = counter.get_total_flops() / batch.numel()  # The backward pass takes twice as many.
+    forward_flops = counter.get_total_flops() / batch.numel()  # The backward pass needs twice as many.
     # FlopCounterMode does not count norms and the embedding. The formula includes them by convention.
-    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    embedding = 0 if config.tie_word_embeddings else VOCAB * config.dim
-    assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward_flops + 6 * (norms + embedding)
+    norm_parameters = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    embedding_parameters = 0 if config.tie_word_embeddings else VOCAB * config.dim
+    uncounted_flops = 6 * (norm_parameters + embedding_parameters)  # 6 FLOPs per parameter and token
+    assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward_flops + uncounted_flops
 
 
 def count_parameters(name: str) -> int:
-    """Return the number of parameter values of a decoder in `CONFIGS`."""
-    return sum(parameter.numel() for parameter in build_decoder(CONFIGS[name]).parameters())
+    """Return the number of parameter values of a decoder in `MODEL_CONFIGS`."""
+    return sum(parameter.numel() for parameter in build_decoder(MODEL_CONFIGS[name]).parameters())
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    expected = build_transformers_model(CONFIGS["tied"]).num_parameters()
+    expected = build_transformers_model(MODEL_CONFIGS["tied"]).num_parameters()
     assert count_parameters("tied") == expected
     assert count_parameters("grouped") == expected + VOCAB * 32

@@ -1,4 +1,4 @@
-"""The output layer's loss, computed in chunks of tokens, compared with torch's loss of whole logits."""
+"""Tests of the output layer's loss in chunks of tokens, compared with torch's loss of the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pipeline.model.decoder import IGNORE_INDEX, LMHead, cross_entropy_sum
 from tests.support.errors import raises_error
 
 SHAPE = (3, 10)
+"""Sequences, and tokens of a sequence."""
 WIDTH = 16
 VOCAB = 50
 
@@ -18,7 +19,7 @@ VOCAB = 50
 def build_head(dtype: torch.dtype | None = None) -> tuple[LMHead, torch.Tensor, torch.Tensor]:
     """Return an output layer, hidden states and targets.
 
-    Targets without a loss are every fourth token of the first sequence, and all tokens of the last sequence.
+    Every fourth target of the first sequence and all targets of the last sequence have no loss.
     """
     torch.manual_seed(1)
     head = LMHead(WIDTH, VOCAB, bias=False)
@@ -31,7 +32,7 @@ def build_head(dtype: torch.dtype | None = None) -> tuple[LMHead, torch.Tensor, 
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 10, 30, 1000])
-def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int) -> None:
+def test_loss_and_gradients_in_chunks_equal_those_without_chunks(chunk: int) -> None:
     """Some chunks have no target with a loss, the loss is scaled before backward, and backward runs twice."""
     head, x_BTD, targets_BT = build_head()
     head.chunk = chunk
@@ -47,22 +48,25 @@ def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int) -> None:
         gradients = torch.autograd.grad(loss * 0.3, (x_BTD, head.weight), retain_graph=True)
         for gradient, expected in zip(gradients, expected_gradients, strict=True):
             torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-6)
-    grad_x = gradients[0]
-    assert not grad_x[2].any() and not grad_x[0, ::4].any(), "a token without a loss has a gradient"
+    grad_x_BTD = gradients[0]
+    assert not grad_x_BTD[2].any() and not grad_x_BTD[0, ::4].any(), "a token without a loss has a gradient"
 
 
-def test_gradients_in_bf16_are_as_accurate_as_those_of_whole_logits() -> None:
-    """Both round logits and their gradients to bf16. The weight gradients of the chunks are added in fp32."""
+def test_gradients_in_bf16_in_chunks_are_as_accurate_as_those_without_chunks() -> None:
+    """With and without chunks, logits and their gradients are rounded to bf16.
+
+    The weight gradients of the chunks are added in fp32.
+    """
     head, x_BTD, targets_BT = build_head(torch.bfloat16)
     head.chunk = 4
     inputs = (x_BTD, head.weight)
     exact_gradients = torch.autograd.grad(cross_entropy_sum(F.linear(x_BTD, head.weight), targets_BT), inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        whole_gradients = torch.autograd.grad(cross_entropy_sum(head(x_BTD), targets_BT), inputs)
+        unchunked_gradients = torch.autograd.grad(cross_entropy_sum(head(x_BTD), targets_BT), inputs)
         gradients = torch.autograd.grad(head(x_BTD, targets_BT=targets_BT), inputs)
-    for gradient, whole, exact in zip(gradients, whole_gradients, exact_gradients, strict=True):
-        assert gradient.dtype == whole.dtype == torch.float32
-        assert (gradient - exact).norm() < 1.2 * (whole - exact).norm() < 0.02 * exact.norm()
+    for gradient, unchunked, exact in zip(gradients, unchunked_gradients, exact_gradients, strict=True):
+        assert gradient.dtype == unchunked.dtype == torch.float32
+        assert (gradient - exact).norm() < 1.2 * (unchunked - exact).norm() < 0.02 * exact.norm()
 
 
 def test_loss_chunk_with_a_custom_model_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The description of the decoder's parameters (pipeline/model/spec.py) compared with built decoders on all layouts."""
+"""Tests that pipeline/model/spec.py describes the parameters that decoders really have, on all layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny_training import tiny_config
 
 
 @st.composite
-def models(draw: st.DrawFn) -> dict[str, Any]:
+def generate_model_sections(draw: st.DrawFn) -> dict[str, Any]:
     """Generate the section `model` of a config."""
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     return {
@@ -36,8 +36,10 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def build_stages(config: Config, layout: Layout, pp_rank: int, vocab: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Return names and local shapes of the parameters that a rank of this layout builds."""
+def build_rank_parameters(
+    config: Config, layout: Layout, pp_rank: int, vocab: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Build the pipeline-parallel stages of a rank of this layout. Return names and local shapes of the parameters."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.tp)
     try:
         mesh = init_device_mesh("cpu", (layout.tp,))
@@ -54,8 +56,8 @@ def build_stages(config: Config, layout: Layout, pp_rank: int, vocab: int) -> li
         dist.destroy_process_group()
 
 
-@settings(deadline=None, max_examples=60)
-@given(models(), st.data())
+@settings(max_examples=60)
+@given(generate_model_sections(), st.data())
 def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, Any], data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from(["gpipe", "zbv"]))
     pp = data.draw(st.sampled_from([1, 2, 3]))
@@ -69,19 +71,21 @@ def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, 
     except LayoutError:
         assume(False)
     for pp_rank in range(pp):
-        described = [(p.name, p.shape) for p in list_rank_parameters(config, layout, pp_rank, vocab)]
-        assert sorted(described) == sorted(build_stages(config, layout, pp_rank, vocab))
+        described_parameters = [(p.name, p.shape) for p in list_rank_parameters(config, layout, pp_rank, vocab)]
+        assert sorted(described_parameters) == sorted(build_rank_parameters(config, layout, pp_rank, vocab))
 
 
-@settings(deadline=None)
-@given(models())
+@given(generate_model_sections())
 def test_parameter_counts_equal_the_sums_of_the_described_parameters(model: dict[str, Any]) -> None:
     config = tiny_config(1, model=model).model
-    total = sum(p.numel for p in decoder_parameters(config, 16))
-    tables = 1 if config.tie_word_embeddings else 2
-    assert total == config.layers * count_block_parameters(config) + config.dim + tables * 16 * config.dim
+    vocab = 16
+    total = sum(p.numel for p in decoder_parameters(config, vocab))
+    vocab_matrices = 1 if config.tie_word_embeddings else 2  # the embedding, and the output layer if it is not tied
+    norm = config.dim
+    vocab_parameters = vocab_matrices * vocab * config.dim
+    assert total == config.layers * count_block_parameters(config) + norm + vocab_parameters
     layers_by_stage = [range(stage, stage + 1) for stage in range(config.layers)]
-    parameters_of_parts = [p for layers in layers_by_stage for p in decoder_parameters(config, 16, layers)]
-    # A tied output layer has a copy of the embedding if it is on another stage.
-    copied = 16 * config.dim if config.tie_word_embeddings and config.layers > 1 else 0
-    assert sum(p.numel for p in parameters_of_parts) == total + copied
+    parameters_of_stages = [p for layers in layers_by_stage for p in decoder_parameters(config, vocab, layers)]
+    # A tied output layer has a copy of the embedding if it is in another pipeline-parallel stage.
+    copied = vocab * config.dim if config.tie_word_embeddings and config.layers > 1 else 0
+    assert sum(p.numel for p in parameters_of_stages) == total + copied

@@ -1,4 +1,7 @@
-"""The `transform` of a custom model: its random numbers depend only on the seed and the position of the sample."""
+"""Tests of the `transform` of a custom model.
+
+Its random numbers depend only on the seed and on the position of the sample in the order of all samples.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ CONFIG = VIT_CONFIG.replace("examples.vit", "cropped").replace("size: 16", "size
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a file of images and the module with the transform."""
+    """Return a folder with a file of images and the module `MODULE`, which has a transform."""
     folder = tmp_path_factory.mktemp("images")
     make_images.main(folder / "a.h5", 150)
     (folder / "cropped.py").write_text(MODULE)
@@ -52,7 +55,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def manifest_and_module(image_folder: Path) -> tuple[Any, Any]:
-    """Return the manifest of a run and its imported module."""
+    """Return the manifest of a run, and the imported module of its model."""
     run = create_prepared_run(image_folder, "read", text=CONFIG)
     assert run.user_model is not None
     return load_run_manifest(run), run.user_model.load(run.code_dir)
@@ -65,12 +68,15 @@ def crop_image(image: Any, random: Any) -> Any:
     return image[:, :, ::-1] if random.random() < 0.5 else image
 
 
-def test_batches_equal_those_of_a_plain_reader(image_folder: Path, manifest_and_module: tuple[Any, Any]) -> None:
+def test_batches_equal_samples_that_are_read_and_transformed_one_by_one(
+    image_folder: Path, manifest_and_module: tuple[Any, Any]
+) -> None:
     manifest, module = manifest_and_module
     with h5py.File(image_folder / "a.h5") as file:
         images: Any = file["images"][...]
+    # The first 135 entries of a permutation of the 150 samples are the training samples. The others are held out.
     training_samples = permute(0, -1, np.arange(135), 150)
-    for ranks, start in itertools.product((1, 4), (0, 128)):  # The second start crosses the end of an epoch.
+    for ranks, start in itertools.product((1, 4), (0, 128)):  # From sample 128, the steps cross the end of an epoch.
         for rank in range(ranks):
             dataset = SampleDataset(manifest, transform=module.transform, seed=-7)
             sampler = GlobalOrderSampler(
@@ -87,25 +93,29 @@ def test_batches_equal_those_of_a_plain_reader(image_folder: Path, manifest_and_
                     assert batch["labels"].dtype == torch.int32
 
 
-def test_the_transform_of_held_out_samples_has_no_random_numbers(manifest_and_module: tuple[Any, Any]) -> None:
+def test_held_out_samples_are_cropped_at_the_center_without_random_numbers(
+    manifest_and_module: tuple[Any, Any],
+) -> None:
     manifest, module = manifest_and_module
-    transformed = SampleDataset(manifest, held_out=True, transform=module.transform)
-    original = SampleDataset(manifest, held_out=True)
-    indices = np.arange(len(transformed))
-    assert np.array_equal(transformed.read(indices)["images"], original.read(indices)["images"][:, :, 4:12, 4:12])
+    transformed_samples = SampleDataset(manifest, held_out=True, transform=module.transform)
+    original_samples = SampleDataset(manifest, held_out=True)
+    indices = np.arange(len(transformed_samples))
+    images = transformed_samples.read(indices)["images"]
+    assert np.array_equal(images, original_samples.read(indices)["images"][:, :, 4:12, 4:12])
 
 
-def test_losses_are_the_same_on_two_ranks_and_after_a_stop(image_folder: Path) -> None:
-    losses = []
-    for name, ranks, stops in (("one", 1, ()), ("two", 2, ()), ("stopped", 2, (4,))):
-        run = create_prepared_run(image_folder, name, "optimizer.schedule=constant", text=CONFIG, ranks=ranks)
-        for step in (*stops, 10):
-            run.apply_overrides([f"train.steps={step}"])
+def test_losses_are_close_on_two_ranks_and_equal_after_a_stop(image_folder: Path) -> None:
+    losses = {}
+    for name, ranks, last_steps in (("one rank", 1, (10,)), ("two ranks", 2, (10,)), ("stopped", 2, (4, 10))):
+        run_name = name.replace(" ", "-")
+        run = create_prepared_run(image_folder, run_name, "optimizer.schedule=constant", text=CONFIG, ranks=ranks)
+        for last_step in last_steps:
+            run.apply_overrides([f"train.steps={last_step}"])
             run = Run.open(run.path)
             lines = train_run(run, ranks)
-        losses.append([line[1] for line in lines])
-    assert losses[1] == losses[2]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        losses[name] = [loss for _, loss, *_ in lines]
+    assert losses["stopped"] == losses["two ranks"]
+    assert losses["one rank"] == pytest.approx(losses["two ranks"], rel=1e-5)
     assert set(run_ranks(2, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
 
 
@@ -116,6 +126,7 @@ def test_a_transform_that_returns_other_arrays_is_an_error(manifest_and_module: 
         return sample if random is None else {**sample, "images": sample["images"][:, :3]}
 
     dataset = SampleDataset(manifest, transform=change_shape_of_training_samples)
+    # a training sample has another shape than the first transformed sample, which was made without random numbers
     with raises_error("data.invalid_transform", "(1, 3, 16)", "(1, 16, 16)", "sample 1"):
         dataset.read(np.array([[1], [0]]))
     with raises_error("data.invalid_transform", "NoneType", "sample 0"):

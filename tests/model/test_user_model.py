@@ -1,4 +1,7 @@
-"""Custom models (`model.target`): examples/vit.py on images, and tests/support/ragged.py on samples of many lengths."""
+"""Tests of custom models (`model.target`).
+
+The models are examples/vit.py on images, and tests/support/ragged.py on samples of different lengths.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ RAGGED_CONFIG = (
 
 
 def create_prepared_run(folder: Path, name: str, *overrides: str, text: str = VIT_CONFIG, ranks: int = 1) -> Run:
-    """Create a run from a config text, with modules and data in `folder`, and run its data stages."""
+    """Create a run from the config template `text`, with modules and data in `folder`, and run its data stages."""
     path = folder / f"{name}.yaml"
     path.write_text(text.format(name=name, folder=folder))
     shutil.copy(ROOT / "tests/support/ragged.py", folder)
@@ -77,7 +80,7 @@ def prepare_data(run: Run) -> Run:
 
 
 def train_run(run: Run, ranks: int) -> list[tuple[int, float, float, float, int]]:
-    """Run the train stage until it is done and return the lines of its metrics."""
+    """Run the train stage until it is done, and return its steps as `read_steps` does."""
     assert set(run_ranks(ranks, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return read_steps(run)
 
@@ -93,9 +96,9 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def series_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a file of random walks of 1 to 40 values.
+    """Return a folder with a file of random walks of 1 to 40 values, which are padded to 40 values.
 
-    The padding is so large that it changes every result in which it is not masked.
+    The padding values are so large that they change every result in which they are not masked.
     """
     folder = tmp_path_factory.mktemp("series")
     generator = np.random.default_rng(0)
@@ -108,8 +111,11 @@ def series_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_reference_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step, computed with whole batches and arrays that are read by h5py."""
+def train_in_plain_torch(_: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
+    """Train the run at `path` in plain torch on one rank, without micro-batches. The arrays are read with h5py.
+
+    Return the loss and the gradient norm of each step.
+    """
     import torch
 
     from pipeline.data.sample_order import compute_index_range, permute
@@ -119,16 +125,17 @@ def train_reference_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tu
 
     run = Run.open(path)
     config = run.config
-    facts = run.user_model
-    assert facts is not None
-    samples: dict[str, list[Any]] = {name: [] for name in facts.arrays}
+    user_model = run.user_model
+    assert user_model is not None
+    samples: dict[str, list[Any]] = {name: [] for name in user_model.arrays}
     for source in sorted(path.parent.parent.glob("*.h5")):
         with h5py.File(source) as file:
             for name, arrays in samples.items():
                 arrays += list(file[name][...])
-    count = len(samples[facts.arrays[0]])
-    training_samples = permute(0, -1, np.arange(count - round(count * config.data.held_out)), count)
-    module = facts.load(run.code_dir)
+    sample_count = len(samples[user_model.arrays[0]])
+    training_count = sample_count - round(sample_count * config.data.held_out)
+    training_samples = permute(0, -1, np.arange(training_count), sample_count)
+    module = user_model.load(run.code_dir)
     task = make_task(run, load_run_manifest(run))
     assert str(module.__file__).startswith(str(run.code_dir)), "the module is not the copy in the run directory"
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
@@ -138,39 +145,40 @@ def train_reference_rank(rank_info: RankInfo, path: Path, steps: int) -> list[tu
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: Any = torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps)
-    factors = [1.0, 1.0]
+    rate_factors = [1.0, 1.0]  # for each group of parameters
     compute_rate = compute_learning_rate
     if config.optimizer.name == "own":
         optimizer = module.optimizer(list(model.named_parameters()), config.optimizer)
-        factors = [1.0, 0.5]
+        rate_factors = [1.0, 0.5]
         compute_rate = module.learning_rate
     results = []
     for step in range(1, steps + 1):
-        size = config.train.global_batch
-        order = compute_index_range(config.run.seed, (step - 1) * size, size, len(training_samples))
+        global_batch = config.train.global_batch
+        order = compute_index_range(config.run.seed, (step - 1) * global_batch, global_batch, len(training_samples))
         indices = training_samples[order]
         batch = {name: torch.from_numpy(np.stack([arrays[i] for i in indices])) for name, arrays in samples.items()}
-        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+        for group, factor in zip(optimizer.param_groups, rate_factors, strict=True):
             group["lr"] = factor * compute_rate(config.optimizer, step, config.train.steps or 0)
-        total = batch["lengths"].sum() if "lengths" in batch else size
-        loss = module.loss(model(*(batch[name] for name in facts.inputs)), batch) / total
+        entries = batch["lengths"].sum() if "lengths" in batch else global_batch  # entries that have a loss
+        loss = module.loss(model(*(batch[name] for name in user_model.inputs)), batch) / entries
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
+        gradient_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        results.append((loss.item(), norm.item()))
+        results.append((loss.item(), gradient_norm.item()))
     return results
 
 
-def assert_equal_to_reference(
-    lines: list[tuple[int, float, float, float, int]], reference: list[tuple[float, float]], case: str
+def check_equal_steps(
+    steps: list[tuple[int, float, float, float, int]], expected_steps: list[tuple[float, float]], case: str
 ) -> None:
-    """Compare loss and gradient norm of 10 steps."""
-    assert len(lines) == len(reference) == 10
-    for line, (loss, norm) in zip(lines, reference, strict=True):
-        assert line[1:3] == pytest.approx((loss, norm), rel=1e-5), f"{case}, step {line[0]}: (loss, norm)"
+    """Compare the losses and gradient norms of 10 steps of `train_run` with those of `train_in_plain_torch`."""
+    assert len(steps) == len(expected_steps) == 10
+    for (step, loss, gradient_norm, *_), expected in zip(steps, expected_steps, strict=True):
+        assert (loss, gradient_norm) == pytest.approx(expected, rel=1e-5), f"{case}, step {step}: (loss, norm)"
 
 
+# The lists of layouts have the number of ranks, and overrides.
 LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
     (1, ("train.micro_batch=16",)),
     (2, ()),
@@ -197,47 +205,50 @@ SCHEDULE_LAYOUTS.append((4, (*TWO_STAGES_PER_RANK, "parallel.schedule=zbv", "par
 
 
 @pytest.mark.parametrize(
-    "cases",
+    "layouts",
     [
         LAYOUTS,
         pytest.param(LONG_LAYOUTS, marks=pytest.mark.long),
         pytest.param(SCHEDULE_LAYOUTS, marks=pytest.mark.long),
     ],
+    ids=["quick", "long", "schedules"],
 )
-def test_every_layout_of_the_example_has_the_losses_of_plain_code(
-    image_folder: Path, cases: list[tuple[int, tuple[str, ...]]], tmp_path: Path
+def test_vit_has_the_losses_of_plain_torch_on_every_layout(
+    image_folder: Path, layouts: list[tuple[int, tuple[str, ...]]], tmp_path: Path
 ) -> None:
-    reference = None
+    expected_steps = None
     for source in image_folder.glob("*.h5"):
         shutil.copy(source, tmp_path)
-    for number, (ranks, overrides) in enumerate(cases):
+    for number, (ranks, overrides) in enumerate(layouts):
         run = create_prepared_run(tmp_path, f"layout{number}", *overrides, ranks=ranks)
-        reference = reference or run_ranks(1, train_reference_rank, run.path, 10)[0]
-        assert_equal_to_reference(train_run(run, ranks), reference, str(overrides))
+        expected_steps = expected_steps or run_ranks(1, train_in_plain_torch, run.path, 10)[0]
+        check_equal_steps(train_run(run, ranks), expected_steps, str(overrides))
 
 
-def test_the_example_learns_and_a_stop_does_not_change_its_result(image_folder: Path) -> None:
-    """Dropout uses random numbers inside a step. The evaluation must be bit-identical on 1 and 3 ranks."""
+def test_the_loss_of_vit_decreases_and_a_stop_does_not_change_the_result(image_folder: Path) -> None:
+    """Dropout is on, so steps use random numbers. The results of evaluate must be bit-identical on 1 and 3 ranks."""
     overrides = ("train.steps=60", "model.options.dropout=0.1", "model.options.width=32")
-    undisturbed = create_prepared_run(image_folder, "undisturbed", *overrides, ranks=2)
+    undisturbed_run = create_prepared_run(image_folder, "undisturbed", *overrides, ranks=2)
     run = create_prepared_run(image_folder, "stopped", *overrides, ranks=2)
-    losses = [line[1] for line in train_run(undisturbed, 2)]
+    losses = [loss for _, loss, *_ in train_run(undisturbed_run, 2)]
     assert np.mean(losses[-5:]) < 0.75 * losses[0]
     interrupt_training(run, 2, signal.SIGTERM, 20, [1])
     assert 20 <= len(read_steps(run)) < 60
-    assert train_run(run, 2) == read_steps(undisturbed) and compute_run_digest(run) == compute_run_digest(undisturbed)
+    assert train_run(run, 2) == read_steps(undisturbed_run) and compute_run_digest(run) == compute_run_digest(
+        undisturbed_run
+    )
     results = []
     for ranks in (1, 3):
-        shutil.rmtree(undisturbed.evaluation_dir)
-        undisturbed.evaluation_dir.mkdir()
-        assert set(run_ranks(ranks, run_stage_on_rank, undisturbed.path, "evaluate")) == {ExitCode.DONE}
-        results.append(json.loads((undisturbed.evaluation_dir / f"{checkpoint_name(60)}.json").read_text()))
+        shutil.rmtree(undisturbed_run.evaluation_dir)
+        undisturbed_run.evaluation_dir.mkdir()
+        assert set(run_ranks(ranks, run_stage_on_rank, undisturbed_run.path, "evaluate")) == {ExitCode.DONE}
+        results.append(json.loads((undisturbed_run.evaluation_dir / f"{checkpoint_name(60)}.json").read_text()))
     assert results[0] == results[1], "the results are not bit-identical"
     assert results[0]["samples"] == 24 and 0 < results[0]["accuracy"] <= 1 and "perplexity" not in results[0]
     evaluate_stage = load_stage_module("evaluate")
-    assert evaluate_stage.describe_missing_outputs(undisturbed) is None
-    assert "held-out loss" in evaluate_stage.progress(undisturbed).description
-    assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(undisturbed.metrics_file))).keys()
+    assert evaluate_stage.describe_missing_outputs(undisturbed_run) is None
+    assert "held-out loss" in evaluate_stage.progress(undisturbed_run).description
+    assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(undisturbed_run.metrics_file))).keys()
 
 
 OPTIMIZER_SOURCE = """
@@ -245,22 +256,22 @@ OPTIMIZER_SOURCE = """
 def optimizer(parameters, config):
     matrices = [(name, value) for name, value in parameters if value.ndim > 1]
     vectors = [(name, value) for name, value in parameters if value.ndim < 2]
-    return Kind([{"params": matrices}, {"params": vectors, "lr": config.lr / 2}], lr=config.lr)
+    return Optimizer([{"params": matrices}, {"params": vectors, "lr": config.lr / 2}], lr=config.lr)
 
 
 def learning_rate(config, step, steps):
     return config.lr / step
 
 
-class Counting(torch.optim.NAdam):
+class StepCountingNAdam(torch.optim.NAdam):
     def step(self, closure=None):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
         return super().step(closure)
 
 
-Kind = torch.optim.NAdam
+Optimizer = torch.optim.NAdam
 """
-
+"""Source code of a custom optimizer and of a custom learning-rate schedule."""
 
 CUSTOM_OPTIMIZER_OVERRIDES = (
     "model.target=own",
@@ -272,30 +283,32 @@ CUSTOM_OPTIMIZER_OVERRIDES = (
 
 
 def write_module_with_optimizer(folder: Path) -> Path:
-    """Write images, and the module `own.py`: the example with a custom optimizer and schedule."""
+    """Write images, and a module `own.py`: examples/vit.py with a custom optimizer and schedule. Return its path."""
     make_images.main(folder / "a.h5", 150)
     module = folder / "own.py"
     module.write_text(Path(make_images.__file__).with_name("vit.py").read_text() + OPTIMIZER_SOURCE)
     return module
 
 
-def test_a_custom_optimizer_and_schedule_have_the_steps_of_plain_code_even_after_a_stop(tmp_path: Path) -> None:
-    """NAdam's state is not zero before the first step."""
+def test_a_custom_optimizer_and_schedule_have_the_steps_of_plain_torch_even_after_a_stop(tmp_path: Path) -> None:
+    """The custom optimizer is NAdam, because NAdam's state is not zero before the first step."""
     write_module_with_optimizer(tmp_path)
     overrides = CUSTOM_OPTIMIZER_OVERRIDES
-    undisturbed = create_prepared_run(tmp_path, "undisturbed", *overrides, ranks=2)
+    undisturbed_run = create_prepared_run(tmp_path, "undisturbed", *overrides, ranks=2)
     run = create_prepared_run(tmp_path, "stopped", *overrides, ranks=2)
-    undisturbed_lines = train_run(undisturbed, 2)
-    (reference,) = run_ranks(1, train_reference_rank, undisturbed.path, 40)
-    for (_, loss, norm, *_), expected in zip(undisturbed_lines, reference, strict=True):
-        assert (loss, norm) == pytest.approx(expected, rel=1e-4)
-    assert [line[3] for line in read_steps(undisturbed)] == [1e-2 / step for step in range(1, 41)]
+    steps = train_run(undisturbed_run, 2)
+    (expected_steps,) = run_ranks(1, train_in_plain_torch, undisturbed_run.path, 40)
+    for (_, loss, gradient_norm, *_), expected in zip(steps, expected_steps, strict=True):
+        assert (loss, gradient_norm) == pytest.approx(expected, rel=1e-4)
+    assert [lr for *_, lr, _ in read_steps(undisturbed_run)] == [1e-2 / step for step in range(1, 41)]
     interrupt_training(run, 2, signal.SIGTERM, 8, [1])
     assert 8 <= len(read_steps(run)) < 40
-    assert train_run(run, 2) == read_steps(undisturbed) and compute_run_digest(run) == compute_run_digest(undisturbed)
+    assert train_run(run, 2) == read_steps(undisturbed_run) and compute_run_digest(run) == compute_run_digest(
+        undisturbed_run
+    )
     accuracies, accuracies_after_stop = (
-        {line["step"]: line.get("held_out_accuracy") for line in read_jsonl(each.metrics_file)}
-        for each in (undisturbed, run)
+        {line["step"]: line.get("held_out_accuracy") for line in read_jsonl(metrics_file)}
+        for metrics_file in (undisturbed_run.metrics_file, run.metrics_file)
     )
     assert accuracies == accuracies_after_stop
     assert [step for step, accuracy in accuracies.items() if accuracy is not None] == [20, 40]
@@ -307,19 +320,24 @@ def test_optimizer_own_requires_a_function_of_the_module(tmp_path: Path) -> None
         create_prepared_run(tmp_path, "lacks", *CUSTOM_OPTIMIZER_OVERRIDES[1:], text=VIT_CONFIG)
 
 
-LBFGS = "    return torch.optim.LBFGS([value for _, value in parameters])\n    matrices"
+RETURN_LBFGS = "    return torch.optim.LBFGS([value for _, value in parameters])\n    matrices"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "facts"),
     [
-        ("Kind = torch.optim.NAdam", "Kind = Counting", r"UserError: .* k of its parameter groups"),
-        ("    matrices", LBFGS, r"UserError: optimizer of model\.target.* closure"),
+        ("Optimizer = torch.optim.NAdam", "Optimizer = StepCountingNAdam", r"UserError: .* k of its parameter groups"),
+        ("    matrices", RETURN_LBFGS, r"UserError: optimizer of model\.target.* closure"),
         ('{"params": matrices}, ', "", r"UserError: optimizer of model\.target.* groups"),
         ("config.lr / step", "None", r"UserError: learning_rate of model\.target.* None"),
     ],
 )
 def test_an_invalid_optimizer_or_schedule_is_an_error(tmp_path: Path, old: str, new: str, facts: str) -> None:
+    """`new` replaces `old` in the source of the module.
+
+    The optimizers change a value of their parameter groups, need a closure, or lack parameters. The schedule returns
+    None.
+    """
     module = write_module_with_optimizer(tmp_path)
     replace_in_file(module, old, new)
     with pytest.raises(AssertionError, match=facts):
@@ -334,50 +352,60 @@ def read_callback_example() -> str:
 
 
 def read_averages(run: Run) -> list[tuple[int, float, float]]:
-    """Return step, loss and average loss of each line of the metrics."""
+    """Return step, loss and average loss of each line of the metrics. The callback adds the average loss."""
     return [(line["step"], line["loss"], line["loss_average"]) for line in read_jsonl(run.metrics_file)]
 
 
 def test_a_callback_adds_a_metric_and_stops_early_at_the_same_step_after_stops(tmp_path: Path) -> None:
-    """This is the example of the documentation, on 1 and 2 ranks. The learning rate is too small for any progress."""
+    """The callback is the example of the documentation, on 1 and 2 ranks.
+
+    The learning rate is so small that the loss does not decrease, so the callback stops the run.
+    """
     make_images.main(tmp_path / "a.h5", 150)
     (tmp_path / "own.py").write_text(
         Path(make_images.__file__).with_name("vit.py").read_text() + "\n\n" + read_callback_example()
     )
     overrides = ("model.target=own", "optimizer.lr=1e-7", "train.steps=200")
-    undisturbed = create_prepared_run(tmp_path, "undisturbed", *overrides, ranks=2)
-    train_run(undisturbed, 2)
-    averages = read_averages(undisturbed)
-    last = averages[-1][0]
-    assert 51 <= last < 200 and averages[0][1] == averages[0][2]
-    assert load_stage_module("train").describe_missing_outputs(undisturbed) is None
-    assert [event["step"] for event in read_event_lines(undisturbed, "train", "stopped_early")] == [last]
-    train_run(undisturbed, 2)
-    assert read_averages(undisturbed) == averages, "a train stage that is done must not continue"
+    undisturbed_run = create_prepared_run(tmp_path, "undisturbed", *overrides, ranks=2)
+    train_run(undisturbed_run, 2)
+    averages = read_averages(undisturbed_run)
+    last_step = averages[-1][0]
+    assert 51 <= last_step < 200 and averages[0][1] == averages[0][2]
+    assert load_stage_module("train").describe_missing_outputs(undisturbed_run) is None
+    assert [event["step"] for event in read_event_lines(undisturbed_run, "train", "stopped_early")] == [last_step]
+    train_run(undisturbed_run, 2)
+    assert read_averages(undisturbed_run) == averages, "a train stage that is done must not continue"
 
-    stopped = create_prepared_run(tmp_path, "stopped", *overrides, ranks=2)
-    assert set(interrupt_training(stopped, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
+    stopped_run = create_prepared_run(tmp_path, "stopped", *overrides, ranks=2)
+    assert set(interrupt_training(stopped_run, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
     assert (
-        20 <= len(read_averages(stopped)) < last
-        and load_stage_module("train").describe_missing_outputs(stopped) is not None
+        20 <= len(read_averages(stopped_run)) < last_step
+        and load_stage_module("train").describe_missing_outputs(stopped_run) is not None
     )
-    train_run(stopped, 2)
-    assert read_averages(stopped) == averages and compute_run_digest(stopped) == compute_run_digest(undisturbed)
+    train_run(stopped_run, 2)
+    assert read_averages(stopped_run) == averages and compute_run_digest(stopped_run) == compute_run_digest(
+        undisturbed_run
+    )
 
-    alone = create_prepared_run(tmp_path, "alone", *overrides, "checkpoint.every_steps=1", "checkpoint.keep=2")
-    train_run(alone, 1)
-    averages_alone = read_averages(alone)
-    digest_alone = compute_run_digest(alone)
-    assert averages_alone[-1][0] == last
-    # The callback has requested the stop, but the last checkpoint is missing, as after a crash.
-    shutil.rmtree(alone.checkpoints_dir / checkpoint_name(last))
-    train_run(alone, 1)
-    assert read_averages(alone) == averages_alone and compute_run_digest(alone) == digest_alone
+    single_rank_run = create_prepared_run(
+        tmp_path, "alone", *overrides, "checkpoint.every_steps=1", "checkpoint.keep=2"
+    )
+    train_run(single_rank_run, 1)
+    averages_on_one_rank = read_averages(single_rank_run)
+    digest_on_one_rank = compute_run_digest(single_rank_run)
+    assert averages_on_one_rank[-1][0] == last_step
+    # This is the state after a crash: the callback has requested the stop, but the last checkpoint is not saved yet.
+    shutil.rmtree(single_rank_run.checkpoints_dir / checkpoint_name(last_step))
+    train_run(single_rank_run, 1)
+    assert (
+        read_averages(single_rank_run) == averages_on_one_rank
+        and compute_run_digest(single_rank_run) == digest_on_one_rank
+    )
 
 
 @pytest.mark.story
 def test_a_change_of_layout_keeps_weights_and_losses(image_folder: Path, tmp_path: Path) -> None:
-    """A checkpoint that is loaded on the new layout and saved again has the same digest."""
+    """If a checkpoint is loaded on the new layout and saved again, the new checkpoint has the same digest."""
     overrides = ("optimizer.schedule=constant", "train.steps=14")
     unchanged_lines = train_run(create_prepared_run(image_folder, "unchanged", *overrides), 1)
     run = create_prepared_run(image_folder, "changed", *overrides, "train.steps=10", "parallel.tensor=2", ranks=2)
@@ -400,8 +428,8 @@ INIT_FROM_FILE = """\
 """
 
 
-def test_samples_of_different_lengths_have_the_losses_of_plain_code(series_folder: Path) -> None:
-    reference = None
+def test_samples_of_different_lengths_have_the_losses_of_plain_torch(series_folder: Path) -> None:
+    expected_steps = None
     layouts: list[tuple[int, tuple[str, ...]]] = [
         (1, ()),
         (2, ()),
@@ -411,12 +439,15 @@ def test_samples_of_different_lengths_have_the_losses_of_plain_code(series_folde
     ]
     for number, (ranks, overrides) in enumerate(layouts):
         run = create_prepared_run(series_folder, f"ragged{number}", *overrides, text=RAGGED_CONFIG, ranks=ranks)
-        reference = reference or run_ranks(1, train_reference_rank, run.path, 10)[0]
-        assert_equal_to_reference(train_run(run, ranks), reference, f"{ranks} ranks {overrides}")
+        expected_steps = expected_steps or run_ranks(1, train_in_plain_torch, run.path, 10)[0]
+        check_equal_steps(train_run(run, ranks), expected_steps, f"{ranks} ranks {overrides}")
 
 
 def test_another_model_can_start_from_exported_weights(series_folder: Path) -> None:
-    """The other model loads the weights in `init`, on another layout, and has the same held-out loss."""
+    """`init` of the other model loads the weights, on another layout. The held-out loss is the same.
+
+    The one step of the second run hardly changes the weights, because the learning rate is 1e-30.
+    """
     run = create_prepared_run(series_folder, "evaluated", "evaluate.batch=5", text=RAGGED_CONFIG, ranks=2)
     train_run(run, 2)
     assert set(run_ranks(2, run_stage_on_rank, run.path, "evaluate")) == {ExitCode.DONE}
@@ -428,13 +459,13 @@ def test_another_model_can_start_from_exported_weights(series_folder: Path) -> N
     module = (ROOT / "tests/support/ragged.py").read_text()
     assert module.count("    values.normal_(0.0, 0.3)") == 1
     (series_folder / "started.py").write_text(module.replace("    values.normal_(0.0, 0.3)", INIT_FROM_FILE))
-    initial_weights = ("model.target=started", f"model.options.weights={out}/model.safetensors", "parallel.zero=3")
-    no_progress = ("train.steps=1", "optimizer.warmup_steps=0", "optimizer.lr=1.0e-30", "evaluate.batch=5")
-    started = create_prepared_run(series_folder, "started", *initial_weights, *no_progress, text=RAGGED_CONFIG, ranks=2)
-    train_run(started, 2)
-    assert set(run_ranks(2, run_stage_on_rank, started.path, "evaluate")) == {ExitCode.DONE}
-    started_result = json.loads(next(started.evaluation_dir.iterdir()).read_text())
-    assert started_result["loss"] == pytest.approx(result["loss"], rel=1e-6)
+    overrides = ("model.target=started", f"model.options.weights={out}/model.safetensors", "parallel.zero=3",
+                 "train.steps=1", "optimizer.warmup_steps=0", "optimizer.lr=1.0e-30", "evaluate.batch=5")  # fmt: skip
+    second_run = create_prepared_run(series_folder, "started", *overrides, text=RAGGED_CONFIG, ranks=2)
+    train_run(second_run, 2)
+    assert set(run_ranks(2, run_stage_on_rank, second_run.path, "evaluate")) == {ExitCode.DONE}
+    second_result = json.loads(next(second_run.evaluation_dir.iterdir()).read_text())
+    assert second_result["loss"] == pytest.approx(result["loss"], rel=1e-6)
 
 
 def test_the_sampler_assigns_a_global_batch_to_ranks_with_balanced_lengths(series_folder: Path) -> None:
@@ -450,51 +481,54 @@ def test_the_sampler_assigns_a_global_batch_to_ranks_with_balanced_lengths(serie
             GlobalOrderSampler(dataset, global_batch=16, seed=3, samples_consumed=32, num_replicas=4, rank=rank)
         )
         batches_by_rank.append([next(steps) for _ in range(9)])
-    improved = 0
-    for step, assigned in enumerate(zip(*batches_by_rank, strict=True)):
+    improved_batches = 0  # batches whose sums of lengths differ less than those of contiguous ranges
+    for step, indices_by_rank in enumerate(zip(*batches_by_rank, strict=True)):
         expected = compute_index_range(3, 32 + 16 * step, 16, len(dataset))
-        assert sorted(np.concatenate(assigned)) == sorted(expected)
-        sums = [int(dataset.lengths(indices).sum()) for indices in assigned]
+        assert sorted(np.concatenate(indices_by_rank)) == sorted(expected)
+        sums = [int(dataset.lengths(indices).sum()) for indices in indices_by_rank]
         contiguous_sums = [int(dataset.lengths(indices).sum()) for indices in expected.reshape(4, 4)]
         assert max(sums) <= max(contiguous_sums) and np.ptp(sums) <= dataset.lengths(expected).max()
-        improved += np.ptp(sums) < np.ptp(contiguous_sums)
-    assert improved >= 8, f"the sums are more even in {improved} of 9 batches only"
+        improved_batches += np.ptp(sums) < np.ptp(contiguous_sums)
+    assert improved_batches >= 8, f"the sums are more even in {improved_batches} of 9 batches only"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data(), st.integers(1, 6), st.integers(1, 7))
 def test_ranks_get_equally_many_samples_and_no_larger_sum_than_contiguous_ranges(
     data: st.DataObject, ranks: int, samples_per_rank: int
 ) -> None:
-    size = ranks * samples_per_rank
-    values = data.draw(st.lists(st.integers(1, 1000), min_size=size, max_size=size))
+    global_batch = ranks * samples_per_rank
+    values = data.draw(st.lists(st.integers(1, 1000), min_size=global_batch, max_size=global_batch))
     lengths = np.array(values, dtype=np.int64)
-    assigned = assign_to_ranks(lengths, ranks)
-    assert assigned.shape == (ranks, samples_per_rank) and sorted(assigned.ravel()) == list(range(size))
-    assert (assign_to_ranks(lengths, ranks) == assigned).all()
-    assert lengths[assigned].sum(1).max() <= lengths.reshape(ranks, samples_per_rank).sum(1).max()
-    # The longest sample comes first, so the samples of a micro-batch have similar lengths.
-    assert (np.diff(lengths[assigned], axis=1) <= 0).all()
+    assignment = assign_to_ranks(lengths, ranks)  # the samples of each rank
+    assert assignment.shape == (ranks, samples_per_rank) and sorted(assignment.ravel()) == list(range(global_batch))
+    assert (assign_to_ranks(lengths, ranks) == assignment).all()
+    assert lengths[assignment].sum(1).max() <= lengths.reshape(ranks, samples_per_rank).sum(1).max()
+    # Each rank gets its samples in the order of decreasing length, so those of a micro-batch have similar lengths.
+    assert (np.diff(lengths[assignment], axis=1) <= 0).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(8, 16))
 def test_skewed_lengths_are_assigned_nearly_evenly(seed: int, ranks: int, samples_per_rank: int) -> None:
-    """Sums differ by at most the longest sample. Those of contiguous ranges nearly always differ by more."""
+    """The sums of the ranks differ by at most the longest sample.
+
+    In at least 16 of 20 batches, they differ by less than the sums of contiguous ranges.
+    """
     batches = np.random.default_rng(seed).lognormal(4, 1, (20, ranks * samples_per_rank)).astype(np.int64) + 1
-    improved = 0
+    improved_batches = 0
     for lengths in batches:
         sums = lengths[assign_to_ranks(lengths, ranks)].sum(1)
         assert np.ptp(sums) <= lengths.max()
-        improved += np.ptp(sums) < np.ptp(lengths.reshape(ranks, samples_per_rank).sum(1))
-    assert improved >= 16
+        improved_batches += np.ptp(sums) < np.ptp(lengths.reshape(ranks, samples_per_rank).sum(1))
+    assert improved_batches >= 16
 
 
 def test_contiguous_ranges_are_used_if_the_greedy_assignment_is_worse() -> None:
     lengths = np.array([6, 1, 1, 4, 4, 4], dtype=np.int64)
     largest_contiguous_sum = 4 + 4 + 4
-    assigned = assign_to_ranks(lengths, 2)
-    assert lengths[assigned].sum(1).max() <= largest_contiguous_sum
+    assignment = assign_to_ranks(lengths, 2)
+    assert lengths[assignment].sum(1).max() <= largest_contiguous_sum
 
 
 # -- files -----------------------------------------------------------------------------------------------------
@@ -507,7 +541,7 @@ def test_a_damaged_user_file_is_an_error_and_stays_in_place(tmp_path: Path) -> N
     assert (manifest["train"][0]["samples"], manifest["held_out_samples"]) == (100, 10)
     assert manifest["train"][0]["arrays"]["images"]["shape"] == [100, 1, 16, 16]
     content = (tmp_path / "a.h5").read_bytes()
-    (tmp_path / "a.h5").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (tmp_path / "a.h5").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # flip a bit of the last byte
     with pytest.raises(AssertionError, match=r"InputError: .*a\.h5 is damaged: .*restore the file"):
         run_ranks(1, run_stage_on_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
@@ -534,9 +568,10 @@ def test_a_damaged_manifest_of_samples_is_detected_and_written_again(tmp_path: P
         run_ranks(1, run_stage_on_rank, run.path, "train")
 
 
-def test_prepare_runs_again_if_a_file_changes_before_it_is_hashed(tmp_path: Path) -> None:
+def test_prepare_must_run_again_if_a_file_changes_before_shard_hashes_it(tmp_path: Path) -> None:
     make_images.main(tmp_path / "a.h5", 100)
     run = create_prepared_run(tmp_path, "early")
+    # remove the outputs of the shard stage
     (run.data_dir / "manifest.json").unlink()
     (run.data_dir / "shards/unit-00000.json").unlink()
     make_images.main(tmp_path / "a.h5", 50)
@@ -597,7 +632,7 @@ INPUTS = ('x',)
 def build(options, layers): return torch.nn.Linear(2, 2)
 def loss(outputs, batch): ...
 """
-BUILD_WITH_VALUES = """\
+BUILD_WITH_WEIGHTS = """\
 def build(options, layers):
     net = torch.nn.Linear(2, 2)
     net.load_state_dict({'weight': WEIGHT, 'bias': WEIGHT[0]})
@@ -671,7 +706,7 @@ def test_an_invalid_module_or_config_is_an_error_before_a_run_directory_exists(
 @pytest.mark.parametrize(
     ("added_source", "facts"),
     [
-        ("def helper(:\n", ["nothing_here.py", "invalid syntax"]),
+        ("def f(:\n", ["nothing_here.py", "invalid syntax"]),
         ("import torch_of_tomorrow\n", ["nothing_here", "No module named 'torch_of_tomorrow'"]),
         ("WIDTH = depth * 2\n", ["nothing_here", "line 6", "name 'depth' is not defined"]),
     ],
@@ -679,6 +714,7 @@ def test_an_invalid_module_or_config_is_an_error_before_a_run_directory_exists(
 def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added_source: str, facts: list[str]
 ) -> None:
+    """The module becomes invalid before or after the run directory, with a copy of the module, is created."""
     code = "model.invalid_module" if "invalid syntax" in facts else "model.import_failed"
     monkeypatch.chdir(tmp_path)
     module = tmp_path / "nothing_here.py"
@@ -695,7 +731,7 @@ def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
     module.write_text(MODULE_SOURCE + added_source)
     with raises_error(code, *facts):
         run.check_model_code()
-    assert (run.code_dir / "nothing_here.py").read_text() == MODULE_SOURCE, "the working copy must stay"
+    assert (run.code_dir / "nothing_here.py").read_text() == MODULE_SOURCE, "the copy was replaced by a broken module"
 
 
 @pytest.mark.parametrize(
@@ -707,9 +743,9 @@ def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
             "model.persistent_buffer",
             ["running_mean", "GroupNorm"],
         ),
-        (BUILD_WITH_VALUES, "model.weights_in_build", ["build", "weight", "init(name, values, options)"]),
+        (BUILD_WITH_WEIGHTS, "model.weights_in_build", ["build", "weight", "init(name, values, options)"]),
         (
-            BUILD_WITH_VALUES.replace(
+            BUILD_WITH_WEIGHTS.replace(
                 "net.load_state_dict({'weight': WEIGHT, 'bias': WEIGHT[0]})", "net.weight = build_weight()"
             )
             + "def build_weight(): return torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))\n",
@@ -747,18 +783,11 @@ def test_the_code_copy_contains_all_that_a_module_imports_from_its_folder(
     config = load_config(write_config_of_module(tmp_path, "nothing_here"))
     Run.preview(config).check_model_code()
     code = Run.create(config).code_dir
-    copied = {path.name for path in code.iterdir()} - {
-        "submit.py",
-        "setup.py",
-        "setup.cfg",
-        "cli",
-        "slurm",
-        "tracking",
-        "planning",
-        "data_prep",
-        "COMMIT",
-    }
-    assert copied - {"DIFF", "__pycache__"} == {"nothing_here.py", "layers", "deep.py", "util.py", "pipeline", "plain"}
+    copied_names = {path.name for path in code.iterdir()}
+    # files of Sluice itself
+    copied_names -= {"submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "data_prep"}
+    copied_names -= {"COMMIT", "DIFF", "__pycache__"}
+    assert copied_names == {"nothing_here.py", "layers", "deep.py", "util.py", "pipeline", "plain"}
     assert (code / "pipeline/base").is_dir() and (code / "layers/block.py").is_file()
 
 
@@ -808,16 +837,16 @@ def test_plan_reports_the_line_at_which_a_module_fails(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "bad", raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    head = "ARRAYS = INPUTS = ('a',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n\n"
-    (tmp_path / "bad.py").write_text(head + source)
+    module_start = "ARRAYS = INPUTS = ('a',)\ndef build(options, layers): ...\ndef loss(outputs, batch): ...\n\n"
+    (tmp_path / "bad.py").write_text(module_start + source)
     text = "run: {name: x}\ntrain: {steps: 1}\nmodel: {target: bad}\ndata: {source: x.h5}\n"
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError, match=facts):
         list(describe_plan(load_config(tmp_path / "x.yaml")))
 
 
-def train_and_catch_error_rank(rank_info: RankInfo, path: Path, text: str | None) -> str:
-    """Train and return the message of the UserError that ends it; "" without an error.
+def train_and_catch_error(rank_info: RankInfo, path: Path, text: str | None) -> str:
+    """Run the train stage and return code and message of the UserError that it raises; "" if it raises none.
 
     `text` replaces the source of the module ragged.py; None: no change.
     """
@@ -832,25 +861,28 @@ def train_and_catch_error_rank(rank_info: RankInfo, path: Path, text: str | None
 
 
 SUM = ".masked_fill(~is_in_series, 0.0).sum()"
-MEAN_OF_ALL = ".masked_fill(~is_in_series, 0.0).mean()"
-MEAN_CODE = "model.loss_not_a_sum"
-MEAN = "is a mean"
+"""The end of the loss in ragged.py."""
+MEAN = ".masked_fill(~is_in_series, 0.0).mean()"
+NOT_A_SUM = "model.loss_not_a_sum"
+"""Code of the error about a loss that is not a sum over samples."""
+IS_A_MEAN = "is a mean"
+"""Part of the message of this error if the loss is a mean."""
 
 
 @pytest.mark.parametrize(
     ("old", "new", "code", "facts"),
     [
-        ("persistent=False", "persistent=True", "model.persistent_buffer", ["time_steps"]),
-        ("reset_buffers", "other_name", "model.no_reset_buffers", ["time_steps", "reset_buffers"]),
+        ("persistent=False", "persistent=True", "model.persistent_buffer", ["times"]),
+        ("reset_buffers", "other_name", "model.no_reset_buffers", ["times", "reset_buffers"]),
         (
             "nn.Linear(width, 1)\n",
-            "nn.Linear(width, 1)\n        self.again = self.last_layer\n",
+            "nn.Linear(width, 1)\n        self.again = self.last\n",
             "model.tied_parameters",
-            ["last_layer", "again"],
+            ["last", "again"],
         ),
         ("import torch\n", "import torch\nimport not_installed\n", "model.import_failed", ["'not_installed'"]),
         (SUM, "", "model.wrong_loss", ["loss of ragged"]),
-        (SUM, MEAN_OF_ALL, "model.loss_not_a_sum", [MEAN]),
+        (SUM, MEAN, NOT_A_SUM, [IS_A_MEAN]),
     ],
 )
 def test_ranks_report_an_invalid_module(series_folder: Path, old: str, new: str, code: str, facts: list[str]) -> None:
@@ -858,34 +890,34 @@ def test_ranks_report_an_invalid_module(series_folder: Path, old: str, new: str,
     assert old in text
     shutil.rmtree(series_folder / "runs" / "invalid", ignore_errors=True)
     run = create_prepared_run(series_folder, "invalid", text=RAGGED_CONFIG)
-    (error,) = run_ranks(1, train_and_catch_error_rank, run.path, text.replace(old, new, 1))
+    (error,) = run_ranks(1, train_and_catch_error, run.path, text.replace(old, new, 1))
     assert error.startswith(f"{code}: ") and all(fact in error for fact in facts), error
 
 
 def test_a_mean_is_an_error_even_if_the_loss_of_the_first_batch_is_0(series_folder: Path) -> None:
     """DDP starts with a backward pass on a batch of zeros. A loss of 0 does not show whether it is a sum."""
     text = (ROOT / "tests/support/ragged.py").read_text()
-    mean = text.replace(SUM, f'{MEAN_OF_ALL} * batch["series"].any()')
+    text = text.replace(SUM, f'{MEAN} * batch["series"].any()')
     run = create_prepared_run(series_folder, "zeros", ranks=2, text=RAGGED_CONFIG)
-    error = run_ranks(2, train_and_catch_error_rank, run.path, mean)[0]
-    assert error.startswith(f"{MEAN_CODE}: ") and MEAN in error
+    error = run_ranks(2, train_and_catch_error, run.path, text)[0]
+    assert error.startswith(f"{NOT_A_SUM}: ") and IS_A_MEAN in error
 
 
 def test_a_mean_is_an_error_if_the_outputs_have_several_rows_per_sample(series_folder: Path) -> None:
     text = (ROOT / "tests/support/ragged.py").read_text()
     for old, new in (
-        ("self.last_layer(x)[..., 0]", "self.last_layer(x)[..., 0].flatten()"),
+        ("self.last(x)[..., 0]", "self.last(x)[..., 0].flatten()"),
         ("    is_in_series = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    is_in_series = '),
-        (SUM, MEAN_OF_ALL),
+        (SUM, MEAN),
     ):
         assert old in text
         text = text.replace(old, new, 1)
     run = create_prepared_run(series_folder, "flat", text=RAGGED_CONFIG)
-    (error,) = run_ranks(1, train_and_catch_error_rank, run.path, text)
-    assert error.startswith(f"{MEAN_CODE}: ") and MEAN in error
+    (error,) = run_ranks(1, train_and_catch_error, run.path, text)
+    assert error.startswith(f"{NOT_A_SUM}: ") and IS_A_MEAN in error
 
 
-PAIRS = """
+PAIRS_SOURCE = """
 import torch
 from torch.nn import functional as F
 
@@ -895,12 +927,12 @@ ARRAYS = INPUTS = ("series",)
 class Pairs(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = torch.nn.Linear(40, 4), torch.nn.Linear(40, 4)
+        self.first, self.second = torch.nn.Linear(40, 4), torch.nn.Linear(40, 4)
         self.scale = torch.nn.Parameter(torch.empty(1))
 
     def forward(self, series):
         series = series.clamp(-1, 1)
-        a, b = self.one(series), self.two(series)
+        a, b = self.first(series), self.second(series)
         return RETURNS
 
 
@@ -910,58 +942,66 @@ def build(options, layers):
 
 def loss(outputs, batch):
 """
-CONTRASTIVE = "    a, b = outputs[:2]\n    logits = a @ b.T\n    labels = torch.arange(len(a))\n"
-INFO_NCE = f'{CONTRASTIVE}    return F.cross_entropy(logits, labels, reduction="sum")\n'
-CENTRED = "    return (outputs[0] - outputs[0].mean(0)).square().sum()\n"
+"""Source code of a model that maps a series to two vectors. Tests replace RETURNS and append the body of `loss`."""
+LOGITS = "    a, b = outputs[:2]\n    logits = a @ b.T\n    labels = torch.arange(len(a))\n"
+# Bodies of `loss`. Those of contrastive, centered and standardized losses depend on the other samples of the batch.
+CONTRASTIVE = f'{LOGITS}    return F.cross_entropy(logits, labels, reduction="sum")\n'
+CENTERED = "    return (outputs[0] - outputs[0].mean(0)).square().sum()\n"
 STANDARDIZED = "    a = outputs[0] / outputs[0].std(0)\n    return (a.T @ outputs[1]).square().sum()\n"
-OF_MATRIX = '    return F.cross_entropy(outputs, torch.arange(len(outputs)), reduction="sum")\n'
+CROSS_ENTROPY_OF_MATRIX = '    return F.cross_entropy(outputs, torch.arange(len(outputs)), reduction="sum")\n'
 INDEPENDENT = "    a, b = outputs[:2]\n    return (a - b).square().sum()"
-ACROSS = "depends on the other samples"
+DEPENDS_ON_OTHERS = "depends on the other samples"
+"""Part of the error message about such a loss."""
 
 
 @pytest.mark.parametrize(
-    ("returns", "loss", "fact", "absent_fact"),
+    ("returns", "loss", "expected_text", "absent_text"),
     [
-        ("a, b", INFO_NCE, ACROSS, MEAN),
-        ("a, b, self.scale.sum()", INFO_NCE, ACROSS, MEAN),
-        ("a, b", INFO_NCE.replace(', reduction="sum"', ""), ACROSS, MEAN),
-        ("a, b", CENTRED, ACROSS, MEAN),
-        ("a, b", STANDARDIZED, ACROSS, MEAN),
+        ("a, b", CONTRASTIVE, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b, self.scale.sum()", CONTRASTIVE, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", CONTRASTIVE.replace(', reduction="sum"', ""), DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", CENTERED, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", STANDARDIZED, DEPENDS_ON_OTHERS, IS_A_MEAN),
         (
             "torch.cat([a, b])",
             "    a, b = outputs.chunk(2)\n    return (a - b).square().sum()\n",
             "2 rows for each",
-            MEAN,
+            IS_A_MEAN,
         ),
-        ("a @ b.T", OF_MATRIX, r"pairs.py:25: IndexError", MEAN),
-        ("a, b", "    assert len(outputs[0]) > 1, 'no pairs'\n" + INFO_NCE, r"pairs.py:25: AssertionError: no", MEAN),
-        ("a, b", INDEPENDENT.replace("sum", "mean") + "\n", MEAN, ACROSS),
-        ("a, b", INDEPENDENT + " + 1\n", "adds 1 in each call", MEAN),
-        ("a, b, self.scale.sum()", INDEPENDENT + " + outputs[2] + 1\n", "", MEAN),
-        ("a, b", INDEPENDENT + " * torch.rand(())\n", "", MEAN),
-        ("a, b", INDEPENDENT + "\n", "", MEAN),
+        ("a @ b.T", CROSS_ENTROPY_OF_MATRIX, r"pairs.py:25: IndexError", IS_A_MEAN),
+        (
+            "a, b",
+            "    assert len(outputs[0]) > 1, 'no pairs'\n" + CONTRASTIVE,
+            r"pairs.py:25: AssertionError: no",
+            IS_A_MEAN,
+        ),
+        ("a, b", INDEPENDENT.replace("sum", "mean") + "\n", IS_A_MEAN, DEPENDS_ON_OTHERS),
+        ("a, b", INDEPENDENT + " + 1\n", "adds 1 in each call", IS_A_MEAN),
+        ("a, b, self.scale.sum()", INDEPENDENT + " + outputs[2] + 1\n", "", IS_A_MEAN),
+        ("a, b", INDEPENDENT + " * torch.rand(())\n", "", IS_A_MEAN),
+        ("a, b", INDEPENDENT + "\n", "", IS_A_MEAN),
     ],
 )
 def test_the_error_names_the_reason_why_a_loss_is_not_a_sum(
-    series_folder: Path, returns: str, loss: str, fact: str, absent_fact: str
+    series_folder: Path, returns: str, loss: str, expected_text: str, absent_text: str
 ) -> None:
-    """A valid loss, and a loss that cannot be checked, cause no error (`fact` is empty)."""
-    (series_folder / "pairs.py").write_text(PAIRS.replace("RETURNS", returns) + loss)
+    """If `expected_text` is empty, the loss is valid or cannot be checked, so that there is no error."""
+    (series_folder / "pairs.py").write_text(PAIRS_SOURCE.replace("RETURNS", returns) + loss)
     shutil.rmtree(series_folder / "runs" / "pairs", ignore_errors=True)
     run = create_prepared_run(series_folder, "pairs", "model.target=pairs", "train.steps=2", text=RAGGED_CONFIG)
-    (error,) = run_ranks(1, train_and_catch_error_rank, run.path, None)
-    if not fact:
+    (error,) = run_ranks(1, train_and_catch_error, run.path, None)
+    if not expected_text:
         assert error == ""
         return
-    assert error.startswith("model.loss_fails: " if "pairs.py:" in fact else "model.loss_not_a_sum: ")
-    assert fact in error and absent_fact not in error
-    if "pairs.py:" in fact:
+    assert error.startswith("model.loss_fails: " if "pairs.py:" in expected_text else "model.loss_not_a_sum: ")
+    assert expected_text in error and absent_text not in error
+    if "pairs.py:" in expected_text:
         assert "1 of the 2 samples" in error or "3 samples" in error
-    assert ('reduction="sum"' in error) == (fact == MEAN)
+    assert ('reduction="sum"' in error) == (expected_text == IS_A_MEAN)
 
 
-def train_and_catch_traceback_rank(rank_info: RankInfo, path: Path) -> str:
-    """Train and return the traceback of the exception that ends it; "" without an exception."""
+def train_and_catch_traceback(rank_info: RankInfo, path: Path) -> str:
+    """Run the train stage and return the traceback of the exception that it raises; "" if it raises none."""
     try:
         run_stage_on_rank(rank_info, path, "train")
     except Exception as error:
@@ -973,14 +1013,18 @@ def train_and_catch_traceback_rank(rank_info: RankInfo, path: Path) -> str:
 def test_the_traceback_has_a_note_if_a_loss_fails_with_fewer_samples_than_a_micro_batch(
     series_folder: Path, ranks: int
 ) -> None:
-    """DDP starts with a backward pass on one sample. A single rank does not use DDP, so it needs no note."""
-    source = PAIRS.replace("RETURNS", "a, b") + f"    return outputs[0][{3 - ranks}].sum()\n"
+    """With two ranks, DDP starts with a backward pass on one sample, so the error needs a note.
+
+    One rank has no DDP and uses micro-batches of two samples. The loss therefore needs more than one sample on two
+    ranks, and more than two samples on one rank.
+    """
+    source = PAIRS_SOURCE.replace("RETURNS", "a, b") + f"    return outputs[0][{3 - ranks}].sum()\n"
     (series_folder / "pairs.py").write_text(source)
     shutil.rmtree(series_folder / "runs" / "pairs", ignore_errors=True)
     run = create_prepared_run(
         series_folder, "pairs", "model.target=pairs", "train.steps=2", text=RAGGED_CONFIG, ranks=ranks
     )
-    for text in run_ranks(ranks, train_and_catch_traceback_rank, run.path):
+    for text in run_ranks(ranks, train_and_catch_traceback, run.path):
         assert "pairs.py" in text and "line 25" in text and "IndexError" in text
         assert ("1 sample," in text and "train.micro_batch" in text) == (ranks == 2)
 
@@ -1001,7 +1045,7 @@ def build(options, layers):
 
 
 @pytest.mark.parametrize(
-    ("body", "options", "unread"),
+    ("body", "options", "unread_options"),
     [
         ("return linear(options['width'])", {"width": 2, "widht": 3}, ["widht"]),
         ("return linear(options.get('width', 2))", {"widht": 3, "more": {"a": 1}}, ["widht", "more"]),
@@ -1020,7 +1064,7 @@ def test_options_that_no_build_reads_are_listed(
     capsys: pytest.CaptureFixture[str],
     body: str,
     options: dict[str, Any],
-    unread: list[str],
+    unread_options: list[str],
 ) -> None:
     from pipeline.model.task import try_user_model
 
@@ -1031,7 +1075,7 @@ def test_options_that_no_build_reads_are_listed(
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     option_sets = [{**options, "layers": layers} for layers in (2, 3)]
     try_user_model("net", *map(json.dumps, option_sets))
-    assert json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(UNREAD_OPTIONS)) == unread
+    assert json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(UNREAD_OPTIONS)) == unread_options
 
 
 def test_a_dry_run_notes_each_unread_option_once(tmp_path: Path) -> None:
