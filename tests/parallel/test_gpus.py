@@ -9,16 +9,16 @@ from pipeline.base.errors import NodeError, UserError
 from pipeline.comm.groups import VisibleGpus, assign_gpus
 from tests.support.ranks import run_ranks
 
-A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"
+A, B, C, D = "GPU-a", "GPU-b", "GPU-c", "GPU-d"  # UUIDs of GPUs
 
 
-def make_node(*gpus: list[str], host: str = "n1") -> list[VisibleGpus]:
-    """Return the visible GPUs of the ranks of a node; `gpus` are those of each local rank."""
-    return [VisibleGpus(host, local_rank, uuids) for local_rank, uuids in enumerate(gpus)]
+def make_node(*uuids_by_rank: list[str], host: str = "n1") -> list[VisibleGpus]:
+    """Return the visible GPUs of the local ranks of a node."""
+    return [VisibleGpus(host, local_rank, uuids) for local_rank, uuids in enumerate(uuids_by_rank)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "assigned"),
+    ("ranks", "expected_indices"),
     [
         pytest.param(make_node([A, B, C, D], [A, B, C, D]), [0, 1], id="all ranks see all GPUs"),
         pytest.param(make_node([A], [B]), [0, 0], id="each rank sees one GPU"),
@@ -34,8 +34,9 @@ def make_node(*gpus: list[str], host: str = "n1") -> list[VisibleGpus]:
         pytest.param(make_node([], []), [None, None], id="no GPUs"),
     ],
 )
-def test_exclusive_ranks_get_different_gpus(ranks: list[VisibleGpus], assigned: list[int | None]) -> None:
-    assert assign_gpus(ranks, exclusive=True) == assigned
+def test_exclusive_ranks_get_different_gpus(ranks: list[VisibleGpus], expected_indices: list[int | None]) -> None:
+    """A GPU is given as its index among the visible GPUs of the rank."""
+    assert assign_gpus(ranks, exclusive=True) == expected_indices
 
 
 def test_ranks_that_may_share_gpus_are_distributed_evenly() -> None:
@@ -67,7 +68,7 @@ def test_a_node_without_gpus_is_an_error_of_that_node() -> None:
 
 
 def join_with_one_gpu(rank_info: RankInfo) -> tuple[str, str]:
-    """Return the exit code and the error code of an NCCL rank if both ranks see the same single GPU."""
+    """Join a process group whose two ranks see the same single GPU. Return the exit code and the error code."""
     from pipeline.comm import groups
     from tests.support.tiny_training import tiny_config
 

@@ -1,5 +1,7 @@
-"""Documents packed into samples, each apart, and tokens that carry no loss: on every layout the losses and gradients of
-the same documents one by one."""
+"""Tests of samples that contain several documents, with a document mask, and of tokens without a loss.
+
+On every layout, the losses and gradient norms must equal those of a loop that trains on one document at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,20 @@ from pipeline.model.task import DecoderTask
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config
 
-STEPS, EOS = 3, 0
-MASKED: dict[str, Any] = {"records": "prompts", "document_mask": True, "source": "a.jsonl"}
+STEPS = 3
+EOS = 0
+"""Token ID of the end-of-text token."""
+PROMPTS: dict[str, Any] = {"records": "prompts", "document_mask": True, "source": "a.jsonl"}
+"""Section `data` for prompts with answers. Only the tokens of the answers have a loss."""
 TEXT: dict[str, Any] = {"document_mask": True}
+"""Section `data` for text. All tokens have a loss, except the first one of a document."""
 QK_NORM = {"qk_norm": True}
-_single: dict[str, list[tuple[float, float]]] = {}
+_expected_steps: dict[str, list[tuple[float, float]]] = {}
+"""Results of `train_one_by_one` by model and kind of data."""
 
 
-def packed_config(ranks: int, data: dict[str, Any], **sections: dict[str, Any]) -> Config:
+def make_packed_config(ranks: int, data: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    """Return a config with samples of 16 tokens; `data` is `PROMPTS` or `TEXT`."""
     tokenizer = {"tokenizer": {"vocab_size": 512}, "sequence_length": 16}
     return tiny_config(ranks, data={**tokenizer, **data}, **sections)
 
@@ -37,41 +45,43 @@ def make_packed_batches(config: Config) -> list[dict[str, torch.Tensor]]:
     The second half of a batch has few tokens in its loss, so that the ranks' token counts differ.
     """
     generator = torch.Generator().manual_seed(7)
-    size = config.train.global_batch
+    global_batch = config.train.global_batch
     length = config.data.sequence_length + 1
     batches = []
     for _ in range(STEPS):
-        shape = (size, length)
+        shape = (global_batch, length)
         tokens = torch.randint(1, VOCAB, shape, generator=generator)
         is_start = torch.zeros(shape, dtype=torch.bool)
-        for row in range(size):
+        for row in range(global_batch):
             position = int(torch.randint(0, 5, (), generator=generator))
             while position < length:
                 is_start[row, position] = True
                 if position:
                     tokens[row, position - 1] = EOS
                 position += int(torch.randint(1, 10, (), generator=generator))
-        learned = torch.rand(shape, generator=generator) < torch.linspace(0.9, 0.05, size).unsqueeze(1)
+        # the probability that a token has a loss decreases from the first to the last sample
+        has_loss = torch.rand(shape, generator=generator) < torch.linspace(0.9, 0.05, global_batch).unsqueeze(1)
         batch = {"tokens": tokens}
         if config.data.records != "text":
-            batch["mask"] = (is_start * MASK_DOCUMENT_START + (learned & ~is_start) * MASK_LEARNED).to(torch.uint8)
+            batch["mask"] = (is_start * MASK_DOCUMENT_START + (has_loss & ~is_start) * MASK_LEARNED).to(torch.uint8)
         batches.append(batch)
     return batches
 
 
 def train_one_by_one(config: Config) -> list[tuple[float, float]]:
-    """Return losses and gradient norms of a plain loop that processes one document at a time."""
+    """Train in plain torch, with one forward pass for each document. Return the loss and gradient norm of each step."""
     options = config.optimizer
     results = []
     model = Decoder(config.model, VOCAB, config.data.sequence_length)
     init_weights(model, config.run.seed, config.model.initializer_range)
-    by_decay = [[p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-    groups = [{"params": by_decay[0], "weight_decay": options.weight_decay}, {"params": by_decay[1], "weight_decay": 0}]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     for batch in make_packed_batches(config):
         optimizer.zero_grad()
-        total = torch.zeros(())
-        count = 0
+        total_loss = torch.zeros(())
+        loss_count = 0
         for row, tokens in enumerate(batch["tokens"]):
             if "mask" in batch:
                 boundaries = (batch["mask"][row] & MASK_DOCUMENT_START).nonzero().flatten().tolist()
@@ -82,10 +92,11 @@ def train_one_by_one(config: Config) -> list[tuple[float, float]]:
                 targets = tokens[start + 1 : end].clone()
                 if "mask" in batch:
                     targets[batch["mask"][row, start + 1 : end] & MASK_LEARNED == 0] = -100
-                count += int((targets != -100).sum())
+                loss_count += int((targets != -100).sum())
                 if len(targets):
-                    total = total + cross_entropy_sum(model(tokens[None, start : end - 1]), targets[None])
-        loss = total / count
+                    logits = model(tokens[None, start : end - 1])
+                    total_loss = total_loss + cross_entropy_sum(logits, targets[None])
+        loss = total_loss / loss_count
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm or 0.0)
         optimizer.step()
@@ -93,15 +104,16 @@ def train_one_by_one(config: Config) -> list[tuple[float, float]]:
     return results
 
 
-def expected_steps(config: Config) -> list[tuple[float, float]]:
-    """Return the result of `train_one_by_one`, computed once for each model and kind of data."""
-    kind = f"{config.model!r} {config.data!r}"
-    if kind not in _single:
-        _single[kind] = train_one_by_one(config)
-    return _single[kind]
+def get_expected_steps(config: Config) -> list[tuple[float, float]]:
+    """Return the result of `train_one_by_one`, which is computed once for each model and kind of data."""
+    key = f"{config.model!r} {config.data!r}"
+    if key not in _expected_steps:
+        _expected_steps[key] = train_one_by_one(config)
+    return _expected_steps[key]
 
 
-def packed_rank(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
+def train_on_packed_batches(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """Train with each config in turn, as one rank. Return the losses and gradient norms of each config."""
     from pipeline.comm import groups
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
@@ -113,56 +125,67 @@ def packed_rank(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[f
         layout = resolve_layout(config, world.size, rank_info.local_world_size, VOCAB)
         engine = Engine(config, layout, world, DecoderTask(config, VOCAB, EOS))
         dp_rank = layout.coordinates(rank_info.rank).dp
-        found = []
+        steps = []
         for step, batch in enumerate(make_packed_batches(config), 1):
             local_batch = {name: array.chunk(layout.dp)[dp_rank] for name, array in batch.items()}
             loss = engine.backward(local_batch, step)
             norm = engine.clip_gradients(config.optimizer.clip_norm)
             engine.update_weights(norm.item())
-            found.append((loss.item(), norm.item()))
-        results.append(found)
+            steps.append((loss.item(), norm.item()))
+        results.append(steps)
     return results
 
 
 Case = tuple[dict[str, Any], dict[str, Any]]
-ONE: list[Case] = [
-    (MASKED, {}),
+"""The section `data`, and other sections of the config."""
+ONE_RANK_CASES: list[Case] = [
+    (PROMPTS, {}),
     (TEXT, {"train": {"loss_chunk": 7}}),
 ]
-TWO: list[Case] = [
-    (MASKED, {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}}),
-    (MASKED, {"parallel": {"pipeline": 2}, "train": {"loss_chunk": 7}}),
-    (MASKED, {"parallel": {"zero": 3}}),
+TWO_RANKS_CASES: list[Case] = [
+    (PROMPTS, {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}}),
+    (PROMPTS, {"parallel": {"pipeline": 2}, "train": {"loss_chunk": 7}}),
+    (PROMPTS, {"parallel": {"zero": 3}}),
 ]
-MORE: list[Case] = [
-    (MASKED, {"parallel": {"zero": 0}}),
+FURTHER_TWO_RANKS_CASES: list[Case] = [
+    (PROMPTS, {"parallel": {"zero": 0}}),
     (TEXT, {"parallel": {"zero": 3, "activation_checkpointing": "selective"}, "train": {"loss_chunk": 7}}),
     (TEXT, {"parallel": {"tensor": 2, "sequence": False}, "train": {"micro_batch": 8, "loss_chunk": 7}}),
     (TEXT, {"parallel": {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}}),
-    (MASKED, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, "model": QK_NORM}),
-    (MASKED, {"parallel": {"activation_checkpointing": "full"}, "train": {"compile": True}}),
-    (MASKED, {"parallel": {"tensor": 2}, "train": {"compile": True, "micro_batch": 8}}),
+    (PROMPTS, {"parallel": {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, "model": QK_NORM}),
+    (PROMPTS, {"parallel": {"activation_checkpointing": "full"}, "train": {"compile": True}}),
+    (PROMPTS, {"parallel": {"tensor": 2}, "train": {"compile": True, "micro_batch": 8}}),
 ]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, ONE), (2, TWO), pytest.param(2, MORE, marks=pytest.mark.story)], ids=["one", "two", "more"]
+    ("ranks", "cases"),
+    [
+        (1, ONE_RANK_CASES),
+        (2, TWO_RANKS_CASES),
+        pytest.param(2, FURTHER_TWO_RANKS_CASES, marks=pytest.mark.story),
+    ],
+    ids=["one rank", "two ranks", "two ranks, further cases"],
 )
 def test_packed_documents_give_the_same_results_as_single_documents(ranks: int, cases: list[Case]) -> None:
-    configs = [packed_config(ranks, data, **sections) for data, sections in cases]
-    results = run_ranks(ranks, packed_rank, configs, timeout=600)
+    configs = [make_packed_config(ranks, data, **sections) for data, sections in cases]
+    results_by_rank = run_ranks(ranks, train_on_packed_batches, configs, timeout=600)
     for number, config in enumerate(configs):
-        expected = expected_steps(config)
-        assert len(expected) == STEPS
-        for rank in results:
-            assert rank[number] == [pytest.approx(step, rel=1e-5) for step in expected], cases[number]
+        expected_steps = get_expected_steps(config)
+        assert len(expected_steps) == STEPS
+        for results in results_by_rank:
+            assert results[number] == [pytest.approx(step, rel=1e-5) for step in expected_steps], cases[number]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rows=st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=3))
 def test_attention_and_positions_are_restricted_to_each_document(rows: list[list[bool]]) -> None:
-    """The positions are checked directly, because the loss depends only on the distances between tokens."""
+    """`rows` has, for each of 9 tokens of a sample, whether the token starts a document.
+
+    The rotary tables are compared directly. The loss would not show wrong positions, because it depends only on the
+    distances between tokens.
+    """
     rotary = RotaryEmbedding(ModelConfig(dim=16, heads=4), 9)
     packed = PackedRotaryEmbedding(rotary, torch.tensor(rows))
     for row, starts in enumerate(rows):
@@ -175,16 +198,18 @@ def test_attention_and_positions_are_restricted_to_each_document(rows: list[list
 
 
 def test_a_token_that_ends_and_starts_documents_belongs_to_the_next_document() -> None:
-    """Some tokenizers have one token for both ends. It occurs once between two documents."""
-    config = packed_config(1, TEXT)
+    """Some tokenizers use the same token for the end and the start of a document. It occurs once between documents."""
+    config = make_packed_config(1, TEXT)
     task = DecoderTask(config, VOCAB, EOS, True)
     model = Decoder(config.model, VOCAB, config.data.sequence_length)
     init_weights(model, config.run.seed, config.model.initializer_range)
-    first = [EOS, 5, 6, 7]
-    second = [EOS, 8, 9, 10, 11]
-    batch = {"tokens": torch.tensor([[*first, *second, EOS]])}
+    first_document = [EOS, 5, 6, 7]
+    second_document = [EOS, 8, 9, 10, 11]
+    batch = {"tokens": torch.tensor([[*first_document, *second_document, EOS]])}
     with torch.no_grad():
-        together = model(*task.model_inputs(batch), **task.document_boundaries(batch))[0]
-        alone = torch.cat([model(torch.tensor([document]))[0] for document in (first, second)])
-    torch.testing.assert_close(together, alone)
+        packed_logits = model(*task.model_inputs(batch), **task.document_boundaries(batch))[0]
+        single_logits = torch.cat(
+            [model(torch.tensor([document]))[0] for document in (first_document, second_document)]
+        )
+    torch.testing.assert_close(packed_logits, single_logits)
     assert task.count_loss_entries(batch) is None and (task.next_tokens(batch) == batch["tokens"][:, 1:]).all()

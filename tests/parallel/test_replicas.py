@@ -1,4 +1,8 @@
-"""Tests of gradient hooks and local SGD, compared with a reference in one process, and of their state on resume."""
+"""Tests of gradient hooks and local SGD.
+
+Their results are compared with those of a simple implementation in one process. Other tests check that their state
+survives stops and changes of the number of replicas.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,26 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 from tests.train.test_exact import interrupt_training, new_run, read_steps
 
 STEPS = 5
-PIECE = 999
+MAX_ELEMENTS = 999
 """Maximum elements of an all-reduce: fewer than most parameters have, and no divisor of their sizes."""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a run and return its data directory. All runs of this module use this data."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def config_of(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
-    """Return a config with a large eps, so that rounding errors of tiny gradients do not change the weights."""
+def make_config(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
+    """Return a config with one replica per rank; `parallel` are values of this section.
+
+    AdamW's eps is so large that rounding errors of tiny gradients hardly change the weights.
+    """
     return tiny_config(
         ranks,
         parallel=parallel,
@@ -69,8 +77,11 @@ def to_arrays(value: Any) -> Any:
     return value.numpy() if hasattr(value, "numpy") else value
 
 
-def hooked_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
-    """Return weights and residuals of one replica after STEPS steps, and the reduced gradients of each step."""
+def train_replica_with_hook(rank_info: RankInfo, config: Config) -> dict[str, Any]:
+    """Train STEPS steps on one rank, which has one replica.
+
+    Return the weights and residuals after the last step, and the reduced gradients of each step.
+    """
     engine = create_engine(rank_info, config)
     limit = config.optimizer.clip_norm
     reduced = []
@@ -85,57 +96,61 @@ def hooked_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
     return to_arrays({"state": state, "reduced": reduced, "residual": getattr(engine.replica_sync, "residual", {})})
 
 
-def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
-    """Return the same as `hooked_rank`, computed for all replicas in one process with a plain implementation."""
+def compute_reference_with_hook(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
+    """Train all replicas in one process with a simple implementation of the gradient hook.
+
+    Return the results of `train_replica_with_hook`, with the residuals of each replica, and the mean gradients of each
+    step ("means").
+    """
     import torch
 
     from pipeline.model.decoder import cross_entropy_sum
     from pipeline.parallel.replica_sync import _sample_matrix
 
-    one_replica = config.model_copy(update={"parallel": config_of(1).parallel})
-    engine = create_engine(rank_info, one_replica)
+    one_replica_config = config.model_copy(update={"parallel": make_config(1).parallel})
+    engine = create_engine(rank_info, one_replica_config)
     hook = config.parallel.hook
     weights = dict(engine.parts[0].named_weights())
-    residual = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
-    begin = {
+    residuals = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
+    Q_by_name = {  # PowerSGD's Q of each matrix
         n: _sample_matrix(p[0].numel(), hook.rank, f"{config.run.seed}/{n}") for n, p in weights.items() if p.ndim > 1
     }
     reduced = []
     means = []
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         gradients: list[dict[str, Any]] = []
-        for part in batch.chunk(replicas):
-            for micro in part.split(2):
-                loss = cross_entropy_sum(engine.model(micro[:, :-1]), micro[:, 1:])
+        for replica_batch in batch.chunk(replicas):
+            for micro_batch in replica_batch.split(2):
+                loss = cross_entropy_sum(engine.model(micro_batch[:, :-1]), micro_batch[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
             gradients.append({name: p.grad.clone() for name, p in weights.items() if p.grad is not None})
             engine.optimizer.zero_grad()
         means.append({name: sum(g[name] for g in gradients) / replicas for name in weights})
         result = {}
         for name, parameter in weights.items():
-            local_values = [g[name] / replicas + r[name] for g, r in zip(gradients, residual, strict=True)]
+            local_values = [g[name] / replicas + r[name] for g, r in zip(gradients, residuals, strict=True)]
             if hook.kind in ("fp16", "bf16"):
-                kind = torch.float16 if hook.kind == "fp16" else torch.bfloat16
-                result[name] = sum((g[name] / replicas).to(kind) for g in gradients).float()
+                dtype = torch.float16 if hook.kind == "fp16" else torch.bfloat16
+                result[name] = sum((g[name] / replicas).to(dtype) for g in gradients).float()
                 continue
-            sent = []
-            warm = hook.warmup_steps
+            sent_values = []  # of each replica
+            warmup_steps = hook.warmup_steps
             if hook.kind == "topk":
-                fraction = hook.ratio ** min(1, (step - 1) / warm) if warm else hook.ratio
+                fraction = hook.ratio ** min(1, (step - 1) / warmup_steps) if warmup_steps else hook.ratio
                 for values in local_values:
-                    count = -int(-fraction * values.numel() // 1)
-                    least = values.abs().flatten().sort(descending=True).values[count - 1]
-                    sent.append(values * (values.abs() >= least))
-            elif parameter.ndim > 1 and step > warm and sum(parameter.shape) * hook.rank < parameter.numel():
+                    count = -int(-fraction * values.numel() // 1)  # rounded up
+                    threshold = values.abs().flatten().sort(descending=True).values[count - 1]
+                    sent_values.append(values * (values.abs() >= threshold))
+            elif parameter.ndim > 1 and step > warmup_steps and sum(parameter.shape) * hook.rank < parameter.numel():
                 total = sum(local_values)
-                P = torch.linalg.qr(total.double() @ begin[name].double()).Q
-                begin[name] = (total.double().T @ P).float()
-                sent = [(P @ (P.T @ values.double())).float() for values in local_values]
+                P = torch.linalg.qr(total.double() @ Q_by_name[name].double()).Q
+                Q_by_name[name] = (total.double().T @ P).float()
+                sent_values = [(P @ (P.T @ values.double())).float() for values in local_values]
             else:
-                sent = local_values
-            result[name] = sum(sent)
-            for r, values, out in zip(residual, local_values, sent, strict=True):
-                r[name] = values - out
+                sent_values = local_values
+            result[name] = sum(sent_values)
+            for replica_residual, values, sent in zip(residuals, local_values, sent_values, strict=True):
+                replica_residual[name] = values - sent
         for name, parameter in weights.items():
             parameter.grad = result[name].clone()
         reduced.append(result)
@@ -144,10 +159,11 @@ def reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[s
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     state = {f"model.{name}": p.detach().clone() for name, p in weights.items()}
-    return to_arrays({"state": state, "reduced": reduced, "residual": residual, "means": means})
+    return to_arrays({"state": state, "reduced": reduced, "residual": residuals, "means": means})
 
 
-CLIPPED = ("topk_warmup", "nesterov", "warm-up")
+CLIPPED_CASES = ("topk_warmup", "nesterov", "warm-up")
+"""Cases that clip gradients."""
 HOOKS = {
     "bf16": (2, {"kind": "bf16"}),
     "fp16": (2, {"kind": "fp16"}),
@@ -157,18 +173,19 @@ HOOKS = {
 }
 
 
+"""Number of replicas and the value of `parallel.hook`, by case."""
+
+
 @pytest.mark.parametrize("case", list(HOOKS))
-def test_hooks_equal_the_reference(case: str) -> None:
+def test_hooks_give_the_same_result_as_a_simple_implementation(case: str) -> None:
     replicas, hook = HOOKS[case]
-    config = config_of(replicas, 0.1 if case in CLIPPED else None, hook=hook)
-    results = run_ranks(replicas, hooked_rank, config)
-    expected = run_ranks(1, reference_rank, config, replicas)[0]
+    config = make_config(replicas, 0.1 if case in CLIPPED_CASES else None, hook=hook)
+    results = run_ranks(replicas, train_replica_with_hook, config)
+    expected = run_ranks(1, compute_reference_with_hook, config, replicas)[0]
     for name, tensor in expected["state"].items():
         for rank in range(replicas):
             assert abs(results[rank]["state"][name] - tensor).max() <= 1e-6, (name, rank)
-            assert np.array_equal(results[rank]["state"][name], results[0]["state"][name]), (
-                "all replicas have the same bits"
-            )
+            assert np.array_equal(results[rank]["state"][name], results[0]["state"][name]), f"replica {rank} differs"
     for step, gradients in enumerate(expected["reduced"]):
         for name, tensor in gradients.items():
             assert abs(results[0]["reduced"][step][name] - tensor).max() <= 1e-6, (step, name)
@@ -178,24 +195,28 @@ def test_hooks_equal_the_reference(case: str) -> None:
     for name in results[0]["residual"]:
         for rank in range(replicas):
             assert abs(results[rank]["residual"][name] - expected["residual"][rank][name]).max() <= 1e-6
-        # nothing is lost: the sent values and the residuals add up to all gradients
+        # no value is lost: the sent values of all steps and the residuals add up to the sum of all mean gradients
         sent = sum(gradients[name] for gradients in results[0]["reduced"])
         unsent = sum(rank["residual"][name] for rank in results)
         assert abs(sent + unsent - sum(mean[name] for mean in expected["means"])).max() <= 1e-6
 
 
-def local_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
-    """Return weights, gradient norm and saved state of one replica after STEPS steps. All-reduces are split."""
+def train_replica_with_local_sgd(rank_info: RankInfo, config: Config) -> dict[str, Any]:
+    """Train STEPS steps on one rank, which has one replica.
+
+    All-reduces have at most `MAX_ELEMENTS` elements. Return the weights, the last gradient norm, and the weights that a
+    checkpoint would contain ("saved").
+    """
     import torch.distributed as dist
 
     from pipeline.parallel import replica_sync
 
     engine = create_engine(rank_info, config)
     all_reduce = dist.all_reduce
-    replica_sync.MAX_REDUCED_ELEMENTS = PIECE
+    replica_sync.MAX_REDUCED_ELEMENTS = MAX_ELEMENTS
 
     def check_size_and_reduce(tensor: Any, *arguments: Any, **options: Any) -> Any:
-        assert tensor.numel() <= PIECE
+        assert tensor.numel() <= MAX_ELEMENTS
         return all_reduce(tensor, *arguments, **options)
 
     dist.all_reduce = check_size_and_reduce
@@ -203,33 +224,42 @@ def local_rank(rank_info: RankInfo, config: Config) -> dict[str, Any]:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         norm = engine.clip_gradients(config.optimizer.clip_norm).item()
         engine.update_weights(norm)
-    mine = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
-    return to_arrays({"state": mine, "norm": norm, "saved": engine.checkpoint_state()[0]})
+    state = {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
+    return to_arrays({"state": state, "norm": norm, "saved": engine.checkpoint_state()[0]})
 
 
-def local_reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
-    """Return weights and gradient norm of all replicas, computed in one process; torch's SGD is the outer optimizer."""
+def compute_reference_with_local_sgd(rank_info: RankInfo, config: Config, replicas: int) -> dict[str, Any]:
+    """Train all replicas in one process. The outer optimizer is torch's SGD.
+
+    Return the weights of each replica ("states") and the last gradient norm.
+    """
     import torch
 
     from pipeline.model.decoder import cross_entropy_sum
 
-    local = config.parallel.local_sgd
-    assert local is not None
-    one_replica = config.model_copy(update={"parallel": config_of(1).parallel})
-    engines = [create_engine(rank_info, one_replica) for _ in range(replicas)]
+    options = config.parallel.local_sgd
+    assert options is not None
+    one_replica_config = config.model_copy(update={"parallel": make_config(1).parallel})
+    engines = [create_engine(rank_info, one_replica_config) for _ in range(replicas)]
     weights = [list(engine.parts[0].parameters()) for engine in engines]
-    at = [p.detach().clone() for p in weights[0]]
-    outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
+
+    def make_outer_optimizer() -> tuple[list[Any], Any]:
+        """Return the outer weights, a copy of the first replica's weights, and their optimizer."""
+        copies = [p.detach().clone() for p in weights[0]]
+        momentum = options.outer_momentum
+        return copies, torch.optim.SGD(copies, options.outer_lr, momentum, nesterov=momentum > 0)
+
+    outer_weights, outer_optimizer = make_outer_optimizer()
     for step, batch in list(enumerate(make_batches(config), 1))[:STEPS]:
         squares = 0.0
-        for engine, part in zip(engines, batch.chunk(replicas), strict=True):
-            for micro in part.split(2):
-                loss = cross_entropy_sum(engine.model(micro[:, :-1]), micro[:, 1:])
+        for engine, replica_batch in zip(engines, batch.chunk(replicas), strict=True):
+            for micro_batch in replica_batch.split(2):
+                loss = cross_entropy_sum(engine.model(micro_batch[:, :-1]), micro_batch[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
-        if step <= local.warmup_steps:
-            for same in zip(*weights, strict=True):
-                mean = sum(p.grad for p in same) / replicas
-                for parameter in same:
+        if step <= options.warmup_steps:  # all replicas use the mean gradient
+            for parameters in zip(*weights, strict=True):
+                mean = sum(p.grad for p in parameters) / replicas
+                for parameter in parameters:
                     parameter.grad = mean.clone()
         for engine in engines:
             squares += sum(float(p.grad.square().sum()) for p in engine.parts[0].parameters() if p.grad is not None)
@@ -238,44 +268,44 @@ def local_reference_rank(rank_info: RankInfo, config: Config, replicas: int) -> 
                 assert norm > config.optimizer.clip_norm
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-        if step == local.warmup_steps:
-            at = [p.detach().clone() for p in weights[0]]
-            outer = torch.optim.SGD(at, local.outer_lr, local.outer_momentum, nesterov=local.outer_momentum > 0)
-        if step > local.warmup_steps and step % local.every == 0:
-            for number, theta in enumerate(at):
-                theta.grad = theta - sum(w[number].detach() for w in weights) / replicas
-            outer.step()
+        if step == options.warmup_steps:
+            outer_weights, outer_optimizer = make_outer_optimizer()
+        if step > options.warmup_steps and step % options.every == 0:
+            for number, outer_weight in enumerate(outer_weights):
+                outer_weight.grad = outer_weight - sum(w[number].detach() for w in weights) / replicas
+            outer_optimizer.step()
             with torch.no_grad():
                 for replica_weights in weights:
-                    for parameter, theta in zip(replica_weights, at, strict=True):
-                        parameter.copy_(theta)
+                    for parameter, outer_weight in zip(replica_weights, outer_weights, strict=True):
+                        parameter.copy_(outer_weight)
     states = [{n: t.clone() for n, t in e.state_dict().items() if n.startswith("model.")} for e in engines]
     return to_arrays({"states": states, "norm": (squares / replicas) ** 0.5})
 
 
-OUTER: dict[str, dict[str, float]] = {
+LOCAL_SGD_OPTIONS: dict[str, dict[str, float]] = {
     "average": {},
     "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
     "warm-up": {"outer_lr": 0.7, "outer_momentum": 0.9, "warmup_steps": 3},
 }
 
 
-@pytest.mark.parametrize("case", list(OUTER))
-def test_local_sgd_equals_the_reference(case: str) -> None:
-    config = config_of(3, 0.1 if case in CLIPPED else None, local_sgd={"every": 2, **OUTER[case]})
-    results = run_ranks(3, local_rank, config)
-    expected = run_ranks(1, local_reference_rank, config, 3)[0]
+@pytest.mark.parametrize("case", list(LOCAL_SGD_OPTIONS))
+def test_local_sgd_gives_the_same_result_as_a_simple_implementation(case: str) -> None:
+    config = make_config(3, 0.1 if case in CLIPPED_CASES else None, local_sgd={"every": 2, **LOCAL_SGD_OPTIONS[case]})
+    results = run_ranks(3, train_replica_with_local_sgd, config)
+    expected = run_ranks(1, compute_reference_with_local_sgd, config, 3)[0]
     for rank, result in enumerate(results):
         assert result["norm"] == pytest.approx(expected["norm"], rel=1e-5)
         for name, tensor in expected["states"][rank].items():
             assert abs(result["state"][name] - tensor).max() <= 1e-6, (rank, name)
             mean = sum(state[name] for state in expected["states"]) / 3
             assert abs(result["saved"][name] - mean).max() <= 1e-6, "a checkpoint contains the mean"
-    first, second = (rank["state"]["model.lm_head.weight"] for rank in results[:2])
-    assert not np.array_equal(first, second)
+    # the last step is one after an average, so the replicas differ
+    first_weights, second_weights = (rank["state"]["model.lm_head.weight"] for rank in results[:2])
+    assert not np.array_equal(first_weights, second_weights)
 
 
-RESUMED = {
+RESUME_CASES = {
     "topk": "parallel.hook={kind: topk, ratio: 0.02, warmup_steps: 5}",
     "local_sgd": "parallel.local_sgd={every: 16, warmup_steps: 5, outer_lr: 0.7, outer_momentum: 0.9}",
     "powersgd": "parallel.hook={kind: powersgd, rank: 2, warmup_steps: 3}",
@@ -285,38 +315,36 @@ RESUMED = {
 }
 
 
-def make_case(size: int, case: str) -> Any:
-    """Return a case as a pytest parameter, marked `long` except for two of them."""
-    short = (size, case) in ((3, "topk"), (2, "local_sgd"))
-    return pytest.param(size, case, marks=[] if short else pytest.mark.long)
+def make_resume_parameter(world_size: int, case: str) -> Any:
+    """Return a case as a pytest parameter. All cases except two are marked `long`."""
+    is_short = (world_size, case) in ((3, "topk"), (2, "local_sgd"))
+    return pytest.param(world_size, case, marks=[] if is_short else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("size", "case"), [make_case(size, case) for size in (2, 3) for case in RESUMED])
-def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path, data: Path, size: int, case: str) -> None:
-    """The training stops between two averages. Three ranks share a global batch of six."""
-    more = ("train.steps=40", f"train.global_batch={2 * size}", RESUMED[case])
-    undisturbed = new_run(tmp_path, "undisturbed", data, *more)
-    run = new_run(tmp_path, "stopped", data, *more)
-    assert set(run_ranks(size, train_stage_rank, undisturbed.path)) == {ExitCode.DONE}
-    interrupt_training(run, size, signal.SIGTERM, 18, [size - 1])
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [make_resume_parameter(world_size, case) for world_size in (2, 3) for case in RESUME_CASES],
+)
+def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path, data: Path, world_size: int, case: str) -> None:
+    """Local SGD averages in steps 16 and 32, and the run stops between them."""
+    overrides = ("train.steps=40", f"train.global_batch={2 * world_size}", RESUME_CASES[case])
+    undisturbed_run = new_run(tmp_path, "undisturbed", data, *overrides)
+    run = new_run(tmp_path, "stopped", data, *overrides)
+    assert set(run_ranks(world_size, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
+    interrupt_training(run, world_size, signal.SIGTERM, 18, [world_size - 1])
     assert 18 <= len(read_steps(run)) < 32
-    assert set(run_ranks(size, train_stage_rank, run.path)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed) and read_steps(run) == read_steps(undisturbed)
-    losses = [line[1] for line in read_steps(undisturbed)]
+    assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
+    assert compute_run_digest(run) == compute_run_digest(undisturbed_run)
+    assert read_steps(run) == read_steps(undisturbed_run)
+    losses = [loss for _, loss, *_ in read_steps(undisturbed_run)]
     assert losses[-1] < losses[0] - 1.0
 
 
-def train_stage_rank(rank_info: RankInfo, path: Path) -> int:
-    """Run the stage train and return its exit code."""
-    from tests.support.tiny import run_stage_on_rank
+def restore_train_and_save(rank_info: RankInfo, config: Config, folder: Path, steps: int) -> dict[str, Any]:
+    """Restore the newest checkpoint if there is one, train `steps` steps, and save if `steps` is not 0.
 
-    return run_stage_on_rank(rank_info, path, "train")
-
-
-def restore_and_train_rank(rank_info: RankInfo, config: Config, folder: Path, trained: int) -> dict[str, Any]:
-    """Restore the newest checkpoint if there is one, train `trained` steps and save.
-
-    Return the state after the restore and at the end, and the note of the restore.
+    Return the state of this replica after the restore ("before") and at the end ("after"), and the note of the restore.
+    The note says what happened to the state of the replicas; None if each replica continues with its own state.
     """
     from functools import partial
 
@@ -335,9 +363,9 @@ def restore_and_train_rank(rank_info: RankInfo, config: Config, folder: Path, tr
     )
     manifest = saver.restore(engine.state_dict(), lambda *_: None)
     note = None
-    first = int(manifest["step"]) if manifest else 0
+    first_step = int(manifest["step"]) if manifest else 0
     if manifest:
-        note = engine.finish_loading(manifest["extra"]["replicas"], partial(saver.read_tensors, first))
+        note = engine.finish_loading(manifest["extra"]["replicas"], partial(saver.read_tensors, first_step))
 
     def clone_state() -> dict[str, Any]:
         residual = getattr(engine.replica_sync, "residual", {})
@@ -345,23 +373,23 @@ def restore_and_train_rank(rank_info: RankInfo, config: Config, folder: Path, tr
             n: t.clone() for n, t in (engine.state_dict() | {f"residual.{n}": t for n, t in residual.items()}).items()
         }
 
-    before = clone_state()
-    for step, batch in list(enumerate(make_batches(config), 1))[first : first + trained]:
+    state_before = clone_state()
+    for step, batch in list(enumerate(make_batches(config), 1))[first_step : first_step + steps]:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         engine.update_weights(engine.clip_gradients(None).item())
     tensors, extra = engine.checkpoint_state()
-    if trained:
-        saver.save(tensors, step=first + trained, samples_consumed=0, extra={"replicas": extra})
+    if steps:
+        saver.save(tensors, step=first_step + steps, samples_consumed=0, extra={"replicas": extra})
     saver.close()
-    return to_arrays({"before": before, "after": clone_state(), "note": note})
+    return to_arrays({"before": state_before, "after": clone_state(), "note": note})
 
 
 @pytest.mark.parametrize("kind", ["topk", pytest.param("powersgd", marks=pytest.mark.long)])
 def test_the_sum_of_residuals_is_kept_if_the_number_of_replicas_changes(tmp_path: Path, kind: str) -> None:
     hook = {"kind": kind, "ratio": 0.05, "rank": 2}
-    total: dict[str, Any] = {}
+    total: dict[str, Any] = {}  # sums over all replicas
     for ranks in (3, 2, 6, 1):
-        results = run_ranks(ranks, restore_and_train_rank, config_of(ranks, hook=hook), tmp_path, 2)
+        results = run_ranks(ranks, restore_train_and_save, make_config(ranks, hook=hook), tmp_path, 2)
         for name in results[0]["before"]:
             if name.startswith("residual."):
                 restored = sum(rank["before"][name] for rank in results)
@@ -369,25 +397,25 @@ def test_the_sum_of_residuals_is_kept_if_the_number_of_replicas_changes(tmp_path
                 total[name] = sum(rank["after"][name] for rank in results)
         assert (results[0]["note"] is not None) == (ranks != 3)
         assert sum(abs(t).sum() for t in total.values()) > 1e-3 or ranks == 1
-    alone = run_ranks(1, restore_and_train_rank, config_of(1, hook=hook), tmp_path, 0)[0]
-    assert all(not tensor.any() for name, tensor in alone["before"].items() if name.startswith("residual."))
-    other = run_ranks(2, restore_and_train_rank, config_of(2), tmp_path, 0)
-    assert "dropped" in other[0]["note"]
+    # a single replica sends nothing, so it has no residuals
+    single_replica = run_ranks(1, restore_train_and_save, make_config(1, hook=hook), tmp_path, 0)[0]
+    assert all(not tensor.any() for name, tensor in single_replica["before"].items() if name.startswith("residual."))
+    results_without_hook = run_ranks(2, restore_train_and_save, make_config(2), tmp_path, 0)
+    assert "dropped" in results_without_hook[0]["note"]
 
 
 def test_replicas_of_local_sgd_start_from_their_mean_on_another_number_of_replicas(tmp_path: Path) -> None:
-    local = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
-    first = run_ranks(3, restore_and_train_rank, config_of(3, local_sgd=local), tmp_path, 2)
-    again = run_ranks(3, restore_and_train_rank, config_of(3, local_sgd=local), tmp_path, 0)
-    moved = run_ranks(2, restore_and_train_rank, config_of(2, local_sgd=local), tmp_path, 0)
-    plain = run_ranks(2, restore_and_train_rank, config_of(2), tmp_path, 0)
-    for name in first[0]["after"]:
-        mean = sum(rank["after"][name] for rank in first) / 3
-        assert all(
-            np.array_equal(now["before"][name], rank["after"][name]) for now, rank in zip(again, first, strict=True)
-        )
-        assert all(abs(rank["before"][name] - mean).max() <= 1e-6 for rank in [*moved, *plain])
-    assert "start from the mean of 3" in moved[0]["note"] and again[0]["note"] is None
+    options = {"every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+    saved = run_ranks(3, restore_train_and_save, make_config(3, local_sgd=options), tmp_path, 2)
+    on_three_replicas = run_ranks(3, restore_train_and_save, make_config(3, local_sgd=options), tmp_path, 0)
+    on_two_replicas = run_ranks(2, restore_train_and_save, make_config(2, local_sgd=options), tmp_path, 0)
+    without_local_sgd = run_ranks(2, restore_train_and_save, make_config(2), tmp_path, 0)
+    for name in saved[0]["after"]:
+        for restored_rank, saved_rank in zip(on_three_replicas, saved, strict=True):
+            assert np.array_equal(restored_rank["before"][name], saved_rank["after"][name])
+        mean = sum(rank["after"][name] for rank in saved) / 3
+        assert all(abs(rank["before"][name] - mean).max() <= 1e-6 for rank in [*on_two_replicas, *without_local_sgd])
+    assert "start from the mean of 3" in on_two_replicas[0]["note"] and on_three_replicas[0]["note"] is None
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -402,55 +430,67 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def changed_method_rank(
+def resume_with_each_method(
     rank_info: RankInfo, folder: Path
 ) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
-    """For each pair of methods, return the note of the resume and the tensors that this replica saved and read."""
+    """Save a checkpoint with each method of `METHODS`, and load it with each method.
+
+    Return for each pair of methods: the note of the resume, and the names of the replica state's tensors that this
+    replica saved and read.
+    """
     import torch.distributed as dist
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engines = {name: create_engine(rank_info, config_of(2, **parallel)) for name, parallel in METHODS.items()}
+    engines = {name: create_engine(rank_info, make_config(2, **parallel)) for name, parallel in METHODS.items()}
     group = dist.new_group(backend="gloo")
     results = {}
-    for before, engine in engines.items():
+    for saving_method, engine in engines.items():
         saver = Checkpointer(
-            folder / before, group, keep=9, background=False, describe={"layout": {}}, on_saved=lambda *_: None
+            folder / saving_method, group, keep=9, background=False, describe={"layout": {}}, on_saved=lambda *_: None
         )
         tensors, extra = engine.checkpoint_state()
         saver.save(tensors, step=1, samples_consumed=0, extra={})
         saver.close()
-        saved = {name for name in tensors if not name.startswith(("model.", "optimizer."))}
-        for now, other in engines.items():
-            read: set[str] = set()
+        saved_names = {name for name in tensors if not name.startswith(("model.", "optimizer."))}
+        for loading_method, loading_engine in engines.items():
+            read_names: set[str] = set()
 
-            def read_and_record(state: Any, read: set[str] = read, saver: Checkpointer = saver) -> None:
-                read.update(state)
+            def read_and_record(state: Any, names: set[str] = read_names, saver: Checkpointer = saver) -> None:
+                names.update(state)
                 saver.read_tensors(1, state)
 
-            saver.restore(other.state_dict(), lambda *_: None)
-            results[before, now] = other.finish_loading(extra, read_and_record), saved, read
+            saver.restore(loading_engine.state_dict(), lambda *_: None)
+            note = loading_engine.finish_loading(extra, read_and_record)
+            results[saving_method, loading_method] = (note, saved_names, read_names)
     return results
 
 
 @pytest.mark.story
 def test_a_resume_lists_the_replica_state_that_it_drops(tmp_path: Path) -> None:
     """For each pair of methods, the note lists exactly the saved tensors that no replica reads."""
-    results = run_ranks(2, changed_method_rank, tmp_path)
-    for pair, (note, *_) in results[0].items():
-        lost = set.union(*(rank[pair][1] for rank in results)) - set.union(*(rank[pair][2] for rank in results))
-        kinds = {
+    results = run_ranks(2, resume_with_each_method, tmp_path)
+    for (saving_method, loading_method), (note, *_) in results[0].items():
+        pair = (saving_method, loading_method)
+        saved_names = set.union(*(rank[pair][1] for rank in results))
+        read_names = set.union(*(rank[pair][2] for rank in results))
+        expected_texts = {
             "residuals of 2 replicas are dropped" if ".residual." in name
             else {"start": "PowerSGD's Q", "outer": "outer optimizer"}.get(name.split(".")[0], "the mean of 2")
-            for name in lost
+            for name in saved_names - read_names
         }  # fmt: skip
         parts = note.split("; ") if note else []
-        assert len(parts) == len(kinds) and all(any(kind in part for part in parts) for kind in kinds), (pair, note)
-        assert (pair[0] in ("none", "bf16") or pair[0] == pair[1]) <= (note is None), (pair, note)
+        assert len(parts) == len(expected_texts), (pair, note)
+        assert all(any(text in part for part in parts) for text in expected_texts), (pair, note)
+        if saving_method in ("none", "bf16") or saving_method == loading_method:
+            assert note is None, (pair, note)
 
 
-def skipped_step_rank(rank_info: RankInfo, config: Config) -> bool:
-    """Return True if a skipped step, whose gradient is not finite, leaves residuals and PowerSGD's Q unchanged."""
+def check_skipped_step(rank_info: RankInfo, config: Config) -> bool:
+    """Train two steps, and skip a third one, whose gradient is not finite.
+
+    Return True if the skipped step leaves the residuals and PowerSGD's Q unchanged.
+    """
     import torch
 
     engine = create_engine(rank_info, config)
@@ -463,45 +503,51 @@ def skipped_step_rank(rank_info: RankInfo, config: Config) -> bool:
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         norm = engine.clip_gradients(None).item()
         engine.update_weights(norm, is_good=step != 3)
-        same = all(torch.equal(tensor, before[name]) for name, tensor in (hook.residual | hook.start).items())
+        is_unchanged = all(torch.equal(tensor, before[name]) for name, tensor in (hook.residual | hook.start).items())
         if step == 3:
-            return same and norm != norm
-        assert not same
+            return is_unchanged and norm != norm  # the norm is NaN
+        assert not is_unchanged
     return False
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
 def test_skipped_steps_do_not_change_the_residuals(kind: str) -> None:
-    config = config_of(2, hook={"kind": kind, "ratio": 0.05, "rank": 2})
-    assert run_ranks(2, skipped_step_rank, config) == [True, True]
+    config = make_config(2, hook={"kind": kind, "ratio": 0.05, "rank": 2})
+    assert run_ranks(2, check_skipped_step, config) == [True, True]
 
 
-def packed_tensors_rank(rank_info: RankInfo, config: Config) -> tuple[int, int, int]:
-    """Return how many tensors PowerSGD packs in a backward, and how many exist after it and after the update."""
+def count_packed_tensors(rank_info: RankInfo, config: Config) -> tuple[int, int, int]:
+    """Run one step and count the tensors into which PowerSGD packs values for an all-reduce.
+
+    Return how many tensors the backward pass creates, and how many of them exist after the backward pass and after the
+    update of the weights.
+    """
     from pipeline.parallel import replica_sync
 
     engine = create_engine(rank_info, config)
-    pack = replica_sync._pack
-    packed: list[Any] = []
+    original_pack = replica_sync._pack
+    references: list[Any] = []
 
     def pack_and_record(tensors: Any) -> Any:
-        tensor = pack(tensors)
-        packed.append(weakref.ref(tensor))
+        tensor = original_pack(tensors)
+        references.append(weakref.ref(tensor))
         return tensor
 
     replica_sync._pack = pack_and_record
     engine.backward({"tokens": make_batches(config)[0].chunk(rank_info.world_size)[rank_info.rank]}, 1)
-    after_backward = sum(reference() is not None for reference in packed)
+    after_backward = sum(reference() is not None for reference in references)
     engine.update_weights(engine.clip_gradients(None).item())
     deadline = time.monotonic() + 30  # Gloo's threads may release their references later
-    while (after_update := sum(reference() is not None for reference in packed)) and time.monotonic() < deadline:
+    while (after_update := sum(reference() is not None for reference in references)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return len(packed), after_backward, after_update
+    return len(references), after_backward, after_update
 
 
 def test_powersgd_keeps_packed_tensors_until_the_update() -> None:
-    """On a GPU, callbacks read them on another stream. Memory freed earlier could be reused before they are read."""
-    for packed, after_backward, after_update in run_ranks(
-        2, packed_tensors_rank, config_of(2, hook={"kind": "powersgd", "rank": 2})
-    ):
-        assert packed == after_backward > 2 and after_update == 0
+    """On a GPU, callbacks read packed tensors on another stream.
+
+    If a packed tensor were freed earlier, its memory could be reused before the callback has read it.
+    """
+    config = make_config(2, hook={"kind": "powersgd", "rank": 2})
+    for created, after_backward, after_update in run_ranks(2, count_packed_tensors, config):
+        assert created == after_backward > 2 and after_update == 0
