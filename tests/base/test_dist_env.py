@@ -381,7 +381,7 @@ def format_hostlist(hosts: list[tuple[str, str]]) -> str:
     return ",".join(f"{prefix}[{','.join(map(format_range, ranges))}]" for prefix, ranges in groups)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(
@@ -409,7 +409,7 @@ def format_tasks_per_node(counts: list[int]) -> str:
     return ",".join(f"{counts[a]}(x{b - a})" if b - a > 1 else str(counts[a]) for a, b in bounds)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_ranks_are_correct_with_uneven_tasks_per_node(counts: list[int]) -> None:
     """`counts` are the tasks per node. Each task reads its rank and local rank; all read the same rendezvous."""
@@ -429,7 +429,7 @@ def test_ranks_are_correct_with_uneven_tasks_per_node(counts: list[int]) -> None
     assert len({(rank_info.master_host, rank_info.master_port) for rank_info in rank_infos}) == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 2**31), st.integers(0, 40), st.integers(0, 40), st.integers(0, 1000))
 def test_port_is_the_same_for_all_ranks_and_differs_after_a_restart(
     job_id: int, restarts: int, other_restarts: int, step_id: int
@@ -480,7 +480,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=20))
 def test_any_environment_is_valid_or_a_user_error(env: Env) -> None:
     try:
@@ -496,7 +496,7 @@ def test_any_environment_is_valid_or_a_user_error(env: Env) -> None:
     assert rank_info.restart_count >= 0
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(alphabet="na0129[],-", max_size=20))
 def test_any_text_is_a_hostlist_or_a_user_error(text: str) -> None:
     try:

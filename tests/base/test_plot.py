@@ -15,7 +15,7 @@ finite_numbers = st.floats(-1e300, 1e300)
 rounded_numbers = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(rounded_numbers, min_size=1, max_size=400), st.integers(2, 40))
 def test_downsample_keeps_the_extremes_of_each_bucket_and_both_ends(values: list[float], buckets: int) -> None:
     points = [*enumerate(values)]
@@ -35,7 +35,7 @@ def test_average_buckets_returns_means_unless_a_bucket_has_fewer_than_four_point
     assert average_buckets([(n, n) for n in range(39)], 10) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example([2.2250738585072014e-308], False, True)  # the smallest normal number
 @given(
     st.one_of(st.lists(finite_numbers, min_size=1), st.lists(rounded_numbers, min_size=1)), st.booleans(), st.booleans()

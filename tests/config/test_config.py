@@ -45,7 +45,7 @@ from pipeline.run.code import CODE_ROOT as ROOT
 CONFIGS = ROOT / "configs"
 SCHEMA = json.loads((CONFIGS / "schema.json").read_text())
 SMALL = "run: {name: small}\ntrain: {steps: 10}\n"
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write_config(folder: Path, text: str, name: str = "run.yaml") -> Path:
@@ -305,7 +305,6 @@ VALUES = st.recursive(
 MAPPINGS = st.dictionaries(st.sampled_from("abc"), VALUES)
 
 
-@settings(deadline=None)
 @given(MAPPINGS, MAPPINGS, MAPPINGS)
 def test_merging_is_idempotent_and_prefers_the_second_mapping(
     a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]
@@ -585,7 +584,7 @@ def test_an_error_survives_pickling() -> None:
 KEYS = [(model, field.alias or key) for model in list_models() for key, field in model.model_fields.items()]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(KEYS), st.sampled_from(["drop", "swap", "replace", "insert"]), st.data())
 def test_the_right_key_is_suggested_for_a_typo(
     field: tuple[type[BaseModel], str], edit: str, data: st.DataObject

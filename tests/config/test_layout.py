@@ -261,7 +261,7 @@ def test_without_a_pipeline_the_schedule_has_no_effect() -> None:
     assert (layout.stages, layout.stages_on_pipeline_rank(0), layout.last_stage_pipeline_rank) == (1, [0], 0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_layout_is_valid_or_the_error_suggests_a_valid_one(data: st.DataObject) -> None:
     draw = data.draw
@@ -301,7 +301,7 @@ def test_a_layout_is_valid_or_the_error_suggests_a_valid_one(data: st.DataObject
     assert layout.stages - 1 in layout.stages_on_pipeline_rank(layout.last_stage_pipeline_rank)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(SCHEDULES), st.integers(2, 5), st.integers(1, 4), st.integers(1, 24))
 def test_torch_supports_every_accepted_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -323,7 +323,7 @@ def test_torch_supports_every_accepted_schedule(schedule: str, pipeline: int, vi
         assert stages == set(layout.stages_on_pipeline_rank(rank))
 
 
-@settings(deadline=None, max_examples=120, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.data())
 def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data: st.DataObject) -> None:
     """Compare the ranks of each group and the local part of a tensor, on a fake process group of up to 64 ranks."""
@@ -401,7 +401,7 @@ def test_very_large_sizes_are_handled_without_loops() -> None:
         resolve_layout(tiny_config(1, train={"global_batch": 3 * 2**22, "micro_batch": 2}), 2**61, 2**61)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, 5), st.integers(0, 7), st.integers(0, 3000))
 def test_layers_are_split_with_the_smallest_possible_largest_cost(stages: int, extra_layers: int, vocab: int) -> None:
     layers = stages + extra_layers

@@ -193,7 +193,7 @@ def test_the_loader_starts_only_one_thread(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/task")) == before + 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
 def test_batches_arrive_in_order_at_any_speed_of_the_consumer(steps: list[float], available: int, fails: bool) -> None:
     """`steps` are the consumer's seconds per batch. The sampler yields `available` batches, and then ends or fails."""

@@ -70,7 +70,7 @@ def mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
     return {name: draw(st.integers(1, 50)) for name in NAMES[:count]}, config, draw(st.integers(1, 12))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(mixtures(), st.integers(0, 5))
 def test_indices_and_counts_equal_the_reference(mixture: tuple[dict[str, int], MixtureConfig, int], seed: int) -> None:
     sizes, config, batch = mixture
@@ -84,7 +84,7 @@ def test_indices_and_counts_equal_the_reference(mixture: tuple[dict[str, int], M
     assert order.count_by_source(np.array([300]))[:, 0].tolist() == counts.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=4), st.integers(0, 10**9))
 def test_the_count_of_each_source_is_close_to_its_share(weights: list[float], samples: int) -> None:
     sizes = dict.fromkeys(NAMES[: len(weights)], 1000)

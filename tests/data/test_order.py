@@ -44,7 +44,7 @@ def permute_one(seed: int, epoch: int, x: int, n: int) -> int:
             return x
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 2**62), st.integers(0, 2**40), st.integers(0, 2**40))
 def test_the_permutation_equals_one_computed_with_python_integers(
     data: st.DataObject, n: int, seed: int, epoch: int
@@ -60,7 +60,7 @@ def test_each_index_occurs_once_at_edge_sizes(n: int) -> None:
         assert np.array_equal(np.sort(permute_epoch(1, epoch, n)), np.arange(n))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5000), st.integers(0, 2**64), st.integers(0, 10**9))
 def test_each_index_occurs_once(n: int, seed: int, epoch: int) -> None:
     order = permute_epoch(seed, epoch, n)
@@ -120,7 +120,7 @@ def test_a_range_may_span_several_epochs() -> None:
     assert compute_index_range(seed, 3, 0, n).shape == (0,)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 10**6), st.integers(1, 60))
 def test_indices_of_sample_numbers_follow_from_epoch_and_position(n: int, start: int, count: int) -> None:
     expected = [permute(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]

@@ -49,7 +49,7 @@ def read_naively(contents: list[np.ndarray], length: int) -> list[list[int]]:
     return samples
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data(), SHARDS, st.integers(1, 20), st.sampled_from(["uint16", "uint32"]))
 def test_samples_equal_those_of_a_naive_reader(
     data: st.DataObject, sizes: list[tuple[int, int]], length: int, dtype: str
@@ -176,7 +176,7 @@ def test_an_index_out_of_range_is_an_error(tmp_path: Path, index: int) -> None:
         dataset.read(np.array([3, index]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 300), st.integers(0, 9))
 def test_any_number_of_ranks_reads_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
     batch = 4 * quarter  # 1, 2 and 4 ranks divide it.

@@ -40,12 +40,15 @@ from pipeline.config.user_model import UserModel
 from pipeline.data.manifest import SampleManifest, load_manifest, read_manifest_file
 from pipeline.data.samples import SampleDataset
 from tests.data_prep.test_shards import discard_log, make_data_config, make_documents, read_all_files, run_prepare
-from tests.data_prep.test_token_files import MAPPABLE, encode_documents, flatten, mutate, read_entries
+from tests.data_prep.test_token_files import MAPPABLE_WRITERS, damage_content, encode_documents, flatten, read_entries
 from tests.data_prep.test_token_files import make_config as make_tokens_config
 from tests.data_prep.test_unpacked_samples import LAYOUTS
 from tests.data_prep.test_unpacked_samples import write_images as write_samples
 
-MODEL = UserModel("own", Path("own.py"), frozenset(), ("images", "labels"), ("images",), ())
+IMAGE_MODEL = UserModel("own", Path("own.py"), frozenset(), ("images", "labels"), ("images",), ())
+
+
+# Each of the following functions returns the content of a file with these documents, in one format.
 
 
 def encode_jsonl(documents: list[str]) -> bytes:
@@ -102,6 +105,7 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a small tokenizer and return the path of its file."""
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "a.jsonl").write_bytes(encode_jsonl(make_documents(60)))
     run_prepare(make_data_config(str(folder / "a.jsonl")), folder / "data", discard_log)
@@ -109,18 +113,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_that_tasks_write_the_same_bytes(
-    open_data_folder: Callable[[Path], DataFolder[Any, Any]], folder: Path, tasks: int, rng: Random
+    open_data_folder: Callable[[Path], DataFolder[Any, Any]], folder: Path, tasks: int, generator: Random
 ) -> None:
-    """Check that `tasks` tasks in random order, one of which runs twice, write the same files as a single task.
+    """Check that `tasks` tasks write the same files as a single task.
 
-    The single task writes to `folder/one`, the others to `folder/many`.
+    The tasks run in random order, and one of them runs twice. The single task writes to `folder/one`, and the others
+    write to `folder/many`.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 256)
         patch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)
         patch.setattr(os, "fsync", lambda fd: None)  # it is slow, and this test does not crash the machine
-        task_order = [*range(tasks), rng.randrange(tasks)]
-        rng.shuffle(task_order)
+        task_order = [*range(tasks), generator.randrange(tasks)]
+        generator.shuffle(task_order)
         for name, order, count in (("one", [0], 1), ("many", task_order, tasks)):
             open_data_folder(folder / name).prepare(discard_log)
             for task in order:
@@ -129,9 +134,9 @@ def check_that_tasks_write_the_same_bytes(
     assert read_all_files(folder / "one") == read_all_files(folder / "many")
 
 
-SPLIT = {"tasks": st.integers(2, 7), "rng": st.randoms(use_true_random=False)}
-"""The number of tasks and the generator that shuffles them."""
-few_examples = settings(deadline=None, max_examples=6)
+TASKS_AND_GENERATOR = {"tasks": st.integers(2, 7), "generator": st.randoms(use_true_random=False)}
+"""Arguments of `given`: the number of tasks, and the random generator that shuffles them."""
+few_examples = settings(max_examples=6)
 
 
 @few_examples
@@ -139,21 +144,21 @@ few_examples = settings(deadline=None, max_examples=6)
     counts=st.tuples(*(st.integers(0, 12) for _ in FORMATS)),
     documents_are_lines=st.booleans(),
     deduplicate=st.booleans(),
-    **SPLIT,
+    **TASKS_AND_GENERATOR,
 )
 def test_any_split_of_any_inputs_gives_the_same_bytes(
     counts: tuple[int, ...],
     tasks: int,
     documents_are_lines: bool,
     deduplicate: bool,
-    rng: Random,
+    generator: Random,
     tokenizer: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
     files = [(".jsonl", 25), *zip(FORMATS, counts, strict=True)]
-    rng.shuffle(files)
+    generator.shuffle(files)
     for number, (ending, count) in enumerate(files):
         (folder / f"in/{number}{ending}").write_bytes(FORMATS[ending](make_documents(count)))
     data = DataConfig(
@@ -164,7 +169,7 @@ def test_any_split_of_any_inputs_gives_the_same_bytes(
         text_documents="line" if documents_are_lines else "file",
         deduplicate=deduplicate,
     )
-    check_that_tasks_write_the_same_bytes(lambda path: TextFolder(data, path), folder, tasks, rng)
+    check_that_tasks_write_the_same_bytes(lambda path: TextFolder(data, path), folder, tasks, generator)
     assert load_manifest(folder / "many").documents >= 25
 
 
@@ -174,37 +179,41 @@ def write_token_files(folder: Path, tokenizer: Path, count: int) -> list[int]:
     Return the tokens of all files, ordered by file name.
     """
     documents = encode_documents(tokenizer, count)
-    documents_by_path = {write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPABLE)}
+    documents_by_path = {
+        write(folder, documents[number:]): documents[number:] for number, write in enumerate(MAPPABLE_WRITERS)
+    }
     return [token for path in sorted(documents_by_path) for token in flatten(documents_by_path[path])]
 
 
 @few_examples
-@given(count=st.integers(120, 300), limit=st.integers(1024, 3000), **SPLIT)
+@given(count=st.integers(120, 300), limit=st.integers(1024, 3000), **TASKS_AND_GENERATOR)
 def test_any_split_of_token_files_gives_the_same_manifest_with_each_token_once(
-    count: int, limit: int, tasks: int, rng: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+    count: int, limit: int, tasks: int, generator: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
     expected_tokens = write_token_files(folder / "in", tokenizer, count)
     data = make_tokens_config(str(folder / "in"), tokenizer, shard_tokens=limit)
-    check_that_tasks_write_the_same_bytes(lambda path: TokensFolder(data, path), folder, tasks, rng)
+    check_that_tasks_write_the_same_bytes(lambda path: TokensFolder(data, path), folder, tasks, generator)
     manifest = load_manifest(folder / "many")
-    assert len(manifest.train) >= 2 * len(MAPPABLE)
+    assert len(manifest.train) >= 2 * len(MAPPABLE_WRITERS)
     entries = sorted((*manifest.train, *manifest.held_out), key=lambda entry: (entry.file, entry.offset))
     assert read_entries(folder / "many", (*entries,)) == expected_tokens
 
 
 @few_examples
-@given(layouts=st.lists(st.sampled_from([{}, *LAYOUTS.values()]), min_size=1, max_size=5), **SPLIT)
+@given(layouts=st.lists(st.sampled_from([{}, *LAYOUTS.values()]), min_size=1, max_size=5), **TASKS_AND_GENERATOR)
 def test_any_split_of_sample_files_gives_the_samples_that_were_written(
-    layouts: list[dict[str, Any]], tasks: int, rng: Random, tmp_path_factory: pytest.TempPathFactory
+    layouts: list[dict[str, Any]], tasks: int, generator: Random, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The arrays of the files are contiguous (`{}`), chunked or compressed."""
     folder = tmp_path_factory.mktemp("inputs")
     for number, options in enumerate(layouts):
         write_samples(folder / f"{number}.h5", **options)
     data = DataConfig(source=f"{folder}/*.h5", held_out=0)
-    check_that_tasks_write_the_same_bytes(lambda path: SamplesFolder(data, path, PACKAGE, MODEL), folder, tasks, rng)
+    check_that_tasks_write_the_same_bytes(
+        lambda path: SamplesFolder(data, path, PACKAGE, IMAGE_MODEL), folder, tasks, generator
+    )
     dataset = SampleDataset(read_manifest_file(folder / "many/manifest.json", SampleManifest), folder / "many")
     samples = dataset.read(np.arange(50 * len(layouts)))  # each file has 50
     for name, array in samples.items():
@@ -213,9 +222,9 @@ def test_any_split_of_sample_files_gives_the_samples_that_were_written(
 
 
 @few_examples
-@given(count=st.integers(60, 150), **SPLIT)
+@given(count=st.integers(60, 150), **TASKS_AND_GENERATOR)
 def test_any_split_of_a_mixture_of_text_and_tokens_gives_the_same_bytes(
-    count: int, tasks: int, rng: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+    count: int, tasks: int, generator: Random, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "in").mkdir()
@@ -229,36 +238,36 @@ def test_any_split_of_a_mixture_of_text_and_tokens_gives_the_same_bytes(
     data = DataConfig.model_validate(
         {"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}, "shard_tokens": 2048}
     )
-    check_that_tasks_write_the_same_bytes(lambda path: MixtureFolder(data, path), folder, tasks, rng)
+    check_that_tasks_write_the_same_bytes(lambda path: MixtureFolder(data, path), folder, tasks, generator)
     assert [part.name for part in load_manifest(folder / "many").parts] == ["web", "code"]
 
 
 @pytest.mark.parametrize("ending", FORMATS)
 def test_a_damaged_text_file_is_rejected_or_read(ending: str, tmp_path: Path) -> None:
-    """Damage a file of each format in 150 ways.
+    """Damage a file of each format 150 times at random.
 
-    A format with checksums must be rejected or read correctly. Other formats may yield other text, but never a crash
-    or more than four times the original text.
+    If the format has checksums, the file must be rejected or read correctly. With other formats, other text may be
+    read, but at most four times as much as the file contained, and reading must not crash.
     """
-    rng = Random(ending)
+    generator = Random(ending)
     documents = make_documents(30)
     original_content = FORMATS[ending](documents)
     has_checksum = ending.endswith((".gz", ".zst", ".bz2", ".xz"))
     rejections = 0
     path = tmp_path / f"a{ending}"
     for _ in range(150):
-        path.write_bytes(content := mutate(original_content, rng))
+        path.write_bytes(content := damage_content(original_content, generator))
         try:
             (text_input,) = find_inputs(DataConfig(source=str(path)))
             end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else len(content)
-            read = list(read_documents(text_input, 0, end, "text"))
+            documents_read = list(read_documents(text_input, 0, end, "text"))
         except UserError as error:
             assert str(path) in str(error)
             rejections += 1
             continue
-        accepted_texts = [document.text for document in read if document.reason is None]
+        accepted_texts = [document.text for document in documents_read if document.reason is None]
         assert sum(map(len, accepted_texts)) <= 4 * sum(map(len, documents))
-        assert all(document.reason is None or not document.text for document in read)
+        assert all(document.reason is None or not document.text for document in documents_read)
         if has_checksum and content:
             assert accepted_texts == documents
     # In these three formats, only the damaged lines are rejected, not the file.
@@ -267,15 +276,15 @@ def test_a_damaged_text_file_is_rejected_or_read(ending: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
 def test_a_damaged_sample_file_is_rejected_or_read(layout: str, tmp_path: Path) -> None:
-    """Damage a file of each layout in 150 ways. Values without a checksum may change, but their shapes may not."""
+    """Damage a file of each layout 150 times at random. Values without a checksum may change, but not their shapes."""
     write_samples(path := tmp_path / "a.h5", **LAYOUTS.get(layout, {}))
-    rng = Random(layout)
+    generator = Random(layout)
     original_content = path.read_bytes()
     rejections = 0
     data = DataConfig(source=str(path), held_out=0)
     for number in range(150):
-        path.write_bytes(mutate(original_content, rng))
-        folder = SamplesFolder(data, tmp_path / str(number), PACKAGE, MODEL)
+        path.write_bytes(damage_content(original_content, generator))
+        folder = SamplesFolder(data, tmp_path / str(number), PACKAGE, IMAGE_MODEL)
         try:
             folder.prepare(discard_log)
             folder.shard(0, 1, discard_log)

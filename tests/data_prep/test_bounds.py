@@ -1,4 +1,4 @@
-"""Damaged and hostile inputs: files with wrong sizes, and files that would fill the memory or crash a library."""
+"""Tests of damaged and malicious inputs: files of wrong sizes, and files that would fill memory or crash a library."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def test_two_hdf5_reads_at_once_do_not_mix_and_one_may_end_early(tmp_path: Path)
     with h5py.File(path := tmp_path / "t.h5", "w") as file:
         file["tokens"] = np.arange(40)
         file["input_ids"] = np.arange(7)
-    first: Any = hdf5_reader.read_rows(str(path), "tokens", 10)
-    second = hdf5_reader.read_rows(str(path), "input_ids", 3)
-    assert next(first).tolist() == [*range(10)]
-    assert next(second).tolist() == [0, 1, 2]
-    first.close()
-    assert next(second).tolist() == [3, 4, 5]
+    blocks_of_10: Any = hdf5_reader.read_rows(str(path), "tokens", 10)
+    blocks_of_3 = hdf5_reader.read_rows(str(path), "input_ids", 3)
+    assert next(blocks_of_10).tolist() == [*range(10)]
+    assert next(blocks_of_3).tolist() == [0, 1, 2]
+    blocks_of_10.close()
+    assert next(blocks_of_3).tolist() == [3, 4, 5]
     assert np.concatenate([*hdf5_reader.read_rows(str(path), "input_ids", 2)]).tolist() == [*range(7)]
     with raises_error("data.damaged_file", path):
         next(hdf5_reader.read_rows(str(path), "images", 2))
@@ -148,10 +148,11 @@ def test_two_hdf5_reads_at_once_do_not_mix_and_one_may_end_early(tmp_path: Path)
 # -- lines -------------------------------------------------------------------------------------------------
 
 MAX_CHARACTERS = 12
-"""Characters of the longest document that the tests below accept."""
+"""Characters of the longest document that the following tests accept."""
 
 
 def write_lines(path: Path, lines: list[bytes]) -> Path:
+    """Write the lines as documents, in the format of the file's ending, and return the path."""
     content = b"".join(line + b"\n" for line in lines)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(content))
@@ -191,16 +192,17 @@ def test_a_line_or_row_that_is_too_long_is_rejected_and_the_next_is_read(
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", max_bytes)
     texts = ["one", "x" * MAX_CHARACTERS, "y" * (MAX_CHARACTERS + 1), "z" * MAX_CHARACTERS, "long" * 1000, "last"]
     path = write_lines(tmp_path / name, [wrap(text) for text in texts])
-    documents_found = read_all_documents(path, file_format, 1 if file_format == "parquet" else None)
-    assert [(document.line, document.text) for document in documents_found if document.reason is None] == [
+    documents_read = read_all_documents(path, file_format, 1 if file_format == "parquet" else None)
+    assert [(document.line, document.text) for document in documents_read if document.reason is None] == [
         (number, text) for number, text in enumerate(texts, 1) if len(text) <= MAX_CHARACTERS
     ]
-    assert {
-        document.line: "longer than" in str(document.reason) for document in documents_found if document.reason
-    } == {3: True, 5: True}
+    assert {document.line: "longer than" in str(document.reason) for document in documents_read if document.reason} == {
+        3: True,
+        5: True,
+    }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(content=st.binary(max_size=60).map(lambda data: bytes(b"ab\n"[byte % 3] for byte in data)), data=st.data())
 def test_a_line_that_is_too_long_is_rejected_once_however_the_file_is_split(
     content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -209,30 +211,31 @@ def test_a_line_that_is_too_long_is_rejected_once_however_the_file_is_split(
     path.write_bytes(content)
     boundaries = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=6))})
     source = Input(str(path), len(content), 0, "lines")
-    documents_found: list[str | None] = []
+    documents_read: list[str | None] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "MAX_DOCUMENT_BYTES", 3)
         patch.setattr(documents, "_BLOCK_BYTES", 2)
         for start, end in pairwise(boundaries):
-            documents_found += [
+            documents_read += [
                 document.text if document.reason is None else None
                 for document in read_documents(source, start, end, "text")
             ]
     lines = content.decode().split("\n")
-    assert documents_found == [line if len(line) <= 3 else None for line in lines[: len(lines) - (not lines[-1])]]
+    assert documents_read == [line if len(line) <= 3 else None for line in lines[: len(lines) - (not lines[-1])]]
 
 
-BOMBS = {  # a line of 200 MB, and two lines that are short enough but would become 4 GB of Python objects
+EXPANDING_LINES = {
     "line": b'{"text": "' + b"x" * 200_000_000 + b'"}\n',
     "objects": b'{"text": "x", "more": [' + b"{}," * 22_000_000 + b"0]}\n",
     "strings": b'{"text": "x", "more": [' + b'"\\\\\\"a",' * 7_000_000 + b"0]}\n",
 }
+"""A line of 200 MB, and two lines that are short enough but would need 4 GB as Python objects."""
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("kind", EXPANDING_LINES)
 def test_a_small_compressed_file_that_expands_is_rejected_within_1_gb(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(BOMBS[kind] + b'{"text": "next"}\n'))
+    path.write_bytes(gzip.compress(EXPANDING_LINES[kind] + b'{"text": "next"}\n'))
     assert path.stat().st_size < 300_000
     program = (
         "import sys, json\n"
@@ -246,9 +249,9 @@ def test_a_small_compressed_file_that_expands_is_rejected_within_1_gb(tmp_path: 
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes)),
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    (line, text, reason), second = json.loads(process.stdout)
+    (line, text, reason), next_document = json.loads(process.stdout)
     assert (line, text) == (1, "") and ("longer than" if kind == "line" else "values") in reason
-    assert second == [2, "next", None]
+    assert next_document == [2, "next", None]
 
 
 def test_the_json_depth_limit_does_not_depend_on_the_call_stack(tmp_path: Path) -> None:
@@ -263,19 +266,19 @@ def test_the_json_depth_limit_does_not_depend_on_the_call_stack(tmp_path: Path) 
         return read_in_nested_calls(depth - 1) if depth else read_all_documents(path, "jsonl")
 
     for depth in (0, 500):
-        documents_found = read_in_nested_calls(depth)
-        assert [document.text for document in documents_found] == ["x", "", "", ""]
-        assert {document.reason for document in documents_found[1:]} == {
+        documents_read = read_in_nested_calls(depth)
+        assert [document.text for document in documents_read] == ["x", "", "", ""]
+        assert {document.reason for document in documents_read[1:]} == {
             f"JSON that nests more than {MAX_JSON_DEPTH} deep"
         }
 
 
 def test_a_long_line_of_many_strings_and_few_values_is_read(tmp_path: Path) -> None:
     text = "[{,:" * 5_000_000  # these characters begin and separate values only outside of strings
-    documents_found = read_all_documents(
+    documents_read = read_all_documents(
         write_lines(tmp_path / "a.jsonl", [json.dumps({"text": text, "id": 1}).encode()]), "jsonl"
     )
-    assert [document.text == text for document in documents_found] == [True]
+    assert [document.text == text for document in documents_read] == [True]
 
 
 @pytest.fixture
@@ -323,7 +326,8 @@ def make_pax_record(key: str, value: str) -> bytes:
 
 MEMBER = make_header(tarfile.REGTYPE, 5, "a.txt") + b"hello".ljust(512, b"\0")
 END = b"\0" * 1024
-SPARSE = (
+"""The end of a tar file."""
+SPARSE_RECORDS = (
     make_pax_record("GNU.sparse.major", "1")
     + make_pax_record("GNU.sparse.minor", "0")
     + make_pax_record("GNU.sparse.name", "a.txt")
@@ -356,7 +360,7 @@ SPARSE = (
             + END,
             "global headers",
         ),
-        (make_extended_header(tarfile.XHDTYPE, SPARSE) + MEMBER + END, "sparse"),
+        (make_extended_header(tarfile.XHDTYPE, SPARSE_RECORDS) + MEMBER + END, "sparse"),
         (make_header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + END, "sparse"),
     ],
     ids=[

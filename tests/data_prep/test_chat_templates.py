@@ -1,4 +1,4 @@
-"""`data.chat_template`: the built-in templates, custom templates, and dialogues longer than a sample.
+"""Tests of `data.chat_template`: the built-in templates, custom templates, and dialogues longer than a sample.
 
 The marked parts of a rendered template count in the loss, and MASK_LEARNED is set for their tokens.
 """
@@ -42,26 +42,32 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 ROLE_HEADERS = {role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")}
 DATE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-TURNS = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n«A1<|im_end|>»\n<|im_start|>user\nQ2<|im_end|>\n"
-TURNS += "<|im_start|>assistant\n«A2<|im_end|>»\n"
+CHATML_TURNS = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n«A1<|im_end|>»\n<|im_start|>user\nQ2<|im_end|>\n"
+CHATML_TURNS += "<|im_start|>assistant\n«A2<|im_end|>»\n"
 LLAMA_TURNS = (
     f"{ROLE_HEADERS['user']}Q1<|eot_id|>{ROLE_HEADERS['assistant']}«A1<|eot_id|>»{ROLE_HEADERS['user']}Q2<|eot_id|>"
 )
 LLAMA_TURNS += f"{ROLE_HEADERS['assistant']}«A2<|eot_id|>»"
-SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
+CHATML_SYSTEM = "<|im_start|>system\n{}<|im_end|>\n"
 EMPTY_THINKING = "<think>\n\n</think>\n\n"
 EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
-    "chatml": (TURNS, SYSTEM.format("S") + TURNS),
-    "qwen2": (SYSTEM.format("You are a helpful assistant.") + TURNS, SYSTEM.format("S") + TURNS),
+    "chatml": (CHATML_TURNS, CHATML_SYSTEM.format("S") + CHATML_TURNS),
+    "qwen2": (
+        CHATML_SYSTEM.format("You are a helpful assistant.") + CHATML_TURNS,
+        CHATML_SYSTEM.format("S") + CHATML_TURNS,
+    ),
     "qwen2.5": (
-        SYSTEM.format("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.") + TURNS,
-        SYSTEM.format("S") + TURNS,
+        CHATML_SYSTEM.format("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.") + CHATML_TURNS,
+        CHATML_SYSTEM.format("S") + CHATML_TURNS,
     ),
     "smollm2": (
-        SYSTEM.format("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + TURNS,
-        SYSTEM.format("S") + TURNS,
+        CHATML_SYSTEM.format("You are a helpful AI assistant named SmolLM, trained by Hugging Face") + CHATML_TURNS,
+        CHATML_SYSTEM.format("S") + CHATML_TURNS,
     ),
-    "qwen3": (TURNS.replace("«", f"«{EMPTY_THINKING}"), SYSTEM.format("S") + TURNS.replace("«", f"«{EMPTY_THINKING}")),
+    "qwen3": (
+        CHATML_TURNS.replace("«", f"«{EMPTY_THINKING}"),
+        CHATML_SYSTEM.format("S") + CHATML_TURNS.replace("«", f"«{EMPTY_THINKING}"),
+    ),
     "llama3": (f"<s>{LLAMA_TURNS}", f"<s>{ROLE_HEADERS['system']}S<|eot_id|>{LLAMA_TURNS}"),
     "llama3.1": (
         f"<s>{ROLE_HEADERS['system']}{DATE}<|eot_id|>{LLAMA_TURNS}",
@@ -92,10 +98,11 @@ QWEN3_ORIGINAL = (
 """Qwen3's original template for answers without thinking. Only the last answer gets an empty thinking block."""
 
 
-def make_two_questions(system: bool) -> list[dict[str, str]]:
+def make_two_questions(has_system: bool) -> list[dict[str, str]]:
     """Return a dialogue of two questions and answers, with or without a system message."""
-    pairs = [("user", "Q1"), ("assistant", "A1"), ("user", "Q2"), ("assistant", "A2")]
-    return [{"role": role, "content": text} for role, text in ([("system", "S")] if system else []) + pairs]
+    messages = [("system", "S")] if has_system else []
+    messages += [("user", "Q1"), ("assistant", "A1"), ("user", "Q2"), ("assistant", "A2")]
+    return [{"role": role, "content": text} for role, text in messages]
 
 
 def load_builtin(name: str) -> ChatTemplate:
@@ -112,15 +119,15 @@ def test_every_named_template_is_included() -> None:
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_a_builtin_template_writes_and_marks_the_expected_text(name: str) -> None:
     template = load_builtin(name)
-    for system, expected in zip((False, True), EXPECTED_TEXTS[name], strict=True):
-        messages = make_two_questions(system)
+    for has_system, expected in zip((False, True), EXPECTED_TEXTS[name], strict=True):
+        messages = make_two_questions(has_system)
         text, spans = split_marks(template.render(messages))
-        marked = "".join(f"«{text[start:end]}»" for start, end in spans)
         assert text == expected.replace("«", "").replace("»", "")
-        assert marked == "".join(f"«{part.split('»')[0]}»" for part in expected.split("«")[1:])
-        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for (start, _), number in zip(spans, numbers, strict=True):  # a marked part begins where generation begins
-            assert split_marks(template.render(messages[:number], True))[0] == text[:start]
+        assert [text[start:end] for start, end in spans] == [part.split("»")[0] for part in expected.split("«")[1:]]
+        answer_numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for (start, _), number in zip(spans, answer_numbers, strict=True):
+            prompt = split_marks(template.render(messages[:number], True))[0]
+            assert prompt == text[:start], "a marked part does not begin at the end of the prompt for generation"
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
@@ -130,12 +137,12 @@ def test_tokens_and_masks_equal_those_of_transformers(tmp_path: Path, name: str)
     hf_tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     hf_tokenizer.save_pretrained(tokenizer.parent)
     hf_tokenizer.chat_template = load_template(Path(name))
-    dialogues = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))
+    reader = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))
     encoder = load_encoder(tokenizer, "<|im_end|>")
-    rng = random.Random(7)
+    generator = random.Random(7)
     for _ in range(40):
-        messages = make_dialogue(rng)
-        text, spans = dialogues.read_dialogue({"messages": messages})
+        messages = make_dialogue(generator)
+        text, spans = reader.read_dialogue({"messages": messages})
         (record,) = encoder.encode_records([Document(1, text, None, spans)], chat=True)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = hf_tokenizer.apply_chat_template(messages, **options)
@@ -144,21 +151,22 @@ def test_tokens_and_masks_equal_those_of_transformers(tmp_path: Path, name: str)
 
 
 def test_qwen3_template_keeps_the_thinking_of_each_answer() -> None:
-    messages = make_two_questions(system=False)
+    messages = make_two_questions(has_system=False)
     messages[1]["content"] = "<think>\nfirst\n\n</think>\n\nA1"
     text, spans = split_marks(load_builtin("qwen3").render(messages))
     assert [text[start:end] for start, end in spans] == [
         "<think>\nfirst\n</think>\n\nA1<|im_end|>",
         f"{EMPTY_THINKING}A2<|im_end|>",
     ]
-    original = ChatTemplate(QWEN3_ORIGINAL, TOKENS)
-    one_answer = messages[2:]
-    assert original.render(one_answer) == split_marks(load_builtin("qwen3").render(one_answer))[0]
+    # with a single answer, the text is that of the original template
+    original_template = ChatTemplate(QWEN3_ORIGINAL, TOKENS)
+    last_turn = messages[2:]
+    assert original_template.render(last_turn) == split_marks(load_builtin("qwen3").render(last_turn))[0]
 
 
 def test_data_chat_template_replaces_an_unusable_template_of_the_tokenizer(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    lines = [{"messages": [*make_dialogue(rng), *make_two_questions(False)]} for _ in range(40)]
+    generator = random.Random(3)
+    lines = [{"messages": [*make_dialogue(generator), *make_two_questions(False)]} for _ in range(40)]
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", QWEN3_ORIGINAL)
     with raises_error("data.no_documents", "a.jsonl line 1", "data.chat_template", "qwen3"):
@@ -177,10 +185,8 @@ def test_data_chat_template_replaces_an_unusable_template_of_the_tokenizer(tmp_p
     data_dir = tmp_path / "custom"
     (data_dir / "manifest.json").unlink()
     (tmp_path / "custom.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
-    changed = build_shards(data, data_dir)
-    assert changed.key != manifests[str(tmp_path / "custom.jinja")].key, (
-        "the key does not depend on the text of the template"
-    )
+    new_key = build_shards(data, data_dir).key
+    assert new_key != manifests[str(tmp_path / "custom.jinja")].key, "the text of the template does not affect the key"
 
 
 def test_data_chat_template_is_a_built_in_name_or_a_path_relative_to_the_config(tmp_path: Path) -> None:
@@ -213,7 +219,7 @@ def test_special_tokens_of_a_template_come_from_the_post_processor_or_from_speci
     tmp_path: Path, name: str
 ) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(), "llama 3"))
-    plain = save_tokenizer(tmp_path / "plain", make_byte_tokenizer())
+    tokenizer_without_processor = save_tokenizer(tmp_path / "plain", make_byte_tokenizer())
     expected = ChatTemplate(load_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
         make_two_questions(False)
     )
@@ -223,23 +229,28 @@ def test_special_tokens_of_a_template_come_from_the_post_processor_or_from_speci
         text, _ = reader.read_dialogue({"messages": make_two_questions(False)})
         return text
 
-    assert render_questions(tokenizer) == split_marks(expected)[0], "post-processor"
+    assert render_questions(tokenizer) == split_marks(expected)[0], "the tokens of the post-processor are not used"
     mapping = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": "<|pad|>"}
-    write_json(plain.with_name("special_tokens_map.json"), mapping)
-    assert render_questions(plain) == split_marks(expected)[0], "special_tokens_map.json"
-    chat = json.loads(build_chat_json(plain, "</s>", name))
-    assert "pad_token" not in chat["tokens"] and json.loads(build_chat_json(plain, "</s>", "chatml"))["tokens"] == {}
-    plain.with_name("special_tokens_map.json").unlink()
+    write_json(tokenizer_without_processor.with_name("special_tokens_map.json"), mapping)
+    assert render_questions(tokenizer_without_processor) == split_marks(expected)[0], "the mapping is not used"
+    chat = json.loads(build_chat_json(tokenizer_without_processor, "</s>", name))
+    assert (
+        "pad_token" not in chat["tokens"]
+        and json.loads(build_chat_json(tokenizer_without_processor, "</s>", "chatml"))["tokens"] == {}
+    )
+    tokenizer_without_processor.with_name("special_tokens_map.json").unlink()
     with raises_error("data.no_bos_token", "tokenizer_config.json", "bos_token"):
-        build_chat_json(plain, "</s>", name)
+        build_chat_json(tokenizer_without_processor, "</s>", name)
 
 
 def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path: Path) -> None:
     for number, template in enumerate(("{% if bos_token %}{{ bos_token }}{% endif %}x", "{# bos_token #}x")):
         tokenizer = save_tokenizer(tmp_path / str(number), make_byte_tokenizer(), template)
         assert json.loads(build_chat_json(tokenizer, "</s>"))["tokens"] == {}
-    with_null = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
-    assert json.loads(build_chat_json(with_null, "</s>"))["tokens"] == {}  # in transformers, null also means no token
+    tokenizer_without_bos = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
+    assert (
+        json.loads(build_chat_json(tokenizer_without_bos, "</s>"))["tokens"] == {}
+    )  # in transformers, null also means no token
 
 
 # -- dialogues longer than a sample --------------------------------------------------------------------------
@@ -247,13 +258,15 @@ def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path
 
 @pytest.mark.parametrize("records", ["messages", "prompts"])
 def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Path, records: str) -> None:
-    rng = random.Random(4)
+    generator = random.Random(4)
     descriptions = []
     if records == "messages":
-        lines: list[Any] = [{"messages": make_dialogue(rng)} for _ in range(60)]
+        lines: list[Any] = [{"messages": make_dialogue(generator)} for _ in range(60)]
         lines.append({"messages": [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "never"}]})
     else:
-        lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 60)} for _ in range(60)]
+        lines = [
+            {"prompt": sample_words(generator, 9) + "\n", "response": sample_words(generator, 60)} for _ in range(60)
+        ]
         lines.append({"prompt": "x" * 200, "response": "never"})
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
@@ -268,12 +281,12 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
     long_count = sum(len(ids) > LENGTH for ids, _ in all_documents)
     assert 5 < long_count < 55 and len(all_documents) == 61
     assert documents["drop"] == [(ids, in_loss) for ids, in_loss in all_documents if len(ids) <= LENGTH]
-    truncated = [(ids[:LENGTH], in_loss[:LENGTH]) for ids, in_loss in all_documents]
-    for ids, in_loss in truncated:
+    truncated_documents = [(ids[:LENGTH], in_loss[:LENGTH]) for ids, in_loss in all_documents]
+    for ids, in_loss in truncated_documents:
         while len(ids) == LENGTH and ids[-1] == manifest.eos_id and not in_loss[-1]:
             ids.pop()  # `read_shard_documents` removes it like padding
             in_loss.pop()
-    assert documents["truncate"] == [(ids, in_loss) for ids, in_loss in truncated if any(in_loss)]
+    assert documents["truncate"] == [(ids, in_loss) for ids, in_loss in truncated_documents if any(in_loss)]
     assert len(documents["truncate"]) < 61, "the last document, of which only the prompt remains, was not removed"
     for mode, description in zip(documents, descriptions, strict=True):
         assert f"{long_count} longer" in description
@@ -303,4 +316,5 @@ def test_train_bytes_exclude_the_text_that_truncation_removes(tmp_path: Path) ->
     hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
     offsets = hf_tokenizer("is" + "é" * 200, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert len(offsets) > LENGTH and manifest.long_documents == 3
-    assert manifest.train_bytes == 3 * 2 * (offsets[LENGTH - 1][1] - 2)
+    answer_characters = offsets[LENGTH - 1][1] - len("is")
+    assert manifest.train_bytes == 3 * 2 * answer_characters  # three documents; "é" has two bytes

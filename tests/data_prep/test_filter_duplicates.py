@@ -1,4 +1,7 @@
-"""`data.deduplicate` and `data.filter`: equal to simple implementations, for any number of tasks and after crashes."""
+"""Tests of `data.deduplicate` and `data.filter`.
+
+They give the results of simple implementations, for any number of tasks and after crashes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def remove_duplicates(documents: list[str]) -> list[str]:
     return list(dict.fromkeys(text for text in documents if text))
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     indices=st.lists(st.integers(0, 12), min_size=6, max_size=60),
     tasks=st.integers(1, 5),
@@ -53,8 +56,8 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
     indices: list[int], tasks: int, range_hashes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("twice")
-    pool = [*make_documents(12), ""]
-    documents = [pool[index] for index in indices] + ["at least", "this"]
+    choices = [*make_documents(12), ""]
+    documents = [choices[index] for index in indices] + ["at least", "this"]
     half = len(documents) // 2
     write_jsonl(folder / "a.jsonl", documents[:half])
     write_jsonl(folder / "b.jsonl", documents[half:])
@@ -65,10 +68,10 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
         patch.setattr(os, "fsync", lambda fd: None)  # it is slow, and this test does not crash the machine
         build_shards(data, folder / "one", 1)
         manifest = build_shards(data, folder / "data", tasks)
-    unique = remove_duplicates(documents)
-    check_shards(data, folder / "data", manifest, unique)
-    assert manifest.documents == len(unique)
-    assert manifest.duplicate_documents == len([text for text in documents if text]) - len(unique)
+    unique_documents = remove_duplicates(documents)
+    check_shards(data, folder / "data", manifest, unique_documents)
+    assert manifest.documents == len(unique_documents)
+    assert manifest.duplicate_documents == len([text for text in documents if text]) - len(unique_documents)
     assert read_all_files(folder / "one") == read_all_files(folder / "data")
 
 
@@ -76,7 +79,7 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
     units=st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), min_size=1, max_size=5),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_first_occurrences_equal_those_of_a_set(
     units: list[list[bytes]], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -120,11 +123,12 @@ def test_filtered_documents_are_counted_and_not_listed_as_rejected(tmp_path: Pat
     data = make_config_with_filter(tmp_path, str(write_jsonl(tmp_path / "a.jsonl", ["good", *["bad"] * 50])))
     run_prepare(data, tmp_path / "data", discard_log)
     folder = TextFolder(data, tmp_path / "data")
-    rejected: list[tuple[int, int, str]] = []
-    filtered = [0]
-    assert len([*folder._read_documents(folder.plan.units[0], [0], filtered, rejected)]) == 1
-    assert filtered == [50]
-    assert rejected == []
+    rejected_documents: list[tuple[int, int, str]] = []
+    filtered_count = [0]
+    documents = [*folder._read_documents(folder.plan.units[0], [0], filtered_count, rejected_documents)]
+    assert len(documents) == 1
+    assert filtered_count == [50]
+    assert rejected_documents == []
 
 
 def test_a_filter_that_changes_between_tasks_is_used_only_after_prepare_runs_again(
@@ -184,7 +188,7 @@ def test_a_filter_may_define_dataclasses_and_return_a_numpy_bool(tmp_path: Path)
 
 
 def test_a_filter_with_changing_results_is_rejected(tmp_path: Path) -> None:
-    code = "seen = []\ndef keep(document):\n    seen.append(1)\n    return len(seen) % 3 > 0\n"
+    code = "calls = []\ndef keep(document):\n    calls.append(1)\n    return len(calls) % 3 > 0\n"
     data = make_config_with_filter(
         tmp_path, str(write_jsonl(tmp_path / "a.jsonl", make_documents(50))), code, deduplicate=True
     )
@@ -222,16 +226,16 @@ def test_files_of_hashes_that_a_crash_damaged_are_written_again(
 
 
 def test_files_of_hashes_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    real = os.fsync
+    synced_sizes: list[int] = []
+    real_fsync = os.fsync
 
-    def fsync(fd: int) -> None:
-        synced.append(os.fstat(fd).st_size)
-        real(fd)
+    def record_size_and_sync(fd: int) -> None:
+        synced_sizes.append(os.fstat(fd).st_size)
+        real_fsync(fd)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", record_size_and_sync)
     Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).find_first_occurrences(0)
-    assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced)
+    assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced_sizes)
 
 
 def test_tasks_search_for_duplicates_in_different_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +254,7 @@ def test_tasks_search_for_duplicates_in_different_orders(tmp_path: Path, monkeyp
             _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._duplicate_files
             orders.append(order)
         assert all(sorted(order) == list(range(ranges)) for order in orders), "a task did not complete all ranges"
-        assigned = ranges // 4
-        assert [number for order in orders for number in order[:assigned]] == list(range(ranges))
-        assert len({tuple(order[assigned:]) for order in orders}) == 4, (
-            "tasks that finish their own ranges early continue in the same order"
-        )
+        ranges_per_task = ranges // 4
+        assert [number for order in orders for number in order[:ranges_per_task]] == list(range(ranges))
+        # tasks that finish their own ranges early continue with the other ranges in different orders
+        assert len({tuple(order[ranges_per_task:]) for order in orders}) == 4

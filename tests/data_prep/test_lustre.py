@@ -1,4 +1,4 @@
-"""Lustre striping, with a fake `lfs`: it is called only on Lustre, and its failure is a warning."""
+"""Tests of Lustre striping with a fake `lfs`, which is called only on Lustre and whose failure is a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data_prep.test_shards import discard_log, make_data_config, make_docu
 def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a fake `lfs` first in PATH and return its folder.
 
-    It appends its arguments to the file `calls` and exits with the code in the file `code`.
+    The fake `lfs` appends its arguments to the file `calls` and exits with the code in the file `code`.
     """
     folder = tmp_path / "fake-lfs"
     folder.mkdir()
@@ -72,9 +72,8 @@ def test_shard_sets_the_stripe_before_it_writes(
     folder = TextFolder(data, tmp_path / "data")
     folder.shard(0, 1, discard_log, StripeConfig(count=2, size_mb=4, pool="flash"))
     assert (fake_lfs / "calls").read_text() == "done\n"
-    assert TextFolder(data, tmp_path / "data").finalize(
-        discard_log
-    )  # as in another task, perhaps on a node without `lfs`
+    # another task finalizes the folder, perhaps on a node without `lfs`
+    assert TextFolder(data, tmp_path / "data").finalize(discard_log)
     assert load_manifest(tmp_path / "data").stripe == "-c 2 -S 4M -p flash"
 
 

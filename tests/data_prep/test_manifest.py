@@ -1,4 +1,7 @@
-"""Manifests and progress of a data folder: damage and changes are detected, and checking imports no large package."""
+"""Tests of the manifests and the progress of a data folder.
+
+Damage and changes are detected, and the checks import no large package.
+"""
 
 from __future__ import annotations
 
@@ -110,27 +113,28 @@ def test_problems_and_progress_change_as_the_stages_finish(tmp_path: Path, data:
 def test_progress_is_read_from_one_file_while_tasks_run(
     tmp_path: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a login node nor a task that finishes early reads the manifests of all units."""
+    """The manifests of all units are read neither to show the progress nor when a task finishes before the others."""
     folder = tmp_path / "data"
     run_prepare(data, folder, discard_log)
     run_shard_task(data, folder, 0, 2, discard_log)
     run_shard_task(data, folder, 0, 2, discard_log)  # A repeated task is not counted twice.
-    opened: set[str] = set()
+    opened_names: set[str] = set()
     real_open = os.open
 
-    def record_open(path: Any, *arguments: Any, **options: Any) -> Any:
-        opened.add(Path(path).name)
+    def record_name_and_open(path: Any, *arguments: Any, **options: Any) -> Any:
+        opened_names.add(Path(path).name)
         return real_open(path, *arguments, **options)
 
-    monkeypatch.setattr(os, "open", record_open)
+    monkeypatch.setattr(os, "open", record_name_and_open)
     finished, total, _ = TextFolder(data, folder).measure_progress()
     assert finished == (total + 1) // 2
     assert not TextFolder(data, folder).finalize(discard_log)
     first_missing = "unit-00001.json"  # the first unit without a line in progress.jsonl
-    assert first_missing in opened
+    assert first_missing in opened_names
     assert not (folder / "shards" / first_missing).exists()
-    code = {path.name for path in (*PACKAGE.rglob("*.py"), *map(Path, SHARED_MODULES))}  # its hash is part of the key
-    assert opened <= {"prepare.json", "progress.jsonl", *PREPARED_FILES, first_missing} | code
+    # the code is read because its hash is part of the key
+    code_names = {path.name for path in (*PACKAGE.rglob("*.py"), *map(Path, SHARED_MODULES))}
+    assert opened_names <= {"prepare.json", "progress.jsonl", *PREPARED_FILES, first_missing} | code_names
     assert TextFolder(data.model_copy(update={"shard_tokens": 4096}), folder).measure_progress() == (0, 0, None)
     monkeypatch.undo()
     outdated_line = '{"key": "of another config", "unit": 1}\n'
@@ -139,14 +143,14 @@ def test_progress_is_read_from_one_file_while_tasks_run(
 
 
 def test_finalize_finds_units_without_a_line_of_progress(tmp_path: Path, data: DataConfig) -> None:
-    """On a file system without locks, one task may overwrite the line of another."""
+    """On a file system without locks, one task may overwrite the line of another task."""
     folder = tmp_path / "data"
     run_prepare(data, folder, discard_log)
     run_shard_task(data, folder, 0, 2, discard_log)
     run_shard_task(data, folder, 1, 2, discard_log)
-    _, *others = (folder / PROGRESS_FILE).read_text().splitlines(keepends=True)
-    (folder / PROGRESS_FILE).write_text("".join(others))
-    assert count_units(data, folder)[0] == len(others)
+    _, *other_lines = (folder / PROGRESS_FILE).read_text().splitlines(keepends=True)
+    (folder / PROGRESS_FILE).write_text("".join(other_lines))
+    assert count_units(data, folder)[0] == len(other_lines)
     assert run_finalize(data, folder, discard_log).documents == 80
 
 

@@ -1,4 +1,4 @@
-"""Tasks that are killed at random moments lose no finished work, repeat none, and leave no incomplete files.
+"""Tests that tasks which are killed at random moments lose and repeat no finished work and leave no incomplete files.
 
 This holds for the shard stage with each kind of data folder, and for `data import`. A task kills itself with SIGKILL at
 a random event: before a rename, at a file system operation (an audit event of Python), at a function call, or when a
@@ -101,6 +101,7 @@ Stamps = dict[str, tuple[int, int]]
 
 
 def read_stamps(files: list[Path]) -> Stamps:
+    """Return the stamps of these files."""
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
 
 
@@ -108,11 +109,11 @@ class TextShards:
     """The shard stage with documents.
 
     Args:
-        argument: what a new process needs to open the workload: here the data config as JSON.
+        argument: what a new process needs to open the workload. For this class, this is the data config as JSON.
     """
 
     kill_ranges = (0.03, 0.3, 1.1)
-    """A task is killed in this first part of its work. An early kill needs many tasks; 1.1 also hits the end."""
+    """Fractions of the work. A task is killed at a random moment before one of them. 1.1 includes the end of a task."""
     min_kills = 6
     """At least this number of tasks must be killed in a test."""
 
@@ -130,7 +131,7 @@ class TextShards:
         return TextFolder(DataConfig.model_validate_json(self.argument), path)
 
     def prepare(self, path: Path) -> None:
-        """Do what must precede the tasks."""
+        """Prepare the folder for the tasks."""
         self.open_folder(path).prepare(discard_log)
 
     def run_task(self, path: Path, number: int, tasks: int) -> None:
@@ -365,17 +366,17 @@ def test_finalize_removes_temporary_files_and_succeeds_if_another_task_finishes_
     for name in (".manifest.json", ".rejected.jsonl", "web/.manifest.json"):
         (path / f"{name}.77.0a1b2c3d.tmp").write_text("incomplete")
     real_replace = os.replace
-    replaced: list[str] = []
+    replaced_files: list[str] = []
 
     def finalize_second_task_before_replace(old: Any, new: Any) -> None:
-        replaced.append(str(new))
-        if len(replaced) == 1:
+        replaced_files.append(str(new))
+        if len(replaced_files) == 1:
             assert second_task.finalize(discard_log)
         real_replace(old, new)
 
     monkeypatch.setattr(os, "replace", finalize_second_task_before_replace)
     assert first_task.finalize(discard_log)
-    assert len(replaced) == 3
+    assert len(replaced_files) == 3
     assert not [*path.rglob("*.tmp")]
     assert first_task.find_shard_problem() is None
 

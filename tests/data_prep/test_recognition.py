@@ -1,4 +1,4 @@
-"""Recognition of text files by name and by content, and the documents that are read from them."""
+"""Tests that text files are recognized by name and by content, and of the documents that are read from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
 }
-CONTENTS = {
+CONTENTS = {  # by ending
     ".jsonl": LINES,
     ".ndjson": LINES,
     ".json": json.dumps(OBJECTS).encode(),
@@ -114,7 +114,7 @@ def test_compressed_tar_files_are_read(compression: str, tmp_path: Path) -> None
         ("corpus.data", json.dumps(OBJECTS).encode()),
     ],
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(splits=st.lists(st.floats(0, 1), max_size=4))
 def test_the_format_is_detected_from_the_content_and_input_ranges_yield_each_document_once(
     name: str, content: bytes, splits: list[float], tmp_path_factory: pytest.TempPathFactory
@@ -178,10 +178,8 @@ def test_data_format_overrides_the_file_name(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "a.txt", format="jsonl") == TEXTS
     assert read_texts(tmp_path / "b.md", format="text") == ["# text"]
     assert read_texts(tmp_path, format="text") == [LINES.decode()]  # only a.txt has an ending of this format
-    assert [document.text for document in read_all_documents(tmp_path, format="jsonl")] == [
-        *TEXTS,
-        "",
-    ]  # no file has one, so all files are read
+    # no file has an ending of the format jsonl, so all files are read
+    assert [document.text for document in read_all_documents(tmp_path, format="jsonl")] == [*TEXTS, ""]
     (tmp_path / "c.gz").write_bytes(gzip.compress(CSV))
     assert read_texts(tmp_path / "c.gz", format="csv") == TEXTS
     (tmp_path / "d.json").write_text('{"text": "cut\n{"text": "whole"}\n')

@@ -1,4 +1,4 @@
-"""Prompts and dialogues: tokens and masks equal those of transformers, and malformed lines are rejected.
+"""Tests that prompts and dialogues have the tokens and masks of transformers, and that malformed lines are rejected.
 
 A token with MASK_LEARNED counts in the loss.
 """
@@ -38,12 +38,16 @@ CHATML = (
     "{% else %}{{ raise_exception('no role ' + message.role) }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+CHATML_WITHOUT_MARKS = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 LENGTH = 64
+"""Tokens of a sample."""
 
 
 def save_tokenizer_with_template(path: Path, template: Any = CHATML, in_file: bool = False) -> Path:
-    """Write a tokenizer and a chat template to a folder, and return the path of `tokenizer.json`."""
+    """Write a tokenizer and a chat template to a new folder, and return the path of `tokenizer.json`.
+
+    The template is in `chat_template.jinja` if `in_file` is True, and otherwise in `tokenizer_config.json`.
+    """
     path.mkdir()
     content = json.loads(train_bpe([" ".join(WORDS) * 3], 300, "<|im_end|>"))
     start = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "<|im_start|>"}
@@ -68,17 +72,17 @@ def make_data_config(source: Path, records: Any, tokenizer: Path | None = None, 
     return DataConfig(source=str(source), records=records, tokenizer=tokenizer_config, **values)
 
 
-def sample_words(rng: random.Random, max_words: int) -> str:
+def sample_words(generator: random.Random, max_words: int) -> str:
     """Return 1 to `max_words` random words."""
-    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, max_words)))
+    return " ".join(generator.choice(WORDS) for _ in range(generator.randint(1, max_words)))
 
 
-def make_dialogue(rng: random.Random) -> list[dict[str, str]]:
+def make_dialogue(generator: random.Random) -> list[dict[str, str]]:
     """Return a random dialogue of one to three questions and answers, in some cases with a system message."""
-    messages = [{"role": "system", "content": sample_words(rng, 3)}] if rng.random() < 0.3 else []
-    for _ in range(rng.randint(1, 3)):
-        messages.append({"role": "user", "content": sample_words(rng, 6)})
-        messages.append({"role": "assistant", "content": sample_words(rng, 6)})
+    messages = [{"role": "system", "content": sample_words(generator, 3)}] if generator.random() < 0.3 else []
+    for _ in range(generator.randint(1, 3)):
+        messages.append({"role": "user", "content": sample_words(generator, 6)})
+        messages.append({"role": "assistant", "content": sample_words(generator, 6)})
     return messages
 
 
@@ -112,33 +116,33 @@ def read_shard_documents(data_dir: Path, manifest: Manifest) -> list[tuple[list[
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["template in config", "template in file"])
 def test_tokens_and_masks_of_dialogues_equal_those_of_transformers(tmp_path: Path, in_file: bool) -> None:
-    rng = random.Random(1)
-    lines = [make_dialogue(rng) for _ in range(60)]
-    source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in lines])
-    marked = save_tokenizer_with_template(tmp_path / "marked", CHATML, in_file)
-    plain = save_tokenizer_with_template(tmp_path / "plain", PLAIN, in_file)
-    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(marked), chat_template=CHATML)
+    generator = random.Random(1)
+    dialogues = [make_dialogue(generator) for _ in range(60)]
+    source = write_lines(tmp_path / "a.jsonl", [{"messages": messages} for messages in dialogues])
+    tokenizer = save_tokenizer_with_template(tmp_path / "marked", CHATML, in_file)
+    unmarked_tokenizer = save_tokenizer_with_template(tmp_path / "unmarked", CHATML_WITHOUT_MARKS, in_file)
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), chat_template=CHATML)
     expected = []
-    for messages in lines:
+    for messages in dialogues:
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = hf_tokenizer.apply_chat_template(messages, **options)
         expected.append((encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]]))
-    manifest = build_shards(make_data_config(source, "messages", marked), tmp_path / "with marks")
+    manifest = build_shards(make_data_config(source, "messages", tokenizer), tmp_path / "with marks")
     assert sorted(read_shard_documents(tmp_path / "with marks", manifest)) == sorted(expected)
-    manifest = build_shards(make_data_config(source, "messages", plain), tmp_path / "with prefixes")
+    manifest = build_shards(make_data_config(source, "messages", unmarked_tokenizer), tmp_path / "without marks")
     # Without {% generation %} marks, the newline after an answer also counts in the loss.
-    with_newlines = [
+    expected_without_marks = [
         (ids, [current or previous for current, previous in zip(mask, [False, *mask], strict=False)])
         for ids, mask in expected
     ]
-    assert sorted(read_shard_documents(tmp_path / "with prefixes", manifest)) == sorted(with_newlines)
+    assert sorted(read_shard_documents(tmp_path / "without marks", manifest)) == sorted(expected_without_marks)
 
 
 def test_any_number_of_tasks_writes_the_prompts_and_responses_to_the_same_bytes(
     tmp_path: Path, small_units: None
 ) -> None:
-    rng = random.Random(2)
-    lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 30)} for _ in range(120)]
+    generator = random.Random(2)
+    lines = [{"prompt": sample_words(generator, 9) + "\n", "response": sample_words(generator, 30)} for _ in range(120)]
     data = make_data_config(write_lines(tmp_path / "a.jsonl", lines), "prompts")
     manifests = {tasks: build_shards(data, tmp_path / f"{tasks}", tasks) for tasks in (1, 3)}
     assert read_all_files(tmp_path / "1") == read_all_files(tmp_path / "3")
@@ -155,26 +159,26 @@ def test_any_number_of_tasks_writes_the_prompts_and_responses_to_the_same_bytes(
     assert manifest.train_bytes + manifest.held_out_bytes == sum(len(line["response"].encode()) for line in lines)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
     window=st.integers(1, 16),
     more_tokens=st.integers(1, 60),
 )
 def test_documents_that_fit_into_a_window_are_not_split(
-    sizes: list[int], window: int, more_tokens: int, tmp_path_factory: pytest.TempPathFactory
+    lengths: list[int], window: int, more_tokens: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Write documents of these sizes to shards of at most `window + more_tokens` tokens.
+    """Write documents of these lengths to shards of at most `window + more_tokens` tokens.
 
     A window is the part of a shard that becomes one sample. Token 7 is padding, and token 100 + i is document i.
     """
     folder = tmp_path_factory.mktemp("windows")
     (folder / "shards").mkdir()
     writer = ShardWriter(folder, "unit", window + more_tokens, "uint16", {}, window, 7)
-    for number, size in enumerate(sizes):
-        mask = np.full(size, MASK_LEARNED, np.uint8)
+    for number, length in enumerate(lengths):
+        mask = np.full(length, MASK_LEARNED, np.uint8)
         mask[0] = MASK_DOCUMENT_START
-        writer.add(np.full(size, 100 + number, np.uint16), size, mask)
+        writer.add(np.full(length, 100 + number, np.uint16), length, mask)
     written_tokens: list[int] = []
     for entry in writer.close():
         tokens = np.fromfile(folder / entry.file, "<u2", entry.tokens, offset=entry.offset)
@@ -184,12 +188,12 @@ def test_documents_that_fit_into_a_window_are_not_split(
         assert not mask[tokens == 7].any() and (mask[tokens != 7] > 0).all()
         for number in set(tokens[tokens != 7].tolist()):
             positions = np.flatnonzero(tokens == number)
-            if sizes[number - 100] <= window:
+            if lengths[number - 100] <= window:
                 assert positions[0] // window == positions[-1] // window
             elif mask[positions[0]] & MASK_DOCUMENT_START:
-                assert positions[0] % window == 0
+                assert positions[0] % window == 0, "a document longer than a window does not start at a window"
         written_tokens += tokens[tokens != 7].tolist()
-    assert written_tokens == [100 + number for number, size in enumerate(sizes) for _ in range(size)]
+    assert written_tokens == [100 + number for number, length in enumerate(lengths) for _ in range(length)]
 
 
 def read_expected_text(line: bytes, records: str) -> str | None:
@@ -217,38 +221,40 @@ def read_expected_text(line: bytes, records: str) -> str | None:
     return text
 
 
-def damage_line(rng: random.Random, line: bytes) -> bytes:
+def damage_line(generator: random.Random, line: bytes) -> bytes:
     """Return a line with random damage, but without line ends."""
-    kind = rng.randrange(7)
-    position = rng.randrange(len(line))
+    kind = generator.randrange(7)
+    position = generator.randrange(len(line))
     if kind == 0:
         line = line[:position]
     elif kind == 1:
-        line = line[:position] + bytes([rng.randrange(256)]) + line[position + 1 :]
+        line = line[:position] + bytes([generator.randrange(256)]) + line[position + 1 :]
     elif kind == 2:
-        line = line[:position] + line[position + rng.randint(1, 9) :]
+        line = line[:position] + line[position + generator.randint(1, 9) :]
     elif kind == 3:
-        line = line[:position] + line[position : position + rng.randint(1, 30)] + line[position:]
+        line = line[:position] + line[position : position + generator.randint(1, 30)] + line[position:]
     elif kind == 4:
-        replaced = rng.choice([b"prompt", b"response", b"messages", b"role", b"content", b"assistant", b"user", b'"'])
-        line = line.replace(replaced, rng.choice([b"", b"x", b"tools", b"content", b"null"]), 1)
+        replaced = generator.choice(
+            [b"prompt", b"response", b"messages", b"role", b"content", b"assistant", b"user", b'"']
+        )
+        line = line.replace(replaced, generator.choice([b"", b"x", b"tools", b"content", b"null"]), 1)
     elif kind == 5:
-        line = line.replace(b': "', rng.choice([b': 3, "x": "', b': ["', b': "\\ud800', b': null, "y": "']), 1)
+        line = line.replace(b': "', generator.choice([b': 3, "x": "', b': ["', b': "\\ud800', b': null, "y": "']), 1)
     else:
-        line = line.replace(b': "', rng.choice([b': "<|im_end|> ', b': "\xef\xb7\x90 ', b': "\\u0000']), 1)
+        line = line.replace(b': "', generator.choice([b': "<|im_end|> ', b': "\xef\xb7\x90 ', b': "\\u0000']), 1)
     return line.replace(b"\n", b" ")
 
 
 @pytest.mark.parametrize("records", ["prompts", "messages"])
 def test_damaged_lines_are_rejected_or_read_correctly(tmp_path: Path, records: str) -> None:
-    rng = random.Random(5)
+    generator = random.Random(5)
     lines = []
     for number in range(300):
-        value: Any = {"prompt": sample_words(rng, 5), "response": sample_words(rng, 5)}
+        value: Any = {"prompt": sample_words(generator, 5), "response": sample_words(generator, 5)}
         if records == "messages":
-            value = {"messages": make_dialogue(rng)}
+            value = {"messages": make_dialogue(generator)}
         line = json.dumps(value, ensure_ascii=number % 2 == 0).encode()
-        lines.append(damage_line(rng, line) if number % 5 else line)
+        lines.append(damage_line(generator, line) if number % 5 else line)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b"".join(line + b"\n" for line in lines))
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")

@@ -1,4 +1,4 @@
-"""Documents are tokenized into the same shards for any number of tasks, any format and any division into work units."""
+"""Tests that documents become the same shards for any number of tasks, any format and any division into work units."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def read_all_files(data_dir: Path) -> dict[str, bytes]:
 
 
 def read_tokens(data_dir: Path, entry: ShardEntry) -> np.ndarray:
-    """Return the tokens of a shard, read like by the loader: directly from the file, at the offset in the manifest."""
+    """Return the tokens of a shard, which are read as the loader does: from the file, at the offset in the manifest."""
     return np.fromfile(data_dir / entry.file, entry.dtype, entry.tokens, offset=entry.offset)
 
 
@@ -204,7 +204,7 @@ def test_all_formats_produce_the_same_tokens(tmp_path: Path) -> None:
 text_lists = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(documents=text_lists, count=st.integers(1, 9))
 def test_each_document_is_in_one_shard_for_any_number_of_units(
     documents: list[str], count: int, tmp_path_factory: pytest.TempPathFactory
@@ -245,10 +245,10 @@ def test_existing_units_are_kept_and_a_unit_with_a_damaged_shard_is_rebuilt(tmp_
     original_files = read_all_files(tmp_path / "data")
     total = count_units(data, tmp_path / "data")[1]
     assert not any(build_unit(data, tmp_path / "data", unit) for unit in range(total))
-    damaged = tmp_path / "data" / manifest.train[0].file
-    content = bytearray(damaged.read_bytes())
+    damaged_shard = tmp_path / "data" / manifest.train[0].file
+    content = bytearray(damaged_shard.read_bytes())
     content[-1] ^= 1
-    damaged.write_bytes(content)
+    damaged_shard.write_bytes(content)
     assert [build_unit(data, tmp_path / "data", unit) for unit in range(total)].count(True) == 1
     assert read_all_files(tmp_path / "data") == original_files
 
@@ -256,11 +256,11 @@ def test_existing_units_are_kept_and_a_unit_with_a_damaged_shard_is_rebuilt(tmp_
 def test_changed_config_rebuilds_all_units_and_removes_outdated_files(tmp_path: Path) -> None:
     source = [str(write_jsonl(tmp_path / "a.jsonl", make_documents(150)))]
     build_shards(make_data_config(source), tmp_path / "data")
-    changed = make_data_config(source, shard_tokens=4096)
+    changed_data = make_data_config(source, shard_tokens=4096)
     with raises_error("data.outdated", tmp_path / "data/prepare.json", kind=InputError):
-        run_shard_task(changed, tmp_path / "data", 0, 1, discard_log)
-    build_shards(changed, tmp_path / "data", 2)
-    build_shards(changed, tmp_path / "from_scratch")
+        run_shard_task(changed_data, tmp_path / "data", 0, 1, discard_log)
+    build_shards(changed_data, tmp_path / "data", 2)
+    build_shards(changed_data, tmp_path / "from_scratch")
     assert read_all_files(tmp_path / "data") == read_all_files(tmp_path / "from_scratch")
 
 
@@ -276,26 +276,32 @@ def test_shard_fails_if_an_input_has_changed_until_prepare_runs_again(tmp_path: 
     check_shards(data, tmp_path / "data", manifest, [*make_documents(30), "one more", "from a new file"])
 
 
-lengths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+document_counts = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(
-    old_counts=lengths,
+    old_counts=document_counts,
     changed_file=st.integers(0, 5),
     new_count=st.integers(0, 40),
-    size=st.sampled_from([1024, 2048, 8192]),
+    shard_tokens=st.sampled_from([1024, 2048, 8192]),
 )
 def test_changed_input_rebuilds_only_its_units_with_the_same_bytes_as_from_scratch(
-    old_counts: list[int], changed_file: int, new_count: int, size: int, tmp_path_factory: pytest.TempPathFactory
+    old_counts: list[int],
+    changed_file: int,
+    new_count: int,
+    shard_tokens: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
+    """Files have `old_counts` documents. The file with index `changed_file` changes to `new_count` documents."""
     folder = tmp_path_factory.mktemp("changed")
     write_jsonl(folder / "vocabulary.jsonl", make_documents(40))
     run_prepare(make_data_config(str(folder / "vocabulary.jsonl")), folder / "tokenizer", discard_log)
     for index, count in enumerate([20, *old_counts]):
         write_jsonl(folder / f"part-{index}.jsonl", make_documents(count))
     tokenizer = TokenizerConfig(kind="file", path=folder / "tokenizer/tokenizer.json")
-    data = make_data_config(str(folder / "part-*.jsonl"), shard_tokens=size).model_copy(update={"tokenizer": tokenizer})
+    data = make_data_config(str(folder / "part-*.jsonl"), shard_tokens=shard_tokens)
+    data = data.model_copy(update={"tokenizer": tokenizer})
     build_shards(data, folder / "data", 2)
     (folder / "data/manifest.json").unlink()  # Inputs are checked only while the manifest is missing.
     old_plan = work_units.read_plan(folder / "data/units.json")
@@ -310,8 +316,8 @@ def test_changed_input_rebuilds_only_its_units_with_the_same_bytes_as_from_scrat
     old_ranges, new_ranges = (
         [[(plan.inputs[i], *span) for i, *span in unit] for unit in plan.units] for plan in (old_plan, new_plan)
     )
-    unchanged = [unit for unit, (old, new) in enumerate(zip(old_ranges, new_ranges, strict=False)) if old == new]
-    assert [unit for unit, line in enumerate(lines) if "exists already" in line] == unchanged
+    unchanged_units = [unit for unit, (old, new) in enumerate(zip(old_ranges, new_ranges, strict=False)) if old == new]
+    assert [unit for unit, line in enumerate(lines) if "exists already" in line] == unchanged_units
 
 
 def test_unit_fails_if_its_input_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,13 +326,13 @@ def test_unit_fails_if_its_input_changes_while_it_is_read(tmp_path: Path, monkey
     path = write_jsonl(tmp_path / "a.jsonl", make_documents(5))
     data = make_data_config([str(path)])
     run_prepare(data, tmp_path / "data", discard_log)
-    encode = Encoder.encode
+    original_encode = Encoder.encode
 
-    def encode_and_touch(self: Encoder, batch: list[str]) -> list[np.ndarray]:
+    def change_input_and_encode(self: Encoder, batch: list[str]) -> list[np.ndarray]:
         os.utime(path, (1, 1))
-        return encode(self, batch)
+        return original_encode(self, batch)
 
-    monkeypatch.setattr(Encoder, "encode", encode_and_touch)
+    monkeypatch.setattr(Encoder, "encode", change_input_and_encode)
     with raises_error("data.input_changed", path, kind=InputError):
         build_unit(data, tmp_path / "data", 0)
     assert count_units(data, tmp_path / "data")[0] == 0
@@ -345,9 +351,9 @@ def test_stages_succeed_after_the_source_is_removed_if_the_shards_exist(tmp_path
 
 
 def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_units: None) -> None:
-    good = make_documents(40)
-    lines = [json.dumps({"text": text}).encode() for text in good]
-    bad: dict[int, tuple[bytes, str]] = {  # by index in the list of lines: the line and the expected reason
+    valid_documents = make_documents(40)
+    lines = [json.dumps({"text": text}).encode() for text in valid_documents]
+    invalid_lines: dict[int, tuple[bytes, str]] = {  # by index in `lines`: the line and the expected reason
         0: (b"\xff", "invalid UTF-8: byte 0xff at byte 0"),
         7: (b'{"text": "cut', "broken JSON: Unterminated string"),
         8: (b'{"id": 3, "bo\\ud800dy": ""}', "no field 'text'; there are 'id', 'bo\\ud800dy'"),
@@ -356,18 +362,22 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         44: (b'{"text": "\\ud800"}', "field 'text' contains a lone surrogate"),
         45: (b"[" * 100_000, "JSON that nests more than 100 deep"),
     }
-    for index in sorted(bad):
-        lines.insert(index, bad[index][0])
+    for index in sorted(invalid_lines):
+        lines.insert(index, invalid_lines[index][0])
     lines.insert(3, b"")  # A blank line is not a document, but it counts as a line.
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "b.txt").write_bytes("first\nsecond é\n".encode() + b"third \xe9\nfourth")
-    column = pyarrow.array(["one", None, "three"]).cast(pyarrow.binary())
-    broken = pyarrow.array([b"ok", b"\xc3", "漢".encode()])
-    table = pyarrow.table({"text": pyarrow.chunked_array([column, broken]).cast(pyarrow.binary())})
+    chunk_with_null = pyarrow.array(["one", None, "three"]).cast(pyarrow.binary())
+    chunk_with_invalid_utf8 = pyarrow.array([b"ok", b"\xc3", "漢".encode()])
+    column = pyarrow.chunked_array([chunk_with_null, chunk_with_invalid_utf8]).cast(pyarrow.binary())
+    table = pyarrow.table({"text": column})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
 
     data = make_data_config([str(tmp_path / f"{name}*") for name in "abc"], max_rejected=0.5)
-    expected = [(tmp_path / "a.jsonl", index + 1 + (index >= 3), bad[index][1]) for index in sorted(bad)]
+    # the blank line moves all lines after it
+    expected = [
+        (tmp_path / "a.jsonl", index + 1 + (index >= 3), reason) for index, (_, reason) in sorted(invalid_lines.items())
+    ]
     expected += [
         (tmp_path / "b.txt", 3, "invalid UTF-8: byte 0xe9 at byte 22"),
         (tmp_path / "c.parquet", 2, "field 'text' is null"),
@@ -383,9 +393,9 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     result = TextFolder(data, tmp_path / "data").describe_result()
     assert "10 documents rejected" in result
     assert "data/rejected.jsonl" in result
-    check_shards(data, tmp_path / "data", manifest, [*good, "one", "three", "ok", "漢"])
+    check_shards(data, tmp_path / "data", manifest, [*valid_documents, "one", "three", "ok", "漢"])
 
-    strict = data.model_copy(update={"max_rejected": 0.18})  # 10 of 54 are 18.5 %
+    data_with_lower_limit = data.model_copy(update={"max_rejected": 0.18})  # 10 of 54 are 18.5 %
     expected_texts = (
         "10 of 54 documents",
         "18.52%",
@@ -394,12 +404,12 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         "data.max_rejected",
     )
     with raises_error("data.too_many_rejected", *expected_texts):
-        run_finalize(strict, tmp_path / "data", discard_log)
+        run_finalize(data_with_lower_limit, tmp_path / "data", discard_log)
     run_finalize(data.model_copy(update={"max_rejected": 10 / 54}), tmp_path / "data", discard_log)
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "limit", "accepted"),
+    ("valid", "invalid", "max_rejected", "is_accepted"),
     [
         (30, 1, 0.001, True),
         (9, 5, 0.001, True),
@@ -410,18 +420,18 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
     ],
 )
 def test_a_few_unreadable_documents_are_accepted_in_small_inputs(
-    good: int, bad: int, limit: float, accepted: bool, tmp_path: Path
+    valid: int, invalid: int, max_rejected: float, is_accepted: bool, tmp_path: Path
 ) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_documents(good))
+    path = write_jsonl(tmp_path / "a.jsonl", make_documents(valid))
     with open(path, "a") as file:
-        file.write("{broken\n" * bad)
-    data = make_data_config(str(path), max_rejected=limit, held_out=0.0)
-    if accepted:
-        assert build_shards(data, tmp_path / "data").rejected_documents == bad
+        file.write("{broken\n" * invalid)
+    data = make_data_config(str(path), max_rejected=max_rejected, held_out=0.0)
+    if is_accepted:
+        assert build_shards(data, tmp_path / "data").rejected_documents == invalid
         return
-    with raises_error("data.too_many_rejected", f"{bad} of {good + bad} documents", "data.max_rejected"):
+    with raises_error("data.too_many_rejected", f"{invalid} of {valid + invalid} documents", "data.max_rejected"):
         build_shards(data, tmp_path / "data")
-    assert len((tmp_path / "data/rejected.jsonl").read_text().splitlines()) == bad
+    assert len((tmp_path / "data/rejected.jsonl").read_text().splitlines()) == invalid
 
 
 def test_held_out_documents_have_the_configured_fraction_and_depend_only_on_the_text(tmp_path: Path) -> None:

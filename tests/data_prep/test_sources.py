@@ -1,4 +1,4 @@
-"""Inputs: the files that a config names, how they are split into work units, and the sample for the tokenizer."""
+"""Tests of the input files that a config names, their split into work units, and the sample for the tokenizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def list_paths(source: Path) -> list[str]:
     return [source.path for source in find_inputs(DataConfig(source=str(source)))]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(content=st.binary(max_size=80).map(lambda data: bytes(b"ab\r\n\xff"[byte % 5] for byte in data)), data=st.data())
 def test_input_ranges_yield_every_line_once_with_its_number(
     content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -77,47 +77,47 @@ def test_input_ranges_yield_every_line_once_with_its_number(
 FORMATS = st.sampled_from(["text", "lines", "jsonl", "gzip", "parquet"])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     files=st.lists(st.tuples(FORMATS, st.lists(st.integers(0, 2000), min_size=1, max_size=4)), min_size=1, max_size=12),
     count=st.integers(1, 10),
 )
 def test_units_cover_every_input_once_and_in_order(files: list[tuple[str, list[int]]], count: int) -> None:
-    inputs = [Input(f"f{index}", sizes[0], 0, kind) for index, (kind, sizes) in enumerate(files)]
-    groups = {index: sizes for index, (kind, sizes) in enumerate(files) if kind == "parquet"}
-    weights = [groups.get(index, [source.text_bytes]) for index, source in enumerate(inputs)]
+    inputs = [Input(f"f{index}", sizes[0], 0, file_format) for index, (file_format, sizes) in enumerate(files)]
+    row_groups = {index: sizes for index, (file_format, sizes) in enumerate(files) if file_format == "parquet"}
+    weights = [row_groups.get(index, [source.text_bytes]) for index, source in enumerate(inputs)]
     units = split_into_units(inputs, weights, count)
     assert len(units) <= count and all(units)
-    ranges = [part for unit in units for part in unit]
+    ranges = [input_range for unit in units for input_range in unit]
     assert ranges == sorted(ranges)
     for index, source in enumerate(inputs):
         spans = [(start, end) for number, start, end in ranges if number == index]
-        length = len(groups[index]) if source.format == "parquet" else source.size
+        length = len(row_groups[index]) if source.format == "parquet" else source.size
         if length == 0:
             assert spans == []
             continue
         assert (spans[0][0], spans[-1][1]) == (0, length)
-        assert all(left[1] == right[0] for left, right in pairwise(spans))
+        assert all(end == next_start for (_, end), (next_start, _) in pairwise(spans))
         assert all(start < end for start, end in spans)
         if source.format in ("text", "gzip"):
             assert len(spans) == 1
     total = sum(map(sum, weights))
     if all(source.splits for source in inputs) and total >= count:
-        sizes = [sum(end - start for _, start, end in unit) for unit in units]
-        assert max(sizes) - min(sizes) <= max(1, 2 * (total // count // 64) - 1)
+        unit_sizes = [sum(end - start for _, start, end in unit) for unit in units]
+        # a boundary may be moved by up to a 64th of a unit
+        assert max(unit_sizes) - min(unit_sizes) <= max(1, 2 * (total // count // 64) - 1)
 
 
 def test_a_file_that_grows_a_little_does_not_change_how_other_files_are_split() -> None:
-    before = [Input(f"f{index}", 1_000_003 * (index + 1), 0, "jsonl") for index in range(9)]
-    after = [source._replace(size=source.size + 40 * (source.path == "f4")) for source in before]
-    old_units, new_units = (
-        [
-            [part for part in unit if part.input != 4]
-            for unit in split_into_units(inputs, measure_inputs(inputs, "text"), 23)
-        ]
-        for inputs in (before, after)
-    )
-    assert old_units == new_units
+    old_inputs = [Input(f"f{index}", 1_000_003 * (index + 1), 0, "jsonl") for index in range(9)]
+    new_inputs = [source._replace(size=source.size + 40 * (source.path == "f4")) for source in old_inputs]
+
+    def split_other_files(inputs: list[Input]) -> list[Any]:
+        """Return the ranges of each work unit, except those of file 4."""
+        units = split_into_units(inputs, measure_inputs(inputs, "text"), 23)
+        return [[input_range for input_range in unit if input_range.input != 4] for unit in units]
+
+    assert split_other_files(old_inputs) == split_other_files(new_inputs)
 
 
 def test_a_file_of_ten_terabytes_is_split_without_reading_it() -> None:
@@ -125,11 +125,11 @@ def test_a_file_of_ten_terabytes_is_split_without_reading_it() -> None:
     inputs = [Input("/nowhere/all.jsonl", 10**13, 0, "jsonl")]
     weights = measure_inputs(inputs, "text")
     units = split_into_units(inputs, weights, count_units(sum(map(sum, weights)), 500_000_000, 4.0))
-    ranges = [part for unit in units for part in unit]
+    ranges = [input_range for unit in units for input_range in unit]
     assert 4_000 < len(units) < 8_000
-    assert [part.start for part in ranges[1:]] == [part.end for part in ranges[:-1]]
+    assert [input_range.start for input_range in ranges[1:]] == [input_range.end for input_range in ranges[:-1]]
     assert (ranges[0].start, ranges[-1].end) == (0, 10**13)
-    sizes = [part.end - part.start for part in ranges]
+    sizes = [input_range.end - input_range.start for input_range in ranges]
     assert max(sizes) < 1.1 * min(sizes)
 
 
@@ -204,19 +204,16 @@ def test_a_damaged_compressed_file_is_an_error_that_names_it(tmp_path: Path, end
         path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(content))
     intact = path.read_bytes()
     position = len(intact) // 3
-    damaged = {
+    damaged_contents = {
         "truncated": intact[:-20],
         "overwritten": intact[:position] + b"\0\1\2" * 9 + intact[position + 27 :],
         "replaced": b"x",
     }
-    path.write_bytes(damaged[damage])
+    path.write_bytes(damaged_contents[damage])
+    file_format = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, "parquet")
     with raises_error("data.damaged_file", path):
         end = len(read_row_group_sizes(str(path), "text")) if ending == ".parquet" else path.stat().st_size
-        list(
-            read_documents(
-                make_input(path, {".gz": "gzip", ".zst": "zstd"}.get(path.suffix, "parquet")), 0, end, "text"
-            )
-        )
+        list(read_documents(make_input(path, file_format), 0, end, "text"))
 
 
 def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
@@ -251,35 +248,35 @@ def test_the_sample_is_spread_over_the_source_without_held_out_documents(tmp_pat
     assert 4_700 < len(train_lines) < 5_300
     archive = tmp_path / "b.jsonl.gz"  # a compressed file is one range, which yields the whole sample
     archive.write_bytes(gzip.compress(b'{"text": "abcdefghij"}\n' * 10_000))
-    compressed = data.model_copy(update={"source": str(archive)})
-    assert sum(map(len, sample_texts(compressed, 1_003))) == 1_003
+    compressed_data = data.model_copy(update={"source": str(archive)})
+    assert sum(map(len, sample_texts(compressed_data, 1_003))) == 1_003
     uneven_file = tmp_path / "c.jsonl"  # the first half has little text, so more is sampled from the second half
     lines = [f'{{"padding": "{"-" * 80}", "text": "x"}}\n'] * 1000 + [f'{{"text": "{"y" * 90}"}}\n'] * 1000
     uneven_file.write_text("".join(lines))
-    uneven = data.model_copy(update={"source": str(uneven_file)})
-    assert 49_000 < sum(map(len, sample_texts(uneven, 50_000))) <= 50_000
+    uneven_data = data.model_copy(update={"source": str(uneven_file)})
+    assert 49_000 < sum(map(len, sample_texts(uneven_data, 50_000))) <= 50_000
 
 
 def test_sampling_with_a_filter_that_excludes_nearly_everything_stops_early(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "line {i:05d}"}}\n' for i in range(20_000)))
     inputs = find_inputs(data := DataConfig(source=str(path), held_out=0.0))
-    filtered: list[str] = []
+    filter_calls: list[str] = []  # the texts for which the filter was called
 
-    def sample_with_filter(kept: set[str]) -> list[str]:
-        filtered.clear()
+    def sample_with_filter(kept_texts: set[str]) -> list[str]:
+        filter_calls.clear()
 
         def keep(document: Mapping[str, str]) -> bool:
-            filtered.append(document["text"])
-            return document["text"] in kept
+            filter_calls.append(document["text"])
+            return document["text"] in kept_texts
 
         return take_sample(data, inputs, measure_inputs(inputs, "text"), 3072, document_filter=keep)
 
     assert sample_with_filter({"line 00300"}) == ["line 00300"]
-    assert len(filtered) < 10_000
+    assert len(filter_calls) < 10_000
     assert sample_with_filter({"line 19990"}) == ["line 19990"]  # sampling continues until one document is found
     assert sample_with_filter(set()) == []
-    assert len(filtered) == 20_000
+    assert len(filter_calls) == 20_000
 
 
 def test_a_dataset_dict_is_an_error_that_names_its_splits(tmp_path: Path) -> None:
@@ -334,17 +331,17 @@ def test_a_folder_is_listed_without_opening_its_files(tmp_path: Path, monkeypatc
     for name in ("b/.hidden/no.txt", "b/two.txt", "a.txt", "c/one.txt", "c/no.md", ".no.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    opened: list[str] = []
+    opened_paths: list[str] = []
     for module, name in ((os, "scandir"), (os, "open"), (builtins, "open")):
         original = getattr(module, name)
 
-        def record_path(path: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
-            opened.append(str(path))
+        def record_path_and_open(path: Any, *arguments: Any, original: Any = original, **options: Any) -> Any:
+            opened_paths.append(str(path))
             return original(path, *arguments, **options)
 
-        monkeypatch.setattr(module, name, record_path)
+        monkeypatch.setattr(module, name, record_path_and_open)
     assert [os.path.relpath(path, tmp_path) for path in list_paths(tmp_path)] == ["a.txt", "b/two.txt", "c/one.txt"]
-    assert sorted(opened) == [str(tmp_path), *(f"{tmp_path}/{name}" for name in "bc")]
+    assert sorted(opened_paths) == [str(tmp_path), *(f"{tmp_path}/{name}" for name in "bc")]
 
 
 def test_a_tar_sample_with_text_and_metadata_is_one_document(tmp_path: Path) -> None:

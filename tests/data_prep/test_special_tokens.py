@@ -1,4 +1,4 @@
-"""`data.add_special_tokens`: documents and prompts are encoded as transformers does with the same tokenizer."""
+"""Tests of `data.add_special_tokens`: documents and prompts have the tokens that transformers returns for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.tokenizers import (
     write_records,
 )
 
-KINDS = ("qwen", "llama 3", "mistral", "begin and end", "end only", "two at the beginning", "bert", "roberta")
+POST_PROCESSORS = ("qwen", "llama 3", "mistral", "begin and end", "end only", "two at the beginning", "bert", "roberta")
 END = "<|end|>"
 BOS = get_token_id(make_byte_tokenizer("the model of"), "<s>")
 TEXTS = ["the model of the", " a <s> in a text", "", "漢字 é"]
@@ -38,27 +38,30 @@ CHAT = (
 
 
 def save_tokenizer_of_kind(folder: Path, kind: str, **settings: Any) -> Path:
+    """Write a tokenizer with a post-processor of this kind to `folder`, and return the path of its file."""
     return save_tokenizer(folder, add_post_processor(make_byte_tokenizer("the model of"), kind), **settings)
 
 
 def make_data_config(source: Path, tokenizer: Path, **fields: Any) -> DataConfig:
+    """Return a data config with small shards and a tokenizer file. `fields` replace or add values."""
     values = {"shard_tokens": 2048, "held_out": 0.2, "sequence_length": 64, **fields}
     return DataConfig(
         source=str(source), tokenizer=TokenizerConfig(kind="file", path=tokenizer, eos_token=END), **values
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
 def test_a_text_has_the_same_tokens_as_in_transformers(tmp_path: Path, kind: str) -> None:
     file = save_tokenizer_of_kind(tmp_path, kind)
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
     encoder = load_encoder(file, END, "auto")
     for text, tokens in zip(TEXTS, encoder.encode(TEXTS), strict=True):
-        expected = reference(text).input_ids
+        expected = hf_tokenizer(text).input_ids
         expected += [] if expected[-1:] == [encoder.eos_id] else [encoder.eos_id]
         assert tokens.tolist() == expected
-    plain = load_encoder(file, END, False)
-    assert plain.encode(TEXTS)[0].tolist() == [*reference(TEXTS[0], add_special_tokens=False).input_ids, plain.eos_id]
+    plain_encoder = load_encoder(file, END, False)
+    expected = [*hf_tokenizer(TEXTS[0], add_special_tokens=False).input_ids, plain_encoder.eos_id]
+    assert plain_encoder.encode(TEXTS)[0].tolist() == expected
 
 
 def test_add_special_tokens_requires_a_tokenizer_that_adds_valid_tokens(tmp_path: Path) -> None:
@@ -78,37 +81,38 @@ def test_add_special_tokens_requires_a_tokenizer_that_adds_valid_tokens(tmp_path
 
 @pytest.mark.parametrize("kind", ["llama 3", "bert", "same token for begin and end"])
 def test_special_tokens_are_added_once_before_a_prompt_and_once_after_an_answer(tmp_path: Path, kind: str) -> None:
-    rng = random.Random(1)
-    lines = [{"prompt": sample_words(rng, 9) + "\n", "response": sample_words(rng, 20)} for _ in range(40)]
-    lines.append({"prompt": "", "response": "nothing was asked"})
+    generator = random.Random(1)
+    lines = [{"prompt": sample_words(generator, 9) + "\n", "response": sample_words(generator, 20)} for _ in range(40)]
+    lines.append({"prompt": "", "response": "an answer without a prompt"})
     file = save_tokenizer_of_kind(tmp_path / "tokenizer", kind)
     data = make_data_config(write_records(tmp_path / "a.jsonl", lines), file, records="prompts")
     manifest = build_shards(data, tmp_path / "data")
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
+    hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
     tokens_before, tokens_after = get_added_tokens(load_tokenizer(file))
     assert manifest.bos_ids == tokens_before != ()
     expected = []
     for line in lines:
         prompt_length = len(line["prompt"])
-        encoding = reference(line["prompt"] + line["response"], return_offsets_mapping=True)
-        end = [] if encoding.input_ids[-1] == manifest.eos_id else [manifest.eos_id]
+        encoding = hf_tokenizer(line["prompt"] + line["response"], return_offsets_mapping=True)
+        added_eos = [] if encoding.input_ids[-1] == manifest.eos_id else [manifest.eos_id]
         in_loss = [last > prompt_length for _, last in encoding.offset_mapping]
         in_loss[len(in_loss) - len(tokens_after) :] = [True] * len(tokens_after)
-        expected.append(([*encoding.input_ids, *end], [*in_loss, *[True] * len(end)]))
+        expected.append(([*encoding.input_ids, *added_eos], [*in_loss, *[True] * len(added_eos)]))
     assert sorted(read_shard_documents(tmp_path / "data", manifest)) == sorted(expected)
 
 
 def test_a_dialogue_has_only_the_special_tokens_of_its_chat_template(tmp_path: Path) -> None:
-    rng = random.Random(2)
+    generator = random.Random(2)
     lines = [
-        [{"role": "user", "content": sample_words(rng, 9)}, {"role": "assistant", "content": "four"}] for _ in range(40)
+        [{"role": "user", "content": sample_words(generator, 9)}, {"role": "assistant", "content": "four"}]
+        for _ in range(40)
     ]
     source = write_records(tmp_path / "a.jsonl", [{"messages": messages} for messages in lines])
     file = save_tokenizer_of_kind(tmp_path / "tokenizer", "llama 3", template=CHAT, bos_token="<s>", eos_token=END)
     manifest = build_shards(make_data_config(source, file, records="messages"), tmp_path / "data")
-    reference = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
     expected = [
-        reference.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids for messages in lines
+        hf_tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids for messages in lines
     ]
     documents = [ids for ids, _ in read_shard_documents(tmp_path / "data", manifest)]
     assert sorted(documents) == sorted(expected)

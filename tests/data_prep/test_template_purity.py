@@ -1,4 +1,7 @@
-"""Chat templates render a dialogue to the same text in every process, within limits of time and memory."""
+"""Tests that chat templates render a dialogue to the same text in every process.
+
+Other templates are errors. The time and memory of a template are limited.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,18 @@ from pipeline.data import chat_template
 from pipeline.data.chat_template import ChatTemplate, ChatTemplateError, UnusableTemplateError
 from pipeline.data.chat_template_worker import MAX_CHARACTERS
 from pipeline.run.worker import WorkerPool
-from tests.data_prep.test_records import CHATML, PLAIN, make_data_config, save_tokenizer_with_template, write_lines
+from tests.data_prep.test_records import (
+    CHATML,
+    CHATML_WITHOUT_MARKS,
+    make_data_config,
+    save_tokenizer_with_template,
+    write_lines,
+)
 from tests.data_prep.test_shards import build_shards
 from tests.support.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
-CHANGING_TEMPLATES = [  # the text depends on the time, on random numbers, on memory addresses or on the order of a set
+UNSTABLE_TEMPLATES = [  # the text depends on the time, random numbers, memory addresses or the order of a set
     "{{ ['a', 'b'] | random }}",
     "{% if messages | length > 99 %}{{ ['a', 'b'] | random }}{% endif %}",
     "{{ lipsum() }}",
@@ -56,26 +65,25 @@ CHANGING_TEMPLATES = [  # the text depends on the time, on random numbers, on me
 ]
 
 
-@pytest.mark.parametrize("source", CHANGING_TEMPLATES)
+@pytest.mark.parametrize("source", UNSTABLE_TEMPLATES)
 def test_a_template_whose_text_may_differ_between_processes_is_an_error(tmp_path: Path, source: str) -> None:
     with pytest.raises(UnusableTemplateError):
         ChatTemplate(source, {}).render(MESSAGES)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", source)
     with raises_error("data.invalid_chat_template", tokenizer.with_name("tokenizer_config.json")):
         build_chat_json(tokenizer, "<|im_end|>")
-    with raises_error(
-        "data.invalid_chat_template", "data.records"
-    ):  # data that an older version prepared may have such a template
+    # data that an older version prepared may have such a template
+    with raises_error("data.invalid_chat_template", "data.records"):
         DialogueReader({"template": source, "tokens": {}, "special": []}).read_dialogue({"messages": MESSAGES})
 
 
 def test_the_error_of_a_template_names_the_function_or_filter(tmp_path: Path) -> None:
-    calls_function = save_tokenizer_with_template(tmp_path / "a", "{{ strftime_now('%Y') }}")
+    tokenizer_with_function = save_tokenizer_with_template(tmp_path / "a", "{{ strftime_now('%Y') }}")
     with raises_error("data.invalid_chat_template", "strftime_now", "data.chat_template"):
-        build_chat_json(calls_function, "<|im_end|>")
-    uses_filter = save_tokenizer_with_template(tmp_path / "b", "\n{{ [1] | random }}")
+        build_chat_json(tokenizer_with_function, "<|im_end|>")
+    tokenizer_with_filter = save_tokenizer_with_template(tmp_path / "b", "\n{{ [1] | random }}")
     with raises_error("data.invalid_chat_template", "line 2", "random", "data.chat_template"):
-        build_chat_json(uses_filter, "<|im_end|>")
+        build_chat_json(tokenizer_with_filter, "<|im_end|>")
     source = write_lines(tmp_path / "a.jsonl", [{"messages": MESSAGES}] * 50)
     tokenizer = save_tokenizer_with_template(tmp_path / "c", "{{ messages[0].content }}{{ ['a', 'b'] | random }}")
     with raises_error("data.invalid_chat_template", "random"):
@@ -83,7 +91,7 @@ def test_the_error_of_a_template_names_the_function_or_filter(tmp_path: Path) ->
     assert not (tmp_path / "data/manifest.json").exists()
 
 
-STABLE_TEMPLATES = {  # the template and its text
+STABLE_TEMPLATES = {  # templates, and the text to which they render MESSAGES
     "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}": "2024",
     "{{ messages | map(attribute='role') | map('upper') | join(' ') }}": "USER ASSISTANT",
     "{{ (messages | selectattr('role', 'equalto', 'assistant') | list)[0].content }}": "Because.",
@@ -108,8 +116,10 @@ STABLE_TEMPLATES = {  # the template and its text
 def test_a_template_with_stable_text_renders_as_in_transformers(tmp_path: Path, source: str) -> None:
     assert ChatTemplate(source, {}).render(MESSAGES) == STABLE_TEMPLATES[source]
     if "strftime_now" not in source:
-        reference = PreTrainedTokenizerFast(tokenizer_file=str(save_tokenizer_with_template(tmp_path / "tokenizer")))
-        assert reference.apply_chat_template(MESSAGES, chat_template=source, tokenize=False) == STABLE_TEMPLATES[source]
+        file = save_tokenizer_with_template(tmp_path / "tokenizer")
+        hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        text = hf_tokenizer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)
+        assert text == STABLE_TEMPLATES[source]
 
 
 def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
@@ -151,7 +161,10 @@ def test_the_reason_to_reject_a_dialogue_is_the_same_in_every_process() -> None:
 def test_time_and_memory_of_a_template_are_limited(
     monkeypatch: pytest.MonkeyPatch, source: str, exceeded_limit: str
 ) -> None:
-    """A template that exceeds a limit fails the stage. It must not depend on a limit which dialogues are used."""
+    """A template that exceeds a limit is an error, and the dialogue is not merely rejected.
+
+    Otherwise, the speed of the machine could decide which dialogues are used.
+    """
     renderer = WorkerPool("pipeline.data.chat_template_worker", 1, chat_template._MAX_MEMORY)
     monkeypatch.setattr(chat_template, "_RENDERER", renderer)
     with pytest.raises(UnusableTemplateError, match=exceeded_limit):
@@ -162,12 +175,12 @@ def test_time_and_memory_of_a_template_are_limited(
 
 
 def test_a_dialogue_whose_text_is_too_long_is_rejected() -> None:
-    dialogues = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
-    length = MAX_CHARACTERS - len(dialogues.read_dialogue({"messages": MESSAGES})[0]) - 100
-    text, _ = dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * length}]})
+    reader = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
+    length = MAX_CHARACTERS - len(reader.read_dialogue({"messages": MESSAGES})[0]) - 100
+    text, _ = reader.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * length}]})
     assert len(text) > length
     with pytest.raises(RejectedError, match=f"{MAX_CHARACTERS:,}"):
-        dialogues.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * (length + 200)}]})
+        reader.read_dialogue({"messages": [*MESSAGES, {"role": "user", "content": "x" * (length + 200)}]})
     with pytest.raises(ChatTemplateError, match=f"{MAX_CHARACTERS:,}"):
         ChatTemplate("{% for i in range(9999) %}{{ messages[0].content }}{% endfor %}", {}).render(
             [{"role": "user", "content": "x" * 9999}]
@@ -184,14 +197,14 @@ def test_dialogues_do_not_depend_on_the_size_of_requests_to_the_worker(
         for number in range(20)
         for message in MESSAGES
     ]
-    marked = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
-    plain = DialogueReader({"template": PLAIN, "tokens": {}, "special": []})
-    text, spans = marked.read_dialogue({"messages": messages})
-    plain_text, plain_spans = plain.read_dialogue({"messages": messages})
-    assert text == plain_text
+    reader = DialogueReader({"template": CHATML, "tokens": {}, "special": []})
+    unmarked_reader = DialogueReader({"template": CHATML_WITHOUT_MARKS, "tokens": {}, "special": []})
+    text, spans = reader.read_dialogue({"messages": messages})
+    unmarked_text, unmarked_spans = unmarked_reader.read_dialogue({"messages": messages})
+    assert text == unmarked_text
     assert len(spans) == 20
-    # Without marks, the newline after an answer also counts in the loss.
-    assert [(start, end + 1) for start, end in spans] == list(plain_spans)
+    # Without {% generation %} marks, the newline after an answer also counts in the loss.
+    assert [(start, end + 1) for start, end in spans] == list(unmarked_spans)
 
 
 def test_a_dialogue_with_a_lone_surrogate_is_rejected() -> None:

@@ -1,4 +1,7 @@
-"""Existing token files: each supported format is inspected, used in place, imported, and rejected if it is damaged."""
+"""Tests that files of tokens in each supported format can be inspected, used in place and imported.
+
+Damaged and unsuitable files must be rejected.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
 OTHER_UID = 65534
+"""The user `nobody`."""
 EOS = 0
+"""Token ID of the end-of-text token."""
 VOCAB = 300
 Documents = list[list[int]]
 """The token IDs of each document."""
@@ -46,16 +51,22 @@ TEXTS = ["the model", "a step, then another one", "loss", "éü 漢字 😀", "s
 
 
 def flatten(documents: Documents) -> list[int]:
+    """Return the tokens of all documents, concatenated."""
     return [token for document in documents for token in document]
 
 
-def write_megatron(folder: Path, documents: Documents, kind: str = "uint16") -> Path:
+# Each of the following functions writes documents in one format and returns the path of the file with the tokens.
+
+
+def write_megatron(folder: Path, documents: Documents, dtype: str = "uint16") -> Path:
+    """Write a .bin file of tokens and an .idx file, which has the length and start of each document."""
     type_codes = {"int32": 4, "uint16": 8, "int64": 5}
     path = folder / "m.bin"
     lengths = [len(document) for document in documents]
-    path.write_bytes(np.array(flatten(documents), kind).tobytes())
-    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1] * np.dtype(kind).itemsize
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, type_codes[kind], len(lengths), len(lengths) + 1)
+    path.write_bytes(np.array(flatten(documents), dtype).tobytes())
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1] * np.dtype(dtype).itemsize
+    # magic number, version, type of the tokens, sequences, and documents plus 1
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, type_codes[dtype], len(lengths), len(lengths) + 1)
     document_indices = np.arange(len(lengths) + 1, dtype="<i8")
     path.with_suffix(".idx").write_bytes(
         header + np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes() + document_indices.tobytes()
@@ -64,6 +75,7 @@ def write_megatron(folder: Path, documents: Documents, kind: str = "uint16") -> 
 
 
 def write_llm_c(folder: Path, documents: Documents) -> Path:
+    """Write a file of llm.c: a header of 256 numbers, and tokens."""
     tokens = np.array(flatten(documents), "<u2")
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(tokens)  # magic number, version, token count
@@ -72,11 +84,13 @@ def write_llm_c(folder: Path, documents: Documents) -> Path:
 
 
 def write_nano_gpt(folder: Path, documents: Documents) -> Path:
+    """Write a file of nanoGPT: tokens without a header."""
     np.array(flatten(documents), "<u2").tofile(path := folder / "n.bin")
     return path
 
 
 def write_datatrove(folder: Path, documents: Documents) -> Path:
+    """Write a .ds file of tokens, an .index file with the ends of the documents, and a .metadata file."""
     tokens = np.array(flatten(documents), "<u4")
     (path := folder / "d.ds").write_bytes(tokens.tobytes())
     ends = np.cumsum([len(document) for document in documents])
@@ -86,16 +100,19 @@ def write_datatrove(folder: Path, documents: Documents) -> Path:
 
 
 def write_hdf5(folder: Path, documents: Documents, **options: object) -> Path:
+    """Write an HDF5 file with a dataset `tokens`; `options` are those of the dataset."""
     with h5py.File(path := folder / "h.h5", "w") as file:
         file.create_dataset("tokens", data=np.array(flatten(documents), "<u2"), **options)
     return path
 
 
 def write_compressed_hdf5(folder: Path, documents: Documents) -> Path:
+    """Write an HDF5 file whose dataset has compressed chunks of 16 tokens."""
     return write_hdf5(folder, documents, chunks=(min(16, len(flatten(documents))),), compression="gzip", shuffle=True)
 
 
 def write_arrow(folder: Path, documents: Documents) -> Path:
+    """Write an Arrow stream with a column `input_ids` and one row per document."""
     table = pyarrow.table({"input_ids": pyarrow.array(documents, pyarrow.list_(pyarrow.int32()))})
     with pyarrow.ipc.new_stream(str(path := folder / "a.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=2)
@@ -103,6 +120,7 @@ def write_arrow(folder: Path, documents: Documents) -> Path:
 
 
 def write_webdataset_tar(folder: Path, documents: Documents) -> Path:
+    """Write a tar file with a .npy file and an empty .json file for each document."""
     with tarfile.open(path := folder / "w.tar", "w") as tar:
         for number, document in enumerate(documents):
             content = io.BytesIO()
@@ -115,31 +133,34 @@ def write_webdataset_tar(folder: Path, documents: Documents) -> Path:
 
 
 Writer = Callable[[Path, Documents], Path]
-MAPPABLE: list[Writer] = [write_megatron, write_llm_c, write_nano_gpt, write_datatrove, write_hdf5]
+MAPPABLE_WRITERS: list[Writer] = [write_megatron, write_llm_c, write_nano_gpt, write_datatrove, write_hdf5]
 """Writers of the formats that a run uses in place, by mapping the file into memory."""
-WRITERS: list[Writer] = [*MAPPABLE, write_compressed_hdf5, write_arrow, write_webdataset_tar]
+WRITERS: list[Writer] = [*MAPPABLE_WRITERS, write_compressed_hdf5, write_arrow, write_webdataset_tar]
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
+    """Train a BPE tokenizer on `TEXTS` and return the path of its file."""
     (path := tmp_path / "tokenizer.json").write_text(train_bpe(TEXTS * 20, VOCAB, "<|endoftext|>"))
     return path
 
 
 def encode_documents(tokenizer: Path, count: int = 60) -> Documents:
+    """Return `count` different documents that end with the end-of-text token."""
     encoder = load_encoder(tokenizer, "<|endoftext|>")
     return [document.tolist() for document in encoder.encode([f"{TEXTS[i % 5]} {i}" for i in range(count)])]
 
 
 def make_config(source: object, tokenizer: Path, **fields: object) -> DataConfig:
-    kind = TokenizerConfig(kind="file", path=tokenizer)
+    """Return a config for files of tokens. `fields` replace or add values."""
+    tokenizer_config = TokenizerConfig(kind="file", path=tokenizer)
     return DataConfig.model_validate(
-        {"source": source, "records": "tokens", "tokenizer": kind, "held_out": 0.2, **fields}
+        {"source": source, "records": "tokens", "tokenizer": tokenizer_config, "held_out": 0.2, **fields}
     )
 
 
 @pytest.mark.parametrize(
-    ("add_special_tokens", "files_have_bos", "expects_bos", "expects_warning"),
+    ("add_special_tokens", "files_have_bos", "expected_bos", "expected_warning"),
     [
         ("auto", (True, True), True, False),
         ("auto", (False, False), False, False),
@@ -152,9 +173,10 @@ def test_add_special_tokens_auto_detects_whether_the_documents_begin_with_bos(
     tmp_path: Path,
     add_special_tokens: object,
     files_have_bos: tuple[bool, bool],
-    expects_bos: bool,
-    expects_warning: bool,
+    expected_bos: bool,
+    expected_warning: bool,
 ) -> None:
+    """`expected_bos` is whether text that is tokenized later, such as a prompt, begins with the bos token."""
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer("a text"), "mistral"))
     for number, has_bos in enumerate(files_have_bos):
         encoder = load_encoder(tokenizer, "<|end|>", has_bos)
@@ -167,12 +189,12 @@ def test_add_special_tokens_auto_detects_whether_the_documents_begin_with_bos(
     data = data.model_copy(update={"tokenizer": data.tokenizer.model_copy(update={"eos_token": "<|end|>"})})
     folder = TokensFolder(data, tmp_path / "data")
     folder.prepare(log.append)
-    assert bool(folder.prepared.bos_ids) is expects_bos
-    assert any("data.add_special_tokens" in line for line in log) is expects_warning
+    assert bool(folder.prepared.bos_ids) is expected_bos
+    assert any("data.add_special_tokens" in line for line in log) is expected_warning
 
 
 def run_stages(data: DataConfig, folder: Path, folder_type: type[TextFolder] = TokensFolder) -> None:
-    """Run the stages prepare and shard, the latter in two tasks."""
+    """Run the prepare stage, and the shard stage in two tasks."""
     folder_type(data, folder).prepare(lambda _: None)
     for task in (1, 0):
         folder_type(data, folder).shard(task, 2, lambda _: None)
@@ -184,39 +206,42 @@ def read_entries(folder: Path, entries: tuple[ShardEntry, ...]) -> list[int]:
     return [token for entry in entries for token in map_arrays(entry, folder / entry.file)["tokens"].tolist()]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(1, VOCAB - 1), max_size=40), min_size=1, max_size=12))
 @pytest.mark.parametrize("write", WRITERS)
 def test_each_format_is_read_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, write: Writer, bodies: Documents
+    tmp_path_factory: pytest.TempPathFactory, write: Writer, documents_without_eos: Documents
 ) -> None:
-    documents = [[*body, EOS] for body in bodies]
+    documents = [[*document, EOS] for document in documents_without_eos]
     file = inspect_token_file(str(write(tmp_path_factory.mktemp("one"), documents)))
     assert [document.tolist() for document in file.iterate_documents(EOS)] == documents
     assert np.concatenate(list(file.iterate_blocks())).tolist() == flatten(documents)
     statistics = scan_tokens(file, EOS, VOCAB)
     tokens = flatten(documents)
     assert statistics == (len(tokens), max(tokens), len(documents), 0)
-    assert (file.unmappable_reason is None) is (write in MAPPABLE)
+    assert (file.unmappable_reason is None) is (write in MAPPABLE_WRITERS)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7])
-def test_documents_do_not_depend_on_the_block_size(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_prep.token_files.BLOCK_TOKENS", size)
+@pytest.mark.parametrize("block_tokens", [1, 3, 7])
+def test_documents_do_not_depend_on_the_block_size(
+    block_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.token_files.BLOCK_TOKENS", block_tokens)
     documents = [[5, 6, 7, EOS], [EOS], [], [9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, EOS], [4, 4]]
     file = inspect_token_file(str(write_megatron(tmp_path, documents)))
     assert [document.tolist() for document in file.iterate_documents(EOS)] == documents
     ends = np.cumsum([len(document) for document in documents]).tolist()
     assert file.document_ends is not None and list(file.document_ends.read_ends(0, len(documents))) == ends
     for start, stop in ((0, 5), (4, 6), (5, 5), (3, 18)):
-        inside = file.select_range(start, stop).find_document_ends(0, stop - start)
-        assert inside is not None and inside.tolist() == [end - start for end in ends if start < end <= stop]
+        ends_in_range = file.select_range(start, stop).find_document_ends(0, stop - start)
+        expected_ends = [end - start for end in ends if start < end <= stop]
+        assert ends_in_range is not None and ends_in_range.tolist() == expected_ends
     assert scan_tokens(file, EOS, VOCAB).unended_documents == 2  # [9] and [4, 4]. The empty document is not counted.
-    without_index = inspect_token_file(str(write_nano_gpt(tmp_path, documents)))  # documents end only after EOS
-    assert [len(document) for document in without_index.iterate_documents(EOS)] == [4, 1, 12, 2]
+    file_without_index = inspect_token_file(str(write_nano_gpt(tmp_path, documents)))  # documents end only after EOS
+    assert [len(document) for document in file_without_index.iterate_documents(EOS)] == [4, 1, 12, 2]
 
 
-@pytest.mark.parametrize("write", MAPPABLE)
+@pytest.mark.parametrize("write", MAPPABLE_WRITERS)
 def test_a_run_uses_mappable_files_in_place(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
     documents = encode_documents(tokenizer)
     path = write(tmp_path, documents)
@@ -241,13 +266,13 @@ def test_a_run_uses_mappable_files_in_place(write: Writer, tokenizer: Path, tmp_
 def test_a_copy_has_the_same_documents_and_a_run_can_use_it(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
     documents = encode_documents(tokenizer)
     # These formats store where documents end. Their files often lack end tokens, which `import` adds.
-    written = (
+    written_documents = (
         [document[:-1] for document in documents]
         if write in (write_megatron, write_datatrove, write_arrow, write_webdataset_tar)
         else documents
     )
     (tmp_path / "in").mkdir()
-    path = write(tmp_path / "in", written)
+    path = write(tmp_path / "in", written_documents)
     run_data_command("import", [str(path)], str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
     with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
         assert file["tokens"][:].tolist() == flatten(documents)
@@ -270,6 +295,7 @@ def test_a_failed_import_is_locked_while_it_runs_and_continues_with_unchanged_co
         write_nano_gpt(tmp_path, documents[20 * number : 20 * (number + 1)]).rename(path)
 
     def read_results() -> list[Any]:
+        """Return the name of each file in the output, and whether it was copied now or before."""
         return re.findall(r"/(\w)\.bin: (copied[ a-z]*) \(", capsys.readouterr().out)
 
     def import_files(name: str) -> list[Any]:
@@ -285,7 +311,7 @@ def test_a_failed_import_is_locked_while_it_runs_and_continues_with_unchanged_co
     )
     intact_content = paths[2].read_bytes()
     paths[2].write_bytes(struct.pack("<2H", VOCAB, EOS))
-    part = tmp_path / ".to.part"
+    part = tmp_path / ".to.part"  # the working folder of an import into `to`
     with raises_error("data.token_out_of_range", "token 0", VOCAB):
         import_files("to")
     assert str(part) in capsys.readouterr().out
@@ -313,13 +339,14 @@ def import_one_file(folder: Path, tokenizer: Path) -> None:
 
 
 def give_to_other_user(path: Path) -> None:
+    """Change the owner of a file, a folder or a link."""
     if os.geteuid() != 0:
         skip_or_fail_in_ci("changing the owner of a file needs root")
     os.chown(path, OTHER_UID, OTHER_UID, follow_symlinks=False)
 
 
-# Each function below prepares the working folder `part` of an import, so that the import must reject it. `other` is a
-# folder with files of the user that the import must not change.
+# Each of the following functions changes the working folder `part` of an import so that the import must reject it.
+# `other` is a folder with files of the user. The import must not change these files.
 
 
 def link_folder(part: Path, other: Path) -> None:
@@ -372,19 +399,19 @@ def link_copied_list(part: Path, other: Path) -> None:
 
 def add_shard_without_lock(part: Path, other: Path) -> None:
     (part / "shards").mkdir()
-    (part / "shards/tokens-00000-00.h5").write_text("mine")
+    (part / "shards/tokens-00000-00.h5").write_text("user data")
 
 
 def add_user_file(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards").mkdir()
-    (part / "shards/chapter1.h5").write_text("mine")
+    (part / "shards/chapter1.h5").write_text("user data")
 
 
 def add_user_folder(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards/tokens-00000-00.h5").mkdir(parents=True)
-    (part / "shards/tokens-00000-00.h5/chapter").write_text("mine")
+    (part / "shards/tokens-00000-00.h5/chapter").write_text("user data")
 
 
 @pytest.mark.parametrize(
@@ -394,12 +421,12 @@ def add_user_folder(part: Path, other: Path) -> None:
         give_copied_list_away, link_copied_list, add_shard_without_lock, add_user_file, add_user_folder,
     ],
 )  # fmt: skip
-def test_an_import_rejects_a_working_folder_that_is_not_its_own_and_changes_nothing(
+def test_an_import_rejects_a_working_folder_that_it_cannot_have_created_and_changes_nothing(
     prepare_working_folder: Callable[[Path, Path], None], tokenizer: Path, tmp_path: Path
 ) -> None:
     (thesis := tmp_path / "thesis/shards").mkdir(parents=True)
     for name in ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex", "../notes.txt"):
-        (thesis / name).write_text("mine")
+        (thesis / name).write_text("user data")
     (part := tmp_path / ".to.part").mkdir(mode=0o700)
     prepare_working_folder(part, thesis.parent)
     original_texts = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
@@ -417,21 +444,21 @@ def test_an_import_whose_working_folder_is_replaced_by_a_link_changes_nothing_in
 ) -> None:
     (thesis := tmp_path / "thesis/shards").mkdir(parents=True)
     for name in ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex"):
-        (thesis / name).write_text("mine")
+        (thesis / name).write_text("user data")
 
-    def replace_folder(*arguments: Any) -> Any:
+    def replace_folder_and_call(*arguments: Any) -> Any:
         if not (tmp_path / "moved").exists():
             (tmp_path / ".to.part").rename(tmp_path / "moved")
             (tmp_path / ".to.part").symlink_to(thesis.parent)
-        return original(*arguments)
+        return original_function(*arguments)
 
     name = "inspect_token_file" if moment == "before the first shard" else "append_line"
-    original = getattr(tokens_commands, name)
-    monkeypatch.setattr(tokens_commands, name, replace_folder)
+    original_function = getattr(tokens_commands, name)
+    monkeypatch.setattr(tokens_commands, name, replace_folder_and_call)
     with raises_error("data.import_replaced", tmp_path / "to"):
         import_one_file(tmp_path, tokenizer)
     assert {path.name: path.read_text() for path in thesis.iterdir()} == dict.fromkeys(
-        ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex"), "mine"
+        ("tokens-00000-00.h5", "tokens-00009-00.h5", "chapter.tex"), "user data"
     )
 
 
@@ -465,13 +492,13 @@ def test_the_working_folder_is_private_and_the_result_follows_the_umask(
 ) -> None:
     """The working folder has mode 0700 before and after an interruption, also in a setgid folder of a group."""
     tmp_path.chmod(0o2775)
-    original = tokens_commands.append_line
+    original_append_line = tokens_commands.append_line
     interruptions = [KeyboardInterrupt]
 
     def append_and_interrupt(*arguments: Any) -> None:
         modes = {name: (tmp_path / ".to.part" / name).stat().st_mode & 0o777 for name in ("", "shards", "copied.jsonl")}
         assert modes == {"": 0o700, "shards": 0o700, "copied.jsonl": 0o600}
-        original(*arguments)
+        original_append_line(*arguments)
         if interruptions:
             raise interruptions.pop()
 
@@ -486,7 +513,7 @@ def test_the_working_folder_is_private_and_the_result_follows_the_umask(
         os.umask(original_umask)
     for path, mode in ((".", 0o777), ("shards", 0o777), ("shards/tokens-00000-00.h5", 0o666)):
         assert (tmp_path / "to" / path).stat().st_mode & 0o777 == mode & ~umask
-    assert (tmp_path / "to").stat().st_mode & 0o2000, "the result does not inherit the group of its parent folder"
+    assert (tmp_path / "to").stat().st_mode & 0o2000, "the setgid bit of the parent folder is not inherited"
 
 
 def test_a_file_named_twice_is_copied_once(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -540,7 +567,7 @@ def test_inspect_and_verify_continue_after_unusable_paths(
 
 
 @pytest.mark.parametrize(
-    ("header", "content"),
+    ("header", "expected_text"),
     [
         ((20240522, 1, 10042, 1000), "evaluation file"),
         ((20240326, 5, 1024, 50257, 12, 12, 768, 50304), "a model"),
@@ -548,12 +575,14 @@ def test_inspect_and_verify_continue_after_unusable_paths(
         ((20251231, 1, 7), "20251231"),
     ],
 )
-def test_other_files_of_llm_c_are_rejected(header: tuple[int, ...], content: str, tmp_path: Path) -> None:
+def test_files_of_llm_c_without_training_tokens_are_rejected(
+    header: tuple[int, ...], expected_text: str, tmp_path: Path
+) -> None:
     header_numbers = np.zeros(256, "<i4")
     header_numbers[: len(header)] = header
     path = tmp_path / "hellaswag_val.bin"
     path.write_bytes(header_numbers.tobytes() + np.arange(5000, dtype="<u2").tobytes())
-    with raises_error("data.not_tokens", path, content):
+    with raises_error("data.not_tokens", path, expected_text):
         inspect_token_file(str(path))
 
 
@@ -618,43 +647,46 @@ def check_rejected(path: Path, tokenizer: Path, code: str, *expected_texts: obje
 
 def test_arrow_lists_of_fixed_size_and_sliced_tables_are_read(tmp_path: Path) -> None:
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    for kind in (pyarrow.list_(pyarrow.int32(), 3), pyarrow.large_list(pyarrow.int64())):
-        table = pyarrow.table({"input_ids": pyarrow.array([[0, 0, 0], *rows], kind)}).slice(1)
+    for list_type in (pyarrow.list_(pyarrow.int32(), 3), pyarrow.large_list(pyarrow.int64())):
+        table = pyarrow.table({"input_ids": pyarrow.array([[0, 0, 0], *rows], list_type)}).slice(1)
         with pyarrow.ipc.new_file(str(path := tmp_path / "a.arrow"), table.schema) as file:
             file.write_table(table, max_chunksize=2)
         assert [document.tolist() for document in inspect_token_file(str(path)).iterate_documents(EOS)] == rows
 
 
-@pytest.mark.parametrize("write", MAPPABLE)
+@pytest.mark.parametrize("write", MAPPABLE_WRITERS)
 def test_a_large_file_is_split_into_ranges_that_each_have_a_hash(
     write: Writer, tokenizer: Path, tmp_path: Path
 ) -> None:
     documents = encode_documents(tokenizer, 400)
     path = write(tmp_path, documents)
     manifests = []
-    for limit in (1024, 1 << 20):
-        run_stages(make_config(str(path), tokenizer, shard_tokens=limit), tmp_path / f"data-{limit}")
-        manifests.append(load_manifest(tmp_path / f"data-{limit}"))
-    split, whole = manifests
-    assert len(split.train) > 4 and len(split.held_out) == 2 and len(whole.train) == len(whole.held_out) == 1
-    assert max(entry.tokens for entry in (*split.train, *split.held_out)) <= 1024
+    for shard_tokens in (1024, 1 << 20):
+        data_dir = tmp_path / f"data-{shard_tokens}"
+        run_stages(make_config(str(path), tokenizer, shard_tokens=shard_tokens), data_dir)
+        manifests.append(load_manifest(data_dir))
+    split_manifest, unsplit_manifest = manifests
+    assert len(split_manifest.train) > 4 and len(split_manifest.held_out) == 2
+    assert len(unsplit_manifest.train) == len(unsplit_manifest.held_out) == 1
+    split_entries = (*split_manifest.train, *split_manifest.held_out)
+    assert max(entry.tokens for entry in split_entries) <= 1024
     for manifest in manifests:
         entries = (*manifest.train, *manifest.held_out)
-        read = [map_arrays(entry, Path(entry.file))["tokens"].tolist() for entry in entries]
-        assert flatten(read) == flatten(documents)
+        tokens_of_entries = [map_arrays(entry, Path(entry.file))["tokens"].tolist() for entry in entries]
+        assert flatten(tokens_of_entries) == flatten(documents)
         assert sum(entry.documents for entry in entries) == len(documents)
         bounds = [bound for entry in entries for bound in entry.part or ()]
-        # Each range begins where the previous one ends.
+        # Each range of bytes begins at the end of the previous range.
         assert bounds == [0, *(bound for bound in bounds[1:-1:2] for _ in range(2)), path.stat().st_size]
     compared_fields = {"documents", "held_out_documents", "train_tokens", "held_out_tokens", "held_out_bytes"}
-    assert split.model_dump(include=compared_fields) == whole.model_dump(include=compared_fields)
+    assert split_manifest.model_dump(include=compared_fields) == unsplit_manifest.model_dump(include=compared_fields)
 
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    content[split.train[2].offset] ^= 1
+    content[split_manifest.train[2].offset] ^= 1
     path.write_bytes(content)
-    damaged = [entry for entry in (*split.train, *split.held_out) if entry.find_problem(path)]
-    assert damaged == [split.train[2], split.held_out[1]]
+    damaged_entries = [entry for entry in split_entries if entry.find_problem(path)]
+    assert damaged_entries == [split_manifest.train[2], split_manifest.held_out[1]]
 
 
 def test_an_unused_loss_mask_is_reported(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -672,12 +704,12 @@ def test_files_that_a_run_cannot_use_are_rejected(tokenizer: Path, tmp_path: Pat
     documents = encode_documents(tokenizer)
     check_rejected(write_arrow(tmp_path, documents), tokenizer, "data.not_mappable", "Arrow", "data import")
     check_rejected(write_megatron(tmp_path, documents, "int64"), tokenizer, "data.not_mappable", "int64")
-    without_eos = write_megatron(tmp_path, [document[:-1] for document in documents])
-    check_rejected(without_eos, tokenizer, "data.unended_documents", "60 documents", "data import")
-    wrong_id = write_nano_gpt(tmp_path, [[5, 6, VOCAB, EOS]])
-    check_rejected(wrong_id, tokenizer, "data.token_out_of_range", "token 2", VOCAB)
-    (empty := tmp_path / "e.bin").touch()
-    check_rejected(empty, tokenizer, "data.missing_file", empty)
+    file_without_eos = write_megatron(tmp_path, [document[:-1] for document in documents])
+    check_rejected(file_without_eos, tokenizer, "data.unended_documents", "60 documents", "data import")
+    file_with_wrong_id = write_nano_gpt(tmp_path, [[5, 6, VOCAB, EOS]])
+    check_rejected(file_with_wrong_id, tokenizer, "data.token_out_of_range", "token 2", VOCAB)
+    (empty_file := tmp_path / "e.bin").touch()
+    check_rejected(empty_file, tokenizer, "data.missing_file", empty_file)
 
 
 def test_text_gives_the_same_tokens_from_arrow_tar_and_jsonl(tmp_path: Path) -> None:
@@ -694,11 +726,15 @@ def test_text_gives_the_same_tokens_from_arrow_tar_and_jsonl(tmp_path: Path) -> 
             tar.addfile(member, io.BytesIO(content))
     tokens = []
     for ending in ("jsonl", "arrow", "tar"):
-        kind = TokenizerConfig(vocab_size=300, train_bytes=20_000)
-        data = DataConfig(source=str(tmp_path / f"t.{ending}"), tokenizer=kind, held_out=0.2, shard_tokens=1 << 20)
+        data = DataConfig(
+            source=str(tmp_path / f"t.{ending}"),
+            tokenizer=TokenizerConfig(vocab_size=300, train_bytes=20_000),
+            held_out=0.2,
+            shard_tokens=1 << 20,
+        )
         run_stages(data, folder := tmp_path / ending, TextFolder)
         manifest = load_manifest(folder)
-        tokens.append([sorted(read_entries(folder, part)) for part in (manifest.train, manifest.held_out)])
+        tokens.append([sorted(read_entries(folder, entries)) for entries in (manifest.train, manifest.held_out)])
         assert manifest.documents == 80
     assert tokens[0] == tokens[1] == tokens[2]
 
@@ -707,8 +743,8 @@ def test_text_gives_the_same_tokens_from_arrow_tar_and_jsonl(tmp_path: Path) -> 
 def test_a_truncated_file_is_rejected(write: Writer, tmp_path: Path) -> None:
     """Remove a few bytes, a third, or all but 600 bytes from the end.
 
-    A nanoGPT file has no length and is rejected only if half a token remains. A tar file ends with zeros that may be
-    missing, so more must be removed from it.
+    A nanoGPT file does not contain its length. It is rejected only if half a token remains, which the end of the test
+    checks. A tar file ends with zeros that may be missing, so more bytes must be removed from it.
     """
     path = write(tmp_path, [[*range(1, 200), EOS]] * 5)
     content = path.read_bytes()
@@ -730,9 +766,9 @@ def test_a_damaged_tar_header_is_rejected_and_does_not_end_the_file(tmp_path: Pa
         list(inspect_token_file(str(path)).iterate_documents(EOS))
 
 
-@pytest.mark.parametrize("kind", ["<u4", "<i4", "<i8"])
-def test_token_ids_wider_than_uint16_without_a_header_are_rejected(kind: str, tmp_path: Path) -> None:
-    (np.arange(108_000) % 100_000).astype(kind).tofile(path := tmp_path / "w.bin")
+@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<i8"])
+def test_token_ids_wider_than_uint16_without_a_header_are_rejected(dtype: str, tmp_path: Path) -> None:
+    (np.arange(108_000) % 100_000).astype(dtype).tofile(path := tmp_path / "w.bin")
     with raises_error("data.wrong_token_width", path):
         inspect_token_file(str(path))
     file = inspect_token_file(str(write_nano_gpt(tmp_path, [[*range(100, 300), EOS]] * 9)))
@@ -742,19 +778,20 @@ def test_token_ids_wider_than_uint16_without_a_header_are_rejected(kind: str, tm
 
 def test_a_file_without_a_document_end_near_its_end_is_not_split(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    long = write_nano_gpt(tmp_path / "one", [[*[5] * 9, EOS], [*[6] * 200_000, EOS]])
+    unsplittable = write_nano_gpt(tmp_path / "one", [[*[5] * 9, EOS], [*[6] * 200_000, EOS]])
     with raises_error("data.no_held_out", "data.held_out: 0"):
-        run_stages(make_config(str(long), tokenizer), tmp_path / "rejected")
+        run_stages(make_config(str(unsplittable), tokenizer), tmp_path / "rejected")
     log: list[str] = []
-    other = write_nano_gpt(tmp_path, encode_documents(tokenizer, 600))
-    folder = TokensFolder(make_config([str(long), str(other)], tokenizer, held_out=0.02), tmp_path / "data")
+    splittable = write_nano_gpt(tmp_path, encode_documents(tokenizer, 600))
+    data = make_config([str(unsplittable), str(splittable)], tokenizer, held_out=0.02)
+    folder = TokensFolder(data, tmp_path / "data")
     folder.prepare(log.append)
     folder.shard(0, 1, log.append)
     assert folder.finalize(log.append)
     manifest = load_manifest(tmp_path / "data")
-    assert manifest.train[0].tokens == 200_011 and {entry.file for entry in manifest.held_out} == {str(other)}
-    assert any(line.startswith("shard: nothing is held out") and str(long) in line for line in log)
-    run_stages(make_config(str(long), tokenizer, held_out=0), tmp_path / "none")
+    assert manifest.train[0].tokens == 200_011 and {entry.file for entry in manifest.held_out} == {str(splittable)}
+    assert any(line.startswith("shard: nothing is held out") and str(unsplittable) in line for line in log)
+    run_stages(make_config(str(unsplittable), tokenizer, held_out=0), tmp_path / "none")
 
 
 def test_a_column_major_array_is_read_in_rows(tmp_path: Path) -> None:
@@ -771,17 +808,17 @@ def test_the_start_of_held_out_tokens_is_searched_once_for_all_ranges(
 ) -> None:
     data = make_config(str(write_megatron(tmp_path, encode_documents(tokenizer, 400))), tokenizer, shard_tokens=1024)
     TokensFolder(data, tmp_path / "data").prepare(print)
-    searched: list[int] = []
-    original = TokensFolder._find_held_out_start
+    searched_files: list[TokenFile] = []
+    original_search = TokensFolder._find_held_out_start
 
-    def count_searches(folder: TokensFolder, file: TokenFile, eos_id: int) -> int:
-        searched.append(1)
-        return original(folder, file, eos_id)
+    def record_and_search(folder: TokensFolder, file: TokenFile, eos_id: int) -> int:
+        searched_files.append(file)
+        return original_search(folder, file, eos_id)
 
-    monkeypatch.setattr(TokensFolder, "_find_held_out_start", count_searches)
+    monkeypatch.setattr(TokensFolder, "_find_held_out_start", record_and_search)
     folder = TokensFolder(data, tmp_path / "data")
     folder.shard(0, 1, print)
-    assert folder.finalize(print) and folder.unit_count > 4 and len(searched) == 1
+    assert folder.finalize(print) and folder.unit_count > 4 and len(searched_files) == 1
     assert len(load_manifest(tmp_path / "data").held_out) == 2
 
 
@@ -793,14 +830,14 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
     data = make_config(str(write(tmp_path, documents)), tokenizer, shard_tokens=1024)
     TokensFolder(data, tmp_path / "data").prepare(print)
     bytes_read: list[int] = []
-    original = DocumentEnds.read_numbers
+    original_read = DocumentEnds.read_numbers
 
-    def count_bytes(*arguments: Any) -> Any:
-        numbers = original(*arguments)
+    def read_and_record_size(*arguments: Any) -> Any:
+        numbers = original_read(*arguments)
         bytes_read.append(numbers.nbytes)
         return numbers
 
-    monkeypatch.setattr(DocumentEnds, "read_numbers", count_bytes)
+    monkeypatch.setattr(DocumentEnds, "read_numbers", read_and_record_size)
     monkeypatch.setattr("data_prep.token_files.BLOCK_TOKENS", 256)
     folder = TokensFolder(data, tmp_path / "data")
     (tmp_path / "data/shards").mkdir()
@@ -810,10 +847,10 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
     assert sum(bytes_read) < index.stat().st_size / 8, "much more than the unit's part of the index was read"
     entry = json.loads(folder.unit_path(units // 2).read_bytes())["train"][0]
     ends = np.cumsum([len(document) for document in documents])
-    start = entry["offset"] // (2 if write is write_megatron else 4)
+    start = entry["offset"] // (2 if write is write_megatron else 4)  # bytes per token
     assert entry["documents"] == np.count_nonzero((ends > start) & (ends <= start + entry["tokens"]))
 
-    index.write_bytes(index.read_bytes())
+    index.write_bytes(index.read_bytes())  # the modification time changes
     assert str(index) in str(folder.find_prepare_problem())
     with raises_error("data.input_changed", index, kind=InputError):
         folder.build_unit(0)
@@ -825,7 +862,7 @@ def test_a_task_reads_its_part_of_an_index_and_detects_a_change(
     assert prepared_again.finalize(print) and load_manifest(tmp_path / "data").documents == len(documents)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=9), st.data())
 def test_the_document_ends_in_a_range_equal_the_sums_of_sequence_lengths(
     tmp_path_factory: pytest.TempPathFactory, sequences: list[list[int]], data: st.DataObject
@@ -854,13 +891,13 @@ def test_an_index_that_is_damaged_after_its_check_is_rejected(tmp_path: Path) ->
     path = write_megatron(tmp_path, [[*range(1, 9), EOS]] * 50)
     index = path.with_suffix(".idx")
     file = inspect_token_file(str(path))
-    original = index.read_bytes()
-    with open(index, "r+b") as index_file:
+    intact_index = index.read_bytes()
+    with open(index, "r+b") as index_file:  # change one of the 51 document indices at the end of the file
         index_file.seek(-8 * 26, 2)
         index_file.write(struct.pack("<q", 49))
     with raises_error("data.damaged_file", index, "is damaged"):
         scan_tokens(file, EOS, VOCAB)
-    index.write_bytes(original[:600])
+    index.write_bytes(intact_index[:600])
     with raises_error("data.damaged_file", index, "cut short"):
         scan_tokens(file, EOS, VOCAB)
 
@@ -879,15 +916,15 @@ def test_deduplicate_applies_to_the_text_of_a_mixture_and_needs_a_source_of_text
         "words": {"source": str(tmp_path / "*.txt"), "held_out": 0.0},
     }
     mixture = {"sources": sources, "weights": [{"weights": {"web": 1, "words": 1}}]}
-    settings_of_data = {"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}, "deduplicate": True}
-    folder = MixtureFolder(DataConfig.model_validate(settings_of_data), tmp_path / "data")
+    data_settings = {"mixture": mixture, "tokenizer": {"kind": "file", "path": tokenizer}, "deduplicate": True}
+    folder = MixtureFolder(DataConfig.model_validate(data_settings), tmp_path / "data")
     folder.prepare(print)
     folder.shard(0, 1, print)
     assert folder.finalize(print)
     assert load_manifest(tmp_path / "data").duplicate_documents == 1
     sources["words"] = sources["web"]
     with pytest.raises(ValueError, match="deduplicate"):
-        DataConfig.model_validate(settings_of_data)
+        DataConfig.model_validate(data_settings)
 
 
 def test_a_file_in_two_sources_of_a_mixture_is_rejected(tokenizer: Path, tmp_path: Path) -> None:
@@ -901,26 +938,26 @@ def test_a_file_in_two_sources_of_a_mixture_is_rejected(tokenizer: Path, tmp_pat
         MixtureFolder(data, tmp_path / "data").prepare(print)
 
 
-def mutate(content: bytes, rng: random.Random) -> bytes:
-    """Change, remove, insert or overwrite some bytes."""
+def damage_content(content: bytes, generator: random.Random) -> bytes:
+    """Return the content after one to four random changes: bytes are replaced, removed or inserted, or it is cut."""
     data = bytearray(content)
-    for _ in range(rng.randint(1, 4)):
-        position = rng.randrange(max(1, min(len(data), rng.choice([64, 1 << 11, 1 << 30]))))
-        match rng.randrange(5):
+    for _ in range(generator.randint(1, 4)):
+        position = generator.randrange(max(1, min(len(data), generator.choice([64, 1 << 11, 1 << 30]))))
+        match generator.randrange(5):
             case 0:
-                data[position : position + 1] = bytes([rng.randrange(256)])
+                data[position : position + 1] = bytes([generator.randrange(256)])
             case 1:
                 del data[position:]
             case 2:
-                data[position : position + 8] = rng.choice([b"\xff" * 8, b"\x00" * 8, b"\x00" * 7 + b"\x7f"])
+                data[position : position + 8] = generator.choice([b"\xff" * 8, b"\x00" * 8, b"\x00" * 7 + b"\x7f"])
             case 3:
-                data[position:position] = rng.randbytes(rng.randint(1, 9))
+                data[position:position] = generator.randbytes(generator.randint(1, 9))
             case _:
-                del data[position : position + rng.randint(1, 9)]
+                del data[position : position + generator.randint(1, 9)]
     return bytes(data)
 
 
-WIDTHS = {
+TOKEN_BYTES = {
     "write_megatron": 2, "write_llm_c": 2, "write_nano_gpt": 2, "write_hdf5": 2, "write_datatrove": 4, "write_arrow": 4,
     "write_webdataset_tar": 8,
 }  # fmt: skip
@@ -928,7 +965,7 @@ WIDTHS = {
 
 
 def find_token_offsets(content: bytes, documents: Documents, width: int) -> list[int]:
-    """Return the byte offset of each token, document by document."""
+    """Return the byte offset of each token in the content of a file; `width` is the number of bytes per token."""
     offsets = list[int]()
     end = 0
     for document in documents:
@@ -939,72 +976,85 @@ def find_token_offsets(content: bytes, documents: Documents, width: int) -> list
 
 
 def find_changed_span(before: bytes, after: bytes) -> tuple[int, int]:
-    """Return the bytes [start, end) of `before` outside of which `after` is the same."""
-    pairs = [*zip(before, after, strict=False)], [*zip(reversed(before), reversed(after), strict=False)]
-    start, same_at_end = (next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs)
-    same_at_end = min(same_at_end, len(before) - start, len(after) - start)
-    return start, len(before) - same_at_end
+    """Return the range [start, end) of bytes of `before` that differ in `after`. All other bytes are the same."""
+
+    def count_equal_bytes(pairs: list[tuple[int, int]]) -> int:
+        """Return the number of equal pairs before the first pair that differs."""
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+    start = count_equal_bytes([*zip(before, after, strict=False)])
+    equal_at_end = count_equal_bytes([*zip(reversed(before), reversed(after), strict=False)])
+    equal_at_end = min(equal_at_end, len(before) - start, len(after) - start)
+    return start, len(before) - equal_at_end
 
 
-def may_break_addresses(before: bytes, start: int, end: int, size: int) -> bool:
-    """Return whether damage may have made addresses in an HDF5 file wrong. Version 0 of the format has no checksums.
+def may_break_addresses(before: bytes, start: int, end: int, new_size: int) -> bool:
+    """Return True if a change of the bytes [start, end) may have made addresses in an HDF5 file wrong.
 
-    Inserted or removed bytes move everything after them. The chunk index is a node ("TREE") of keys and addresses.
+    Version 0 of the format has no checksums, so a wrong address is not detected. Inserted or removed bytes move
+    everything after them. The index of the chunks is a node ("TREE") with keys and addresses.
     """
-    tree = before.find(b"TREE\x01")
-    keys = tree + 24, tree + 24 + 32 * int.from_bytes(before[tree + 6 : tree + 8], "little") + 24
-    return size != len(before) or (tree >= 0 and start < keys[1] and keys[0] < end)
+    node = before.find(b"TREE\x01")
+    keys_start = node + 24
+    entries = int.from_bytes(before[node + 6 : node + 8], "little")
+    keys_end = keys_start + 32 * entries + 24
+    return new_size != len(before) or (node >= 0 and start < keys_end and keys_start < end)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_damaged_files_are_rejected_or_read_correctly(write: Writer, tmp_path: Path) -> None:
-    """Damage a file, or the index beside it, in 125 ways.
+    """Damage a file, or its index file, 125 times at random.
 
-    No damaged header, index or length may move, add or lose a token, except in HDF5 and Arrow. A token may have another
-    value only if its own bytes were damaged, because no format has checksums.
+    Damage of a header, an index or a length must not move, add or remove a token, except in HDF5 and Arrow. Because no
+    format has checksums, a token may have another value, but only if its own bytes were damaged.
     """
-    rng = random.Random(write.__name__)
-    documents = [[rng.randrange(1, VOCAB) for _ in range(rng.randrange(3, 30))] + [EOS] for _ in range(12)]
+    generator = random.Random(write.__name__)
+    documents = [[generator.randrange(1, VOCAB) for _ in range(generator.randrange(3, 30))] + [EOS] for _ in range(12)]
     path = write(tmp_path, documents)
     rejections = 0
-    expected = flatten(documents)
+    expected_tokens = flatten(documents)
     files = {file: file.read_bytes() for file in path.parent.iterdir()}
-    width = WIDTHS.get(write.__name__)  # None if tokens are compressed: then damage never changes only one token
+    width = TOKEN_BYTES.get(write.__name__)  # None if tokens are compressed, so that no byte belongs to only one token
     offsets = find_token_offsets(files[path], documents, width) if width else []
     for _ in range(125):
         for original_file, content in files.items():
             original_file.write_bytes(content)
-        damaged = rng.choice(sorted(files))
-        damaged.write_bytes(after := mutate(files[damaged], rng))
+        damaged_file = generator.choice(sorted(files))
+        before = files[damaged_file]
+        damaged_file.write_bytes(after := damage_content(before, generator))
         try:
             file: TokenFile = inspect_token_file(str(path))
-            read = [token for document in file.iterate_documents(EOS) for token in document.tolist()]
+            tokens = [token for document in file.iterate_documents(EOS) for token in document.tolist()]
             scan_tokens(file, EOS, VOCAB)
         except UserError as error:
             assert str(tmp_path) in str(error)
             rejections += 1
             continue
-        if file.format == NANO_GPT:  # this format does not state its length
+        if file.format == NANO_GPT:  # a file of this format does not contain its length
             assert write is write_nano_gpt or len(after) < 1024, "a file with the header of llm.c was read as nanoGPT"
-            assert read == np.frombuffer(after, "<u2").tolist()
+            assert tokens == np.frombuffer(after, "<u2").tolist()
             continue
-        start, end = find_changed_span(files[damaged], after)
-        changed = [number for number, token in enumerate(expected) if [token] != read[number : number + 1]]
-        may_change = [
+        start, end = find_changed_span(before, after)
+        changed_tokens = [
+            number for number, token in enumerate(expected_tokens) if [token] != tokens[number : number + 1]
+        ]
+        damaged_tokens = [
             number
             for number, offset in enumerate(offsets)
-            if damaged == path and offset < end and start < offset + (width or 0)
+            if damaged_file == path and offset < end and start < offset + (width or 0)
         ]
-        if "hdf5" in write.__name__ and may_break_addresses(files[damaged], start, end, len(after)):
+        if "hdf5" in write.__name__ and may_break_addresses(before, start, end, len(after)):
             continue
-        if write is write_arrow and (len(after) != len(files[damaged]) or len(may_change) * 4 < end - start):
+        if write is write_arrow and (len(after) != len(before) or len(damaged_tokens) * 4 < end - start):
             continue  # bytes between the IDs were also damaged, and Arrow's messages have no checksums
-        assert len(read) == len(expected), f"bytes {start} to {end} of {damaged.name}"
-        assert {*changed} <= {*may_change}, f"bytes {start} to {end} of {damaged.name}: {changed}"
+        assert len(tokens) == len(expected_tokens), f"bytes {start} to {end} of {damaged_file.name}"
+        assert {*changed_tokens} <= {*damaged_tokens}, (
+            f"bytes {start} to {end} of {damaged_file.name}: {changed_tokens}"
+        )
     assert rejections > 30
 
 
-def test_many_small_files_share_units_and_give_the_same_manifest(
+def test_many_small_files_share_work_units_and_give_the_same_manifest(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder := tmp_path / "in").mkdir()
@@ -1014,25 +1064,31 @@ def test_many_small_files_share_units_and_give_the_same_manifest(
     write_nano_gpt(folder, documents).rename(folder / "large.bin")
     data = make_config(str(folder), tokenizer, shard_tokens=1024)
     run_stages(data, tmp_path / "single")
-    single = TokensFolder(data, tmp_path / "single")
-    assert all(len(ranges) == 1 for ranges in single.plan.units) and single.unit_count > 80
-    monkeypatch.setattr("data_prep.tokens_folder.MANY_UNITS", 10)
+    folder_of_single_ranges = TokensFolder(data, tmp_path / "single")
+    single_range_plan = folder_of_single_ranges.plan
+    assert all(len(ranges) == 1 for ranges in single_range_plan.units) and folder_of_single_ranges.unit_count > 80
+    monkeypatch.setattr("data_prep.tokens_folder.MANY_UNITS", 10)  # from then on, work units have several ranges
     for tasks in (1, 3):
         TokensFolder(data, tmp_path / str(tasks)).prepare(lambda _: None)
         for task in reversed(range(tasks)):
             TokensFolder(data, tmp_path / str(tasks)).shard(task, tasks, lambda _: None)
         assert TokensFolder(data, tmp_path / str(tasks)).finalize(lambda _: None)
-    shared = TokensFolder(data, tmp_path / "3")
-    sizes = [sum(part.end - part.start for part in ranges) for ranges in shared.plan.units]
-    assert len(sizes) < single.unit_count / 3 and max(sizes) <= 1024
-    assert [part for ranges in shared.plan.units for part in ranges] == [part for (part,) in single.plan.units]
-    manifest, manifest_of_1, manifest_of_3 = (load_manifest(tmp_path / name) for name in ("single", "1", "3"))
-    assert manifest_of_1 == manifest_of_3
+    shared_plan = TokensFolder(data, tmp_path / "3").plan
+    unit_tokens = [sum(token_range.end - token_range.start for token_range in ranges) for ranges in shared_plan.units]
+    assert len(unit_tokens) < folder_of_single_ranges.unit_count / 3 and max(unit_tokens) <= 1024
+    all_ranges = [token_range for ranges in shared_plan.units for token_range in ranges]
+    assert all_ranges == [token_range for (token_range,) in single_range_plan.units]
+    manifest, manifest_of_1_task, manifest_of_3_tasks = (
+        load_manifest(tmp_path / name) for name in ("single", "1", "3")
+    )
+    assert manifest_of_1_task == manifest_of_3_tasks
     for field in ("train", "held_out", "documents"):
-        assert getattr(manifest, field) == getattr(manifest_of_3, field)
+        assert getattr(manifest, field) == getattr(manifest_of_3_tasks, field)
     path = folder / "07.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    unit = next(number for number, ranges in enumerate(shared.plan.units) if 7 in {part.input for part in ranges})
-    shared.unit_path(unit).unlink()
+    unit = next(
+        number for number, ranges in enumerate(shared_plan.units) if 7 in {token_range.input for token_range in ranges}
+    )
+    TokensFolder(data, tmp_path / "3").unit_path(unit).unlink()
     with raises_error("data.input_changed", path, kind=InputError):
         TokensFolder(data, tmp_path / "3").build_unit(unit)

@@ -1,4 +1,4 @@
-"""Files of samples with chunked arrays: the stage shard unpacks them, and unpacks damaged copies again."""
+"""Tests that the shard stage unpacks files of samples with chunked arrays, and unpacks damaged copies again."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from tests.support.errors import raises_error
 from tests.support.ranks import run_ranks
 from tests.support.tiny import run_stage_on_rank
 
-LAYOUTS: dict[str, dict[str, Any]] = {  # options of `create_dataset`
+LAYOUTS: dict[str, dict[str, Any]] = {
     "gzip": {"chunks": (7, 1, 16, 16), "compression": "gzip", "shuffle": True},
     "single": {"chunks": (1, 1, 16, 16), "compression": "lzf"},
     "wide": {"chunks": (50, 1, 4, 4)},
 }
+"""Storage layouts of the images in an HDF5 file, as options of `create_dataset`."""
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read arrays in blocks of a dozen images."""
     monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)  # a dozen images
 
 
@@ -48,20 +50,20 @@ def make_run(folder: Path, layouts: dict[str, dict[str, Any]]) -> Run:
 
 
 def test_training_on_chunked_arrays_equals_training_on_contiguous_arrays(tmp_path: Path) -> None:
-    contiguous = make_run(tmp_path / "contiguous", {name: {} for name in LAYOUTS})
-    chunked = make_run(tmp_path / "chunked", {**LAYOUTS, "single": {}})
-    contiguous_entries, chunked_entries = (load_run_manifest(run).train for run in (contiguous, chunked))
+    contiguous_run = make_run(tmp_path / "contiguous", {name: {} for name in LAYOUTS})
+    chunked_run = make_run(tmp_path / "chunked", {**LAYOUTS, "single": {}})
+    contiguous_entries, chunked_entries = (load_run_manifest(run).train for run in (contiguous_run, chunked_run))
     assert [entry.is_user_file for entry in contiguous_entries] == [True] * 3
     assert [entry.file for entry in chunked_entries] == [  # the contiguous file is used in place
         "shards/unit-00000.h5", str(tmp_path / "chunked/single.h5"), "shards/unit-00002.h5",
     ]  # fmt: skip
     contiguous_samples, chunked_samples = (
         SampleDataset(load_run_manifest(run), run.data_dir).read(np.arange(135))  # type: ignore[arg-type]
-        for run in (contiguous, chunked)
+        for run in (contiguous_run, chunked_run)
     )
     assert all(np.array_equal(contiguous_samples[name], chunked_samples[name]) for name in ("images", "labels"))
-    assert train_run(contiguous, 1) == train_run(chunked, 1)
-    assert set(run_ranks(2, run_stage_on_rank, chunked.path, "evaluate")) == {ExitCode.DONE}
+    assert train_run(contiguous_run, 1) == train_run(chunked_run, 1)
+    assert set(run_ranks(2, run_stage_on_rank, chunked_run.path, "evaluate")) == {ExitCode.DONE}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

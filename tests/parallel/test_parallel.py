@@ -175,7 +175,7 @@ def test_the_norm_of_a_large_gradient_equals_that_of_its_shards() -> None:
 
 @pytest.mark.long
 def test_layouts_of_a_larger_model_equal_one_process() -> None:
-    """The tensors have millions of entries, so the norm of one process would be inaccurate if it were summed in fp32."""
+    """The tensors have millions of entries. If one process summed the gradient norm in fp32, it would be inaccurate."""
     vocab = 32_768
     model = {"dim": 256, "layers": 8, "heads": 8, "intermediate_size": 704}
     sections: dict[str, Any] = {

@@ -122,7 +122,7 @@ def test_bounds_of_a_count_are_close_to_the_exact_ones() -> None:
 # -- the simulation --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.floats(1800, 20_000), st.floats(10, 900), st.floats(0.05, 1), st.floats(0, 600), st.floats(0, 600),
     st.floats(60, 2000), st.sampled_from([0.0, 0.5, 3.0]),

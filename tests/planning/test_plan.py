@@ -128,7 +128,7 @@ def test_the_planned_peak_with_local_sgd_includes_saving_a_checkpoint(peak_gib: 
     assert plan_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 8), st.integers(0, 16))
 def test_pipeline_bubbles_equal_the_theory(schedule: str, ranks: int, additional_batches: int) -> None:
     """p ranks are idle for (p - 1) / (m + p - 1) of a step of m micro-batches (arXiv 2104.04473, section 2.2)."""

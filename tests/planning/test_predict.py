@@ -95,7 +95,7 @@ WORKLOADS = st.builds(
 """Random workloads."""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(WORKLOADS, st.sampled_from(["layers", "hidden", "ffn", "vocab", "sequence", "global_batch"]))
 def test_more_work_takes_longer(work: Workload, name: str) -> None:
     larger = replace(work, **{name: 2 * getattr(work, name)})
@@ -104,7 +104,7 @@ def test_more_work_takes_longer(work: Workload, name: str) -> None:
         assert estimate_footprint(larger).total > estimate_footprint(work).total
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(WORKLOADS, st.integers(0, 17))
 def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Workload, first_trained: int) -> None:
     """The blocks before `first_trained` are frozen."""
@@ -119,7 +119,7 @@ def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Work
     assert step.tokens_per_gpu * causal_flops < H100.achievable["bf16"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(WORKLOADS, st.sampled_from(["bandwidth", "achievable", "attention", "inside", "between"]))
 def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
     value = getattr(H100, part)
@@ -134,7 +134,7 @@ def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
     assert predict_step(work, machine).step <= predict_step(work, H100).step * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(WORKLOADS)
 def test_recomputation_costs_time_and_saves_memory(work: Workload) -> None:
     kinds = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]

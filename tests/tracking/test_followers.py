@@ -69,7 +69,7 @@ def fake_run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
     return FakeRun(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS, step_count=st.integers(1, 9))
 def test_each_step_is_sent_once_despite_kills_and_restores(
     fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch, actions: list[str], step_count: int
