@@ -872,13 +872,13 @@ IS_A_MEAN = "is a mean"
 @pytest.mark.parametrize(
     ("old", "new", "code", "facts"),
     [
-        ("persistent=False", "persistent=True", "model.persistent_buffer", ["times"]),
-        ("reset_buffers", "other_name", "model.no_reset_buffers", ["times", "reset_buffers"]),
+        ("persistent=False", "persistent=True", "model.persistent_buffer", ["time_steps"]),
+        ("reset_buffers", "other_name", "model.no_reset_buffers", ["time_steps", "reset_buffers"]),
         (
             "nn.Linear(width, 1)\n",
-            "nn.Linear(width, 1)\n        self.again = self.last\n",
+            "nn.Linear(width, 1)\n        self.again = self.last_layer\n",
             "model.tied_parameters",
-            ["last", "again"],
+            ["last_layer", "again"],
         ),
         ("import torch\n", "import torch\nimport not_installed\n", "model.import_failed", ["'not_installed'"]),
         (SUM, "", "model.wrong_loss", ["loss of ragged"]),
@@ -906,7 +906,7 @@ def test_a_mean_is_an_error_even_if_the_loss_of_the_first_batch_is_0(series_fold
 def test_a_mean_is_an_error_if_the_outputs_have_several_rows_per_sample(series_folder: Path) -> None:
     text = (ROOT / "tests/support/ragged.py").read_text()
     for old, new in (
-        ("self.last(x)[..., 0]", "self.last(x)[..., 0].flatten()"),
+        ("self.last_layer(x)[..., 0]", "self.last_layer(x)[..., 0].flatten()"),
         ("    is_in_series = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    is_in_series = '),
         (SUM, MEAN),
     ):
