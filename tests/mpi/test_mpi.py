@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpirun import find_debian_mpirun, run_mpirun, start_mpirun, list_remaining_processes
+from tests.support.mpirun import find_debian_mpirun, list_remaining_processes, run_mpirun, start_mpirun
 from tests.support.requirements import skip_or_fail_in_ci
 
 pytestmark = pytest.mark.timeout(200)
