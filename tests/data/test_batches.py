@@ -1,4 +1,4 @@
-"""The batch loader: how far its thread reads ahead, how it ends, and how it reports errors."""
+"""Tests of the batch loader: how far its thread reads ahead, how the thread ends, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def check_remaining_threads() -> Iterator[None]:
-    """Check that no thread is left after each test. Torch uses one thread."""
-    threads = torch.get_num_threads()
+    """Let torch use one thread, and check that no thread is left after each test."""
+    torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    before = set(threading.enumerate())
+    threads_before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
-    torch.set_num_threads(threads)
+    assert set(threading.enumerate()) == threads_before
+    torch.set_num_threads(torch_threads)
 
 
 @pytest.fixture
@@ -51,16 +51,16 @@ def repeat_indices() -> Iterator[np.ndarray]:
 
 @pytest.fixture
 def limit_to_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read at most two blocks ahead, regardless of the consumer's speed."""
+    """Let the loader keep at most two blocks ready, regardless of the consumer's speed."""
     monkeypatch.setattr(BatchLoader, "AHEAD_BYTES", 0)
 
 
-def wait_until_full(batches: BatchLoader, depth: int = 2) -> None:
-    """Wait until `depth` blocks are ready."""
+def wait_until_full(batches: BatchLoader) -> None:
+    """Wait until two blocks are ready."""
     deadline = time.monotonic() + 240
-    while batches._ready.qsize() < depth and time.monotonic() < deadline:
+    while batches._ready.qsize() < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert batches._ready.qsize() == depth
+    assert batches._ready.qsize() == 2
 
 
 @pytest.mark.usefixtures("limit_to_two_blocks")
@@ -154,20 +154,24 @@ def test_data_wait_s_is_the_time_that_the_consumer_waited(dataset: TokenDataset)
 def test_a_read_that_takes_five_seconds_does_not_delay_the_consumer(
     dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 50 ms per step on a simulated clock, 200 batches are read ahead. Two blocks have at most 32 batches."""
+    """On a simulated clock, a step takes 50 ms, so the loader reads 200 batches (ten seconds) ahead.
+
+    The next read then blocks for 100 steps. The two blocks that are always read ahead have at most 32 batches, which
+    would not be enough.
+    """
     now = 0.0
     is_blocked = threading.Event()
     may_continue = threading.Event()
     monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(BatchLoader, "BLOCK_BYTES", 16 * 1024)
-    read = dataset.read
+    original_read = dataset.read
 
-    def read_or_wait(indices: np.ndarray, out: Any = None) -> Any:
+    def wait_and_read(indices: np.ndarray, out: Any = None) -> Any:
         if is_blocked.is_set():
             assert may_continue.wait(60)
-        return read(indices, out)
+        return original_read(indices, out)
 
-    monkeypatch.setattr(dataset, "read", read_or_wait)
+    monkeypatch.setattr(dataset, "read", wait_and_read)
     with BatchLoader(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
         for _ in range(40):
             assert next(batches)["tokens"].shape == (1, 11)
@@ -187,16 +191,21 @@ def test_the_loader_starts_only_one_thread(tmp_path: Path) -> None:
     """Torch operations of this size would start an OpenMP pool in the loader's thread."""
     torch.set_num_threads(4)
     dataset = TokenDataset(write_shards(tmp_path, [(400_001, 0)], "uint16")[0], 100_000)
-    before = len(os.listdir("/proc/self/task"))
+    threads_before = len(os.listdir("/proc/self/task"))
     with BatchLoader(dataset, (np.arange(4) for _ in range(9)), CPU) as batches:
         wait_until_full(batches)
-        assert len(os.listdir("/proc/self/task")) == before + 1
+        assert len(os.listdir("/proc/self/task")) == threads_before + 1
 
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
-def test_batches_arrive_in_order_at_any_speed_of_the_consumer(steps: list[float], available: int, fails: bool) -> None:
-    """`steps` are the consumer's seconds per batch. The sampler yields `available` batches, and then ends or fails."""
+def test_batches_arrive_in_order_at_any_speed_of_the_consumer(
+    step_times_s: list[float], available: int, fails: bool
+) -> None:
+    """`step_times_s` are the consumer's times for each batch.
+
+    The sampler yields `available` batches, and then ends or fails.
+    """
     now = 0.0
 
     def sampler() -> Iterator[np.ndarray]:
@@ -209,17 +218,17 @@ def test_batches_arrive_in_order_at_any_speed_of_the_consumer(steps: list[float]
         patch.setattr(BatchLoader, "BLOCK_BYTES", 4 * 1024)  # at most four batches
         dataset = TokenDataset(write_shards(Path(folder), [(101, 6)], "uint16")[0], 10)
         expected = [
-            dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(available, len(steps)))
+            dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(available, len(step_times_s)))
         ]
         received: list[Any] = []
         with BatchLoader(dataset, sampler(), CPU) as batches:
-            for step in steps:
+            for step_time_s in step_times_s:
                 try:
                     received.append(next(batches)["tokens"].tolist())
                 except (OSError, StopIteration) as error:
                     assert isinstance(error, OSError if fails else StopIteration)
                     break
-                now += step
+                now += step_time_s
     # If reading a batch fails, up to three earlier batches of the same block are lost.
     min_received = len(expected) - (3 if fails else 0)
     assert received == expected[: len(received)] and len(received) >= min_received

@@ -1,4 +1,7 @@
-"""Local copies of the training data: samples are unchanged, no copy is left behind, and training survives failures."""
+"""Tests of local copies of the training data.
+
+The samples do not change, all copies are removed at the end, and training continues without copies after a failure.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
 
 
 def make_ranges(path: Path, tokens: np.ndarray, bounds: list[tuple[int, int]]) -> list[ShardEntry]:
-    """Write tokens to a user's file and describe ranges of its bytes."""
+    """Write tokens to a file and return shard entries for ranges of its bytes, as for a token file of the user."""
     path.write_bytes(tokens.tobytes())
     return [
         ShardEntry.model_construct(
@@ -132,7 +135,7 @@ def test_copies_use_at_most_half_of_the_file_descriptors(
     events = Events()
     dataset = make_dataset(shared_folder)
     expected = read_all(dataset)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))  # so at most two copies are opened
     with copy_files(dataset, shared_folder, disk, events), follow_copies(dataset, shared_folder, disk) as follower:
         wait_until(lambda: bool(events) and not follower._pending)
         assert read_all(dataset) == expected
@@ -140,29 +143,29 @@ def test_copies_use_at_most_half_of_the_file_descriptors(
 
 
 def test_each_range_of_a_large_file_has_a_separate_copy(tmp_path: Path, disk: Path) -> None:
-    large = tmp_path / "large.bin"
-    entries = make_ranges(large, np.arange(3000, dtype=np.uint16), [(0, 2000), (2000, 3400), (3400, 6000)])
+    large_file = tmp_path / "large.bin"
+    entries = make_ranges(large_file, np.arange(3000, dtype=np.uint16), [(0, 2000), (2000, 3400), (3400, 6000)])
     dataset = TokenDataset(entries, SEQUENCE_LENGTH, tmp_path)
     events = Events()
     expected = read_all(dataset)
     with copy_files(dataset, tmp_path, disk, events):
         wait_until(lambda: bool(events))
-        overwrite(large)
+        overwrite(large_file)
         assert read_all(dataset) == expected
     assert events[0].bytes == 6000 and events[0].files == 3
 
 
 def test_entries_with_the_same_range_share_a_copy_but_equal_contents_do_not(tmp_path: Path, disk: Path) -> None:
-    large = tmp_path / "large.bin"
-    tokens = np.tile(np.arange(1000, dtype=np.uint16), 3)
-    entries = make_ranges(large, tokens, [(0, 2000), (2000, 4000), (4000, 6000)])
+    large_file = tmp_path / "large.bin"
+    tokens = np.tile(np.arange(1000, dtype=np.uint16), 3)  # the ranges have the same content
+    entries = make_ranges(large_file, tokens, [(0, 2000), (2000, 4000), (4000, 6000)])
     dataset = TokenDataset([*entries, entries[1]], SEQUENCE_LENGTH, tmp_path)
     events = Events()
     expected = read_all(dataset)
     with copy_files(dataset, tmp_path, disk, events) as copies:
         wait_until(lambda: bool(events))
         assert not copies._pending and events[0].files == 3
-        overwrite(large)
+        overwrite(large_file)
         assert read_all(dataset) == expected
 
 
@@ -185,23 +188,24 @@ def test_only_the_copying_rank_reports_a_failure(
 ) -> None:
     datasets = [make_dataset(shared_folder) for _ in range(3)]
     events = Events()
+    # replace the first file, so that its hash differs from that in the manifest
     shutil.copy(shared_folder / "2.h5", tmp_path / "other")
     os.replace(tmp_path / "other", shared_folder / "0.h5")
-    sources: list[Path] = []
-    original = LocalCopies._copy_range
+    copied_sources: list[Path] = []
+    original_copy = LocalCopies._copy_range
 
-    def record_source(self: LocalCopies, source: Path, *arguments: Any) -> str:
-        sources.append(source)
-        return original(self, source, *arguments)
+    def record_source_and_copy(self: LocalCopies, source: Path, *arguments: Any) -> str:
+        copied_sources.append(source)
+        return original_copy(self, source, *arguments)
 
-    monkeypatch.setattr(LocalCopies, "_copy_range", record_source)
+    monkeypatch.setattr(LocalCopies, "_copy_range", record_source_and_copy)
     followers = [follow_copies(dataset, shared_folder, disk) for dataset in datasets[1:]]
     with copy_files(datasets[0], shared_folder, disk, events):
         wait_until(lambda: bool(events))
         time.sleep(0.1)
     for follower in followers:
         follower.__exit__()
-    assert len(events) == len(sources) == 1 and not list(disk.iterdir())
+    assert len(events) == len(copied_sources) == 1 and not list(disk.iterdir())
 
 
 def test_copying_stops_at_a_file_that_differs_from_the_manifest(
@@ -269,11 +273,11 @@ def test_a_file_without_space_on_the_disk_is_read_from_shared_storage(
     expected = read_all(dataset)
     size = dataset.entries[0].size
 
-    def has_space_for_two(folder: Path) -> Any:
-        used = sum(path.stat().st_size for path in Path(folder).iterdir())
-        return SimpleNamespace(total=20 * size, free=3 * size - used)  # a twentieth must stay free
+    def report_space_for_two_files(folder: Path) -> Any:
+        used_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+        return SimpleNamespace(total=20 * size, free=3 * size - used_bytes)  # a twentieth must stay free
 
-    monkeypatch.setattr(shutil, "disk_usage", has_space_for_two)
+    monkeypatch.setattr(shutil, "disk_usage", report_space_for_two_files)
     with copy_files(dataset, shared_folder, disk, events) as copies:
         wait_until(lambda: bool(events))
         assert (events[0].files, events[0].no_room_for, list(copies._pending.values())) == (2, 1, [[2]])

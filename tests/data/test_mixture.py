@@ -1,4 +1,4 @@
-"""The order of the samples of a mixture, compared with a reference that uses counters, for many weights and ranks."""
+"""Tests of the order of the samples of a mixture, which is compared with a simple implementation that uses counters."""
 
 from __future__ import annotations
 
@@ -21,47 +21,51 @@ NAMES = ["web", "code", "books", "math"]
 
 
 def make_config(weights: Sequence[tuple[int, Sequence[float]]]) -> MixtureConfig:
-    """Return a mixture with these weights of the sources, from the given steps on."""
+    """Return a mixture. Each pair of `weights` has a step, and the weights of the sources from this step on."""
     names = NAMES[: len(weights[0][1])]
     phases = [{"from_step": step, "weights": dict(zip(names, values, strict=True))} for step, values in weights]
     return MixtureConfig.model_validate({"sources": {name: {"source": "x.txt"} for name in names}, "weights": phases})
 
 
-def list_indices(seed: int, sizes: dict[str, int], config: MixtureConfig, batch: int, samples: int) -> list[int]:
-    """Return the dataset indices of the first `samples` samples, computed one after another with counters."""
+def list_indices(seed: int, sizes: dict[str, int], config: MixtureConfig, global_batch: int, samples: int) -> list[int]:
+    """Return the dataset indices of the first `samples` samples, computed one after another with counters.
+
+    `sizes` has the number of samples of each source.
+    """
     counts = dict.fromkeys(sizes, 0)
     indices = []
     names = list(sizes)
-    first = {name: sum(list(sizes.values())[:number]) for number, name in enumerate(names)}
+    first_indices = {name: sum(list(sizes.values())[:number]) for number, name in enumerate(names)}
     for sample in range(samples):
-        phase = [phase for phase in config.weights if (phase.from_step - 1) * batch <= sample][-1]
+        phase = [phase for phase in config.weights if (phase.from_step - 1) * global_batch <= sample][-1]
         total = sum(phase.weights.values())
         exact_shares = [phase.weights[name] / total * WEIGHT_SCALE for name in names]
         shares = [max(round(share), int(share > 0)) for share in exact_shares]
-        remaining = sample - (phase.from_step - 1) * batch
+        # The position of the sample in its phase. Each source takes its share of the positions that are not yet taken.
+        remaining = sample - (phase.from_step - 1) * global_batch
         remaining_share = sum(shares)
         source = names[-1]
         for name, share in zip(names, shares, strict=True):
             if share:
-                before, after = (
+                count_before, count_after = (
                     int(Fraction(number * share, remaining_share) + Fraction(1, 2))
                     for number in (remaining, remaining + 1)
                 )
-                if after > before:
+                if count_after > count_before:
                     source = name
                     break
-                remaining -= before
+                remaining -= count_before
             remaining_share -= share
         epoch, position = divmod(counts[source], sizes[source])
         key = int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:8])
-        indices.append(first[source] + int(permute(key, epoch, np.array([position]), sizes[source])[0]))
+        indices.append(first_indices[source] + int(permute(key, epoch, np.array([position]), sizes[source])[0]))
         counts[source] += 1
     return indices
 
 
 @st.composite
-def mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
-    """Generate the sizes of sources, their weights and a global batch."""
+def generate_mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
+    """Generate the sizes of sources, a mixture with their weights, and a global batch."""
     count = draw(st.integers(1, 4))
     weight = st.one_of(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False))
     rows = st.lists(weight, min_size=count, max_size=count).filter(lambda row: sum(row) > 0)
@@ -71,14 +75,16 @@ def mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
 
 
 @settings(max_examples=25)
-@given(mixtures(), st.integers(0, 5))
-def test_indices_and_counts_equal_the_reference(mixture: tuple[dict[str, int], MixtureConfig, int], seed: int) -> None:
-    sizes, config, batch = mixture
-    order = Mixture(seed, sizes, config, batch)
-    expected = list_indices(seed, sizes, config, batch, 300)
+@given(generate_mixtures(), st.integers(0, 5))
+def test_indices_and_counts_equal_those_computed_with_counters(
+    mixture: tuple[dict[str, int], MixtureConfig, int], seed: int
+) -> None:
+    sizes, config, global_batch = mixture
+    order = Mixture(seed, sizes, config, global_batch)
+    expected = list_indices(seed, sizes, config, global_batch, 300)
     assert order.compute_indices(np.arange(300)).tolist() == expected
-    shuffled = np.random.default_rng(seed).permutation(300).reshape(20, 15)
-    assert order.compute_indices(shuffled).tolist() == np.array(expected)[shuffled].tolist()
+    shuffled_positions = np.random.default_rng(seed).permutation(300).reshape(20, 15)
+    assert order.compute_indices(shuffled_positions).tolist() == np.array(expected)[shuffled_positions].tolist()
     first_indices = np.cumsum([0, *sizes.values()])
     counts = np.bincount(np.searchsorted(first_indices, expected, side="right") - 1, minlength=len(sizes))
     assert order.count_by_source(np.array([300]))[:, 0].tolist() == counts.tolist()
@@ -121,13 +127,13 @@ def test_any_number_of_ranks_reads_the_same_order_after_a_resume(ranks: int, sam
 
     steps = zip(*map(read_steps, range(ranks)), strict=True)
     expected = list_indices(5, sizes, config, 8, samples_consumed + 80)
-    assert [index for parts in steps for part in parts for index in part] == expected[samples_consumed:]
+    assert [index for step in steps for indices in step for index in indices] == expected[samples_consumed:]
 
 
 def test_each_source_has_independent_epochs_with_each_sample_once() -> None:
     sizes = {"web": 30, "code": 7}
     order = Mixture(3, sizes, make_config([(1, [3, 1])]), 8).compute_indices(np.arange(280))
-    code = order[order >= 30] - 30
+    code = order[order >= 30] - 30  # samples of `code`, which follow the 30 samples of `web` in the dataset
     assert all(sorted(code[start : start + 7]) == list(range(7)) for start in range(0, len(code) - 6, 7))
     # An additional source does not change the order of the samples of `code`.
     with_books = Mixture(3, {**sizes, "books": 99}, make_config([(1, [3, 1, 2])]), 8).compute_indices(np.arange(560))
@@ -137,28 +143,35 @@ def test_each_source_has_independent_epochs_with_each_sample_once() -> None:
 
 
 def test_weights_change_at_the_same_step_if_samples_are_excluded() -> None:
-    """Two batches before step 6 are excluded, so its first position is 56. Earlier positions stay the same."""
+    """Two batches of 8 before step 6 are excluded, so the first sample of step 6 has the position 56 instead of 40.
+
+    The samples at earlier positions do not change.
+    """
     sizes = {"web": 30, "code": 7}
-    excluded = [(16, 16)]
-    order = Mixture(5, sizes, make_config([(1, [3, 1]), (6, [0, 1])]), 8, excluded)
-    unchanged = Mixture(5, sizes, make_config([(1, [3, 1])]), 8)
-    assert order.compute_indices(np.arange(56)).tolist() == unchanged.compute_indices(np.arange(56)).tolist()
+    excluded_ranges = [(16, 16)]  # first position and number of samples
+    order = Mixture(5, sizes, make_config([(1, [3, 1]), (6, [0, 1])]), 8, excluded_ranges)
+    order_without_change = Mixture(5, sizes, make_config([(1, [3, 1])]), 8)
+    positions = np.arange(56)
+    assert order.compute_indices(positions).tolist() == order_without_change.compute_indices(positions).tolist()
     sampler = GlobalOrderSampler(
         UnreadDataset(37),
         global_batch=8,
         seed=5,
-        excluded_ranges=excluded,
+        excluded_ranges=excluded_ranges,
         num_replicas=1,
         rank=0,
         order=order.compute_indices,
     )
     steps = iter(sampler)
-    samples_of_web = [int((next(steps) < 30).sum()) for _ in range(7)]
-    assert samples_of_web == [6, 6, 6, 6, 6, 0, 0]
+    web_samples_per_step = [int((next(steps) < 30).sum()) for _ in range(7)]
+    assert web_samples_per_step == [6, 6, 6, 6, 6, 0, 0]
 
 
 def test_counts_are_exact_at_large_sample_numbers() -> None:
-    """At sample 9 * 10**11 the products still fit into 64 bits, so counts equal those of Python's integers."""
+    """At sample 9 * 10**11, the products of sample numbers and shares still fit into 64 bits.
+
+    Counts therefore equal those computed with Python's integers.
+    """
     order = Mixture(
         1, {"web": 10**9, "code": 10**7, "books": 3}, make_config([(1, [3, 1, 0.1]), (10**6, [1, 1, 2])]), 512
     )

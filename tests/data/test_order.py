@@ -1,4 +1,4 @@
-"""The order of the samples of one source: a well-mixed bijection that does not change between versions."""
+"""Tests of the order of the samples of one source, a pseudorandom permutation that never changes between versions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,36 @@ from hypothesis import strategies as st
 
 from pipeline.data.sample_order import ORDER_VERSION, compute_index_range, compute_indices, permute
 
-EDGES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 33, 63, 64, 65, 97, 255, 256, 257, 997, 1023, 1025, 4097, 65537]
+EDGE_SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    13,
+    15,
+    16,
+    17,
+    31,
+    33,
+    63,
+    64,
+    65,
+    97,
+    255,
+    256,
+    257,
+    997,
+    1023,
+    1025,
+    4097,
+    65537,
+]
 
+# results of the first version, which every version must return
 GOLDEN_FIRST = [294, 318, 614, 517, 177, 743, 702, 433, 848, 265, 450, 963]
 GOLDEN_HASH = "e333246f93b72b9319774ee8ac00c94d3c8d139e3246d7f0447b2937169634b1"
 GOLDEN_LARGE = [965273089618, 973923986883, 123771676308, 1772204661]
@@ -25,7 +53,7 @@ def permute_epoch(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def permute_one(seed: int, epoch: int, x: int, n: int) -> int:
-    """Return the permutation of one number, computed with Python integers."""
+    """Return the index at position `x` of an epoch of `n` samples, computed with Python integers."""
     half = next(h for h in range(1, 64) if 4**h >= n)
     mask = 2**half - 1
     keys = [
@@ -54,7 +82,7 @@ def test_the_permutation_equals_one_computed_with_python_integers(
     assert permute(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
 
 
-@pytest.mark.parametrize("n", EDGES)
+@pytest.mark.parametrize("n", EDGE_SIZES)
 def test_each_index_occurs_once_at_edge_sizes(n: int) -> None:
     for epoch in range(3):
         assert np.array_equal(np.sort(permute_epoch(1, epoch, n)), np.arange(n))
@@ -69,17 +97,17 @@ def test_each_index_occurs_once(n: int, seed: int, epoch: int) -> None:
 
 
 def test_any_positions_have_the_indices_of_the_whole_epoch() -> None:
-    order = permute_epoch(3, 2, 1000)
+    epoch_order = permute_epoch(3, 2, 1000)
     positions = np.random.default_rng(0).integers(0, 1000, (7, 11))
-    assert np.array_equal(permute(3, 2, positions, 1000), order[positions])
+    assert np.array_equal(permute(3, 2, positions, 1000), epoch_order[positions])
 
 
 def test_other_seeds_and_epochs_have_other_orders() -> None:
     orders = [permute_epoch(seed, epoch, 1000) for seed in range(4) for epoch in range(4)]
-    for i, left in enumerate(orders):
-        for right in orders[:i]:
+    for i, order in enumerate(orders):
+        for earlier_order in orders[:i]:
             # Two independent orders agree at 1 position on average. The probability of more than 8 is 1e-6.
-            assert np.count_nonzero(left == right) <= 8
+            assert np.count_nonzero(order == earlier_order) <= 8
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 50])
@@ -100,9 +128,9 @@ def test_each_index_is_equally_likely_at_each_position(n: int) -> None:
 def test_neighbouring_positions_have_unrelated_indices() -> None:
     n = 100_000
     order = permute_epoch(1, 0, n)
-    steps = np.diff(order)
-    # A random order has about one pair of neighbours. Positions and indices are uncorrelated.
-    assert np.count_nonzero(np.abs(steps) == 1) <= 12
+    differences = np.diff(order)
+    # In a random order, about two adjacent positions have adjacent indices. Positions and indices are uncorrelated.
+    assert np.count_nonzero(np.abs(differences) == 1) <= 12
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(n)
     # The indices of each tenth of the epoch are spread evenly over the dataset (chi-square, 81 degrees of freedom).
@@ -125,8 +153,8 @@ def test_a_range_may_span_several_epochs() -> None:
 def test_indices_of_sample_numbers_follow_from_epoch_and_position(n: int, start: int, count: int) -> None:
     expected = [permute(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]
     assert compute_index_range(1, start, count, n).tolist() == expected
-    backwards = np.arange(start, start + count)[::-1].copy()
-    assert compute_indices(1, backwards, n).tolist() == expected[::-1]
+    reversed_numbers = np.arange(start, start + count)[::-1].copy()
+    assert compute_indices(1, reversed_numbers, n).tolist() == expected[::-1]
 
 
 def test_the_order_never_changes() -> None:

@@ -1,4 +1,4 @@
-"""Changes of `data.sequence_length`: they apply to a run without checkpoints, and are an error after training."""
+"""Tests that `data.sequence_length` may be changed only if the run has no checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny import PassiveStopFlag, make_run, write_config
 
 
 def run_data_stages(run: Run) -> Run:
-    """Run the stages prepare and shard."""
+    """Run the prepare and shard stages, and return the run."""
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
@@ -79,13 +79,13 @@ def test_a_change_before_training_requires_new_shards_of_prompts(tmp_path: Path)
 def test_an_edited_config_is_an_error_that_names_the_changed_keys_and_values(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     manifest = load_manifest(run.data_dir)
-    saved = {"step": 3, **compute_identity(run.config, manifest)}
-    check_identity(json.loads(json.dumps(saved)), compute_identity(run.config, manifest))
+    saved_identity = {"step": 3, **compute_identity(run.config, manifest)}
+    check_identity(json.loads(json.dumps(saved_identity)), compute_identity(run.config, manifest))
     text = run.config_file.read_text()
     run.config_file.write_text(text.replace("sequence_length: 32", "sequence_length: 48").replace("seed: 3", "seed: 4"))
-    edited = compute_identity(Run.open(run.path).config, manifest)
+    new_identity = compute_identity(Run.open(run.path).config, manifest)
     with pytest.raises(CheckpointError, match=r"data\.sequence_length 32 → 48, seed 3 → 4"):
-        check_identity(saved, edited)
-    del saved["config"]  # Checkpoints of older versions do not have it.
+        check_identity(saved_identity, new_identity)
+    del saved_identity["config"]  # Checkpoints of older versions do not have this key.
     with pytest.raises(CheckpointError, match="config_hash"):
-        check_identity(saved, edited)
+        check_identity(saved_identity, new_identity)

@@ -1,4 +1,4 @@
-"""Samples of text compared with a naive reader, the files that stay open, and the sampler on several layouts."""
+"""Tests of samples of text, which are compared with a simple reader, of open files, and of the sampler."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from tests.support.errors import raises_error
 from tests.support.shards import make_shard_entry, write_shards
 
 CPU = torch.device("cpu")
-SHARDS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
+SHARD_SIZES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), min_size=1, max_size=6)
+"""Number of tokens of each shard, and bytes before the tokens."""
 
-_opened: list[str] | None = None
+_opened_paths: list[str] | None = None
 """Paths of files that were opened while a test records them; None if no test records them."""
 
 
 def _record_opened_files(event: str, arguments: tuple[object, ...]) -> None:
-    if event == "open" and _opened is not None:
-        _opened.append(str(arguments[0]))
+    if event == "open" and _opened_paths is not None:
+        _opened_paths.append(str(arguments[0]))
 
 
-sys.addaudithook(_record_opened_files)  # Hooks cannot be removed. This one does nothing while `_opened` is None.
+sys.addaudithook(_record_opened_files)  # Hooks cannot be removed. This one does nothing while `_opened_paths` is None.
 
 
-def read_naively(contents: list[np.ndarray], length: int) -> list[list[int]]:
+def read_token_by_token(contents: list[np.ndarray], length: int) -> list[list[int]]:
     """Return all samples, read one token at a time."""
     samples = []
     for content in contents:
@@ -50,18 +51,18 @@ def read_naively(contents: list[np.ndarray], length: int) -> list[list[int]]:
 
 
 @settings(max_examples=80)
-@given(st.data(), SHARDS, st.integers(1, 20), st.sampled_from(["uint16", "uint32"]))
-def test_samples_equal_those_of_a_naive_reader(
+@given(st.data(), SHARD_SIZES, st.integers(1, 20), st.sampled_from(["uint16", "uint32"]))
+def test_samples_equal_those_read_token_by_token(
     data: st.DataObject, sizes: list[tuple[int, int]], length: int, dtype: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spans, contents = write_shards(Path(folder), sizes, dtype)
-        samples = read_naively(contents, length)
+        entries, contents = write_shards(Path(folder), sizes, dtype)
+        samples = read_token_by_token(contents, length)
         if not samples:
             with raises_error("data.no_training_sample", f"{sum(n for n, _ in sizes)} tokens"):
-                TokenDataset(spans, length)
+                TokenDataset(entries, length)
             return
-        dataset = TokenDataset(spans, length)
+        dataset = TokenDataset(entries, length)
         assert len(dataset) == len(samples) == sum((max(n, 1) - 1) // length for n, _ in sizes)
         indices = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=12))
         batch = dataset.read(np.array(indices, dtype=np.int64))["tokens"]
@@ -85,7 +86,7 @@ def test_the_largest_token_ids_of_both_types_are_read_correctly(tmp_path: Path) 
 
 
 def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
-    global _opened
+    global _opened_paths
     entries = []
     contents = []
     for i in range(3):
@@ -96,19 +97,20 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
             shard = file.create_dataset("tokens", data=content)
             entries.append(make_shard_entry(path, len(content), shard.id.get_offset(), str(shard.dtype)))
         contents.append(content)
-    _opened = []
+    _opened_paths = []
     try:
         dataset = TokenDataset(entries, 10)
         sampler = GlobalOrderSampler(dataset, global_batch=4, seed=1, num_replicas=1, rank=0)
         with BatchLoader(dataset, sampler, CPU) as batches:
-            read = [next(batches)["tokens"] for _ in range(20)]  # more than two epochs
+            batches_of_20_steps = [next(batches)["tokens"] for _ in range(20)]  # more than two epochs
     finally:
-        opened, _opened = _opened, None
-    assert sorted(path for path in opened if path.endswith(".h5")) == [entry.file for entry in entries]
+        opened_paths = _opened_paths
+        _opened_paths = None
+    assert sorted(path for path in opened_paths if path.endswith(".h5")) == [entry.file for entry in entries]
     open_files = [os.readlink(path) for path in _list_descriptors()]  # Python's mmap keeps one descriptor per file.
     assert [open_files.count(entry.file) for entry in entries] == [1, 1, 1]
-    samples = read_naively(contents, 10)
-    assert torch.cat(read).tolist() == [samples[i] for i in compute_index_range(1, 0, 80, 30)]
+    samples = read_token_by_token(contents, 10)
+    assert torch.cat(batches_of_20_steps).tolist() == [samples[i] for i in compute_index_range(1, 0, 80, 30)]
 
 
 def test_ranges_of_a_file_share_its_descriptor_until_one_is_remapped(tmp_path: Path) -> None:
@@ -144,15 +146,15 @@ def _list_descriptors() -> list[str]:
 
 
 def test_unusable_shards_are_an_error(tmp_path: Path) -> None:
-    spans, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
+    entries, _ = write_shards(tmp_path, [(30, 8), (30, 8)], "uint16")
     with raises_error("data.damaged_file", tmp_path / "gone.h5", kind=InputError):
-        TokenDataset([spans[0], make_shard_entry(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
-    with raises_error("data.damaged_file", spans[1].file, kind=InputError):
-        TokenDataset([spans[0], make_shard_entry(Path(spans[1].file), 300, 8, "uint16")], 5)
-    with raises_error("data.wrong_type", "float32", spans[1].file, kind=InputError):
-        TokenDataset([make_shard_entry(Path(spans[1].file), 15, 8, "float32")], 5)
+        TokenDataset([entries[0], make_shard_entry(tmp_path / "gone.h5", 30, 0, "uint16")], 5)
+    with raises_error("data.damaged_file", entries[1].file, kind=InputError):
+        TokenDataset([entries[0], make_shard_entry(Path(entries[1].file), 300, 8, "uint16")], 5)
+    with raises_error("data.wrong_type", "float32", entries[1].file, kind=InputError):
+        TokenDataset([make_shard_entry(Path(entries[1].file), 15, 8, "float32")], 5)
     with raises_error("data.no_training_sample", "60 tokens in 2 shards", "at most 30"):
-        TokenDataset(spans, 30)
+        TokenDataset(entries, 30)
     with raises_error("data.no_training_sample", "data.sequence_length"):
         TokenDataset([], 30)
 
@@ -164,7 +166,7 @@ def test_shards_of_different_token_types_are_read_in_the_wider_type(tmp_path: Pa
     (uint32_shard,), (uint32_tokens,) = write_shards(tmp_path / "wide", [(11, 4)], "uint32")
     dataset = TokenDataset([uint16_shard, uint32_shard], 5)
     tokens = dataset.read(np.arange(4))["tokens"]
-    assert tokens.dtype == "uint32" and tokens.tolist() == read_naively([uint16_tokens, uint32_tokens], 5)
+    assert tokens.dtype == "uint32" and tokens.tolist() == read_token_by_token([uint16_tokens, uint32_tokens], 5)
     with BatchLoader(dataset, [np.arange(4)], CPU) as batches:
         assert next(batches)["tokens"].tolist() == tokens.tolist()
 
@@ -178,18 +180,20 @@ def test_an_index_out_of_range_is_an_error(tmp_path: Path, index: int) -> None:
 
 @settings(max_examples=25)
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 300), st.integers(0, 9))
-def test_any_number_of_ranks_reads_the_same_global_batches(n: int, quarter: int, consumed: int, seed: int) -> None:
-    batch = 4 * quarter  # 1, 2 and 4 ranks divide it.
+def test_any_number_of_ranks_reads_the_same_global_batches(
+    sample_count: int, quarter: int, consumed: int, seed: int
+) -> None:
+    global_batch = 4 * quarter  # divisible by 1, 2 and 4 ranks
     steps = 3
-    expected = compute_index_range(seed, consumed, steps * batch, n).reshape(steps, batch)
+    expected = compute_index_range(seed, consumed, steps * global_batch, sample_count).reshape(steps, global_batch)
     with tempfile.TemporaryDirectory() as folder:
-        dataset = TokenDataset(write_shards(Path(folder), [(n + 1, 0)], "uint16")[0], 1)
+        dataset = TokenDataset(write_shards(Path(folder), [(sample_count + 1, 0)], "uint16")[0], 1)
         for world_size in (1, 2, 4):
-            ranks = [
+            samplers = [
                 iter(
                     GlobalOrderSampler(
                         dataset,
-                        global_batch=batch,
+                        global_batch=global_batch,
                         seed=seed,
                         samples_consumed=consumed,
                         num_replicas=world_size,
@@ -198,11 +202,11 @@ def test_any_number_of_ranks_reads_the_same_global_batches(n: int, quarter: int,
                 )
                 for rank in range(world_size)
             ]
-            for k in range(steps):
-                parts = [next(rank) for rank in ranks]
-                assert {part.dtype.name for part in parts} == {"int64"}
-                assert {part.shape for part in parts} == {(batch // world_size,)}
-                assert np.concatenate(parts).tolist() == expected[k].tolist()
+            for step in range(steps):
+                indices_by_rank = [next(sampler) for sampler in samplers]
+                assert {indices.dtype.name for indices in indices_by_rank} == {"int64"}
+                assert {indices.shape for indices in indices_by_rank} == {(global_batch // world_size,)}
+                assert np.concatenate(indices_by_rank).tolist() == expected[step].tolist()
 
 
 def test_the_sampler_continues_with_the_next_epoch(tmp_path: Path) -> None:

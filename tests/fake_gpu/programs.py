@@ -143,7 +143,7 @@ def train_with_powersgd(rank: str, port: str) -> None:
     """Train three steps with PowerSGD. After each backward pass, allocate tensors of the sizes of the hook's buffers.
 
     The allocator must not reuse a buffer while a callback of the hook may still read it. The note has the number of
-    buffers that callbacks read, and the number of these buffers whose memory was reused_ranges ("taken").
+    buffers that callbacks read, and the number of these buffers whose memory was reused ("taken").
     """
     config = tiny_config(2, parallel={"hook": {"kind": "powersgd", "rank": 2, "warmup_steps": 0}})
     rank_info = make_rank_info(int(rank), 2, int(port))

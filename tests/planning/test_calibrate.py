@@ -61,15 +61,18 @@ TWO_STEPS = ONE_STEP.model_copy(
 )
 
 
-def make_exchanges(machine: Machine, between: bool) -> list[Exchange]:
-    """Return exchanges of several sizes and numbers of ranks, with the durations that planning/predict.py predicts.
+def make_exchanges(machine: Machine, between_nodes: bool) -> list[Exchange]:
+    """Return exchanges (collectives and messages) with the durations that planning/predict.py predicts.
+
+    They have several sizes and numbers of ranks.
 
     Args:
-        between: each rank is on a different node.
+        machine: the machine on which the durations are predicted.
+        between_nodes: True if each rank is on a different node, False if all ranks are on one node.
     """
     exchanges = []
     for ranks in (2, 4, 8):
-        group = CommGroup(ranks, 1 if between else ranks)
+        group = CommGroup(ranks, 1 if between_nodes else ranks)
         for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
             for kind, seconds in (
                 ("all_reduce", predict.all_reduce_time(size, group, machine)),
@@ -77,21 +80,21 @@ def make_exchanges(machine: Machine, between: bool) -> list[Exchange]:
                 ("reduce_scatter", predict.all_gather_time(size, group, machine)),
                 ("send", predict.send_time(size, group, machine)),
             ):
-                values = {"kind": kind, "size": size, "ranks": ranks, "between": between, "seconds": seconds}
+                values = {"kind": kind, "size": size, "ranks": ranks, "between": between_nodes, "seconds": seconds}
                 exchanges.append(Exchange.model_validate(values))
     return exchanges
 
 
 @pytest.mark.parametrize("name", ["h100", "a100-80", "mi300x"])
-@pytest.mark.parametrize("between", [False, True])
-def test_the_fit_recovers_latency_and_bandwidth(name: str, between: bool) -> None:
+@pytest.mark.parametrize("between_nodes", [False, True])
+def test_the_fit_recovers_latency_and_bandwidth(name: str, between_nodes: bool) -> None:
     """The timings are computed from the latency and the bandwidth of the link."""
     machine = load_machine(name)
-    link = machine.between if between else machine.inside
-    fitted = fit_link(make_exchanges(machine, between))
-    assert fitted is not None
-    assert fitted.latency == pytest.approx(link.latency)
-    assert fitted.bandwidth == pytest.approx(link.bandwidth)
+    link = machine.between if between_nodes else machine.inside
+    fitted_link = fit_link(make_exchanges(machine, between_nodes))
+    assert fitted_link is not None
+    assert fitted_link.latency == pytest.approx(link.latency)
+    assert fitted_link.bandwidth == pytest.approx(link.bandwidth)
 
 
 def test_fit_link_returns_none_without_exchanges() -> None:
@@ -100,25 +103,25 @@ def test_fit_link_returns_none_without_exchanges() -> None:
 
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-8))
 @settings(max_examples=50)
-def test_fit_line_recovers_the_coefficients(a: float, b: float) -> None:
-    rows = [(1.0, float(y), a + b * y) for y in (1, 1 << 10, 1 << 20, 1 << 26)]
-    assert fit_line(rows) == pytest.approx((a, b), rel=1e-6)
+def test_fit_line_recovers_the_coefficients(latency: float, seconds_per_byte: float) -> None:
+    rows = [(1.0, float(y), latency + seconds_per_byte * y) for y in (1, 1 << 10, 1 << 20, 1 << 26)]
+    assert fit_line(rows) == pytest.approx((latency, seconds_per_byte), rel=1e-6)
 
 
 def test_fitted_latency_and_bandwidth_are_valid_if_timings_fit_no_line() -> None:
     """Caches can make a small message faster than any latency allows, or a large message faster than a small one."""
     assert fit_line([(1.0, 1e3, 1e-9), (1.0, 1e6, 1e-3)])[0] >= 0
-    flat = fit_line([(1.0, 1e3, 1e-3), (1.0, 1e6, 0.9e-3)])
-    assert flat[0] > 0 and flat[1] == 0.0
+    latency, seconds_per_byte = fit_line([(1.0, 1e3, 1e-3), (1.0, 1e6, 0.9e-3)])
+    assert latency > 0 and seconds_per_byte == 0.0
     link = fit_link([Exchange(kind="send", size=4096, ranks=2, between=False, seconds=1.0)])
     assert link is not None and link.bandwidth > 0
 
 
 def test_the_fitted_machine_predicts_its_timed_steps() -> None:
-    """One step is fitted, and then two steps. The second step has twice as many ranks as the machine has cores."""
+    """The machine is fitted to one step, and then to two. The second step has twice as many ranks as cores."""
     machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
     assert predict_step(WORKLOAD, machine).step == pytest.approx(0.59, rel=1e-3)
-    # The prediction adds half a wave of idle matrix tiles, so that the fitted rate is higher than the recorded one.
+    # The prediction assumes that some matrix tiles are partly unused, so the fitted rate exceeds the recorded rate.
     assert machine.achievable["fp32"] == pytest.approx(PRODUCT_FLOPS, rel=0.1)
     assert machine.bandwidth == pytest.approx(2 * (1 << 26) / COPY_S)
     assert machine.measured is not None and machine.measured.call == 0.0
@@ -134,9 +137,14 @@ def test_fitted_rates_double_if_two_ranks_shared_the_measured_core() -> None:
     two_cores = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
     one_core = fit_machine(ONE_STEP, "CPU", 8, 1, 1)
     assert predict_step(WORKLOAD, one_core).step == pytest.approx(0.59, rel=1e-3)
-    for read_rate in (lambda m: m.achievable["fp32"], lambda m: m.bandwidth, lambda m: m.inside.bandwidth,
-                      lambda m: m.attention.portable, lambda m: 1 / m.inside.latency):  # fmt: skip
-        assert read_rate(one_core) == pytest.approx(2 * read_rate(two_cores))
+
+    def list_rates(machine: Machine) -> list[float]:
+        """Return all fitted values that are rates."""
+        link = machine.inside
+        rates = [machine.achievable["fp32"], machine.bandwidth, machine.attention.portable]
+        return [*rates, link.bandwidth, 1 / link.latency]
+
+    assert list_rates(one_core) == pytest.approx([2 * rate for rate in list_rates(two_cores)])
 
 
 def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
@@ -148,31 +156,34 @@ def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
             Step(work=work, ranks_per_node=ranks, seconds=predict_step(work, machine.with_gpus_per_node(ranks)).step)
             for work, ranks in ((WORKLOAD, 2), (TENSOR_WORKLOAD, 4))
         ]
-        fitted = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
-        assert fitted is not None
-        assert (fitted.eager, fitted.call) == pytest.approx((2.5, 2e-3), rel=0.01)
+        overheads = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
+        assert overheads is not None
+        assert (overheads.eager, overheads.call) == pytest.approx((2.5, 2e-3), rel=0.01)
 
 
 def test_ranks_that_share_cores_take_as_long_as_fewer_ranks() -> None:
     """On two cores, four ranks take as long as two ranks for the same global batch. On four cores, they are faster."""
     machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
-    four_ranks = replace(WORKLOAD, shard=4)
-    shared_s = predict_step(four_ranks, machine.with_gpus_per_node(4)).step
-    assert shared_s == pytest.approx(predict_step(WORKLOAD, machine).step, rel=0.15)
+    four_ranks_workload = replace(WORKLOAD, shard=4)
+    on_two_cores_s = predict_step(four_ranks_workload, machine.with_gpus_per_node(4)).step
+    assert on_two_cores_s == pytest.approx(predict_step(WORKLOAD, machine).step, rel=0.15)
     four_cores = machine.model_copy(update={"cores": 4})
-    assert predict_step(four_ranks, four_cores.with_gpus_per_node(4)).step < 0.6 * shared_s
+    assert predict_step(four_ranks_workload, four_cores.with_gpus_per_node(4)).step < 0.6 * on_two_cores_s
 
 
 def test_waiting_pipeline_ranks_leave_their_core_to_other_ranks() -> None:
-    """With one micro-batch, three of four pipeline-parallel ranks wait. A step is hardly slower than on one rank."""
+    """With one micro-batch, three of four pipeline-parallel ranks wait at any time.
+
+    A step therefore takes hardly longer than on one rank.
+    """
     machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
-    pipelined = replace(WORKLOAD, shard=1, pipeline=4, global_batch=4)
-    one_rank_s = predict_step(replace(pipelined, pipeline=1), machine).step
-    assert predict_step(pipelined, machine.with_gpus_per_node(4)).step < 1.2 * one_rank_s
+    pipeline_workload = replace(WORKLOAD, shard=1, pipeline=4, global_batch=4)
+    one_rank_s = predict_step(replace(pipeline_workload, pipeline=1), machine).step
+    assert predict_step(pipeline_workload, machine.with_gpus_per_node(4)).step < 1.2 * one_rank_s
 
 
 def test_predicted_zero_steps_on_cpus_include_the_copies_and_calls_of_fsdp() -> None:
-    """DDP needs neither: FSDP copies tensors, and calls a collective for each block."""
+    """FSDP copies tensors and calls a collective for each block. DDP needs neither, so it is faster."""
     machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
     work = replace(WORKLOAD, tied=False)
     ddp_s = predict_step(replace(work, replicate=2, shard=1), machine).step
@@ -181,7 +192,7 @@ def test_predicted_zero_steps_on_cpus_include_the_copies_and_calls_of_fsdp() -> 
 
 
 def test_a_written_machine_file_loads_as_the_same_machine(tmp_path: Path) -> None:
-    """A line break in a comment adds no key. An existing file is not replaced, and no temporary file remains.
+    """A comment with a line break adds no key. An existing file is not replaced, and no temporary file remains.
 
     The prediction may differ slightly, because the file has only five digits of each number.
     """
@@ -190,16 +201,16 @@ def test_a_written_machine_file_loads_as_the_same_machine(tmp_path: Path) -> Non
     write_machine(machine, file, ["a comment\nand not: a key"])
     text = file.read_text()
     assert text.startswith("# ") and "\nand not" not in text
-    loaded = load_machine(str(file))
-    assert loaded.timings is not None and loaded.timings.steps[1].work == TENSOR_WORKLOAD
-    assert predict_step(WORKLOAD, loaded).step == pytest.approx(predict_step(WORKLOAD, machine).step, rel=1e-3)
+    loaded_machine = load_machine(str(file))
+    assert loaded_machine.timings is not None and loaded_machine.timings.steps[1].work == TENSOR_WORKLOAD
+    assert predict_step(WORKLOAD, loaded_machine).step == pytest.approx(predict_step(WORKLOAD, machine).step, rel=1e-3)
     with pytest.raises(UserError, match=r"own\.yaml"):
         write_machine(machine, file, [])
     assert file.read_text() == text and list(tmp_path.iterdir()) == [file]
 
 
 def test_compare_steps_warns_of_a_poor_fit() -> None:
-    """The same layout is timed twice and takes twice as long the second time, so that no overheads fit both steps."""
+    """The same layout is timed twice, and takes twice as long the second time. No overheads fit both steps."""
     slow_step = Step(work=WORKLOAD, ranks_per_node=2, seconds=1.2)
     machine = fit_machine(ONE_STEP.model_copy(update={"steps": [*ONE_STEP.steps, slow_step]}), "CPU", 8, 1, 2)
     comparisons = list(compare_steps(machine))
@@ -232,7 +243,7 @@ def test_invalid_machine_files_are_user_errors(tmp_path: Path, old: str, new: st
         load_machine(str(tmp_path / "invalid.yaml"))
 
 
-def test_plan_predicts_another_layout_with_the_machine_file(tmp_path: Path) -> None:
+def test_plan_predicts_a_layout_that_was_not_measured(tmp_path: Path) -> None:
     write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     config = load_config(Path("configs/quickstart.yaml"), ["parallel.pipeline=2"])
     plan = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
@@ -322,38 +333,42 @@ def time_small_exchanges(rank_info: RankInfo) -> list[Exchange]:
 
 
 def test_exchanges_with_fewer_values_than_ranks_send_one_value_per_rank() -> None:
-    exchanges = [exchange for of_rank in run_ranks(2, time_small_exchanges) for exchange in of_rank]
+    exchanges = [exchange for exchanges in run_ranks(2, time_small_exchanges) for exchange in exchanges]
     assert {exchange.size for exchange in exchanges} == {8}
 
 
 @pytest.mark.story
 def test_calibration_measures_this_machine_and_extends_a_machine_file(tmp_path: Path) -> None:
-    """Two ranks measure one layout, then add another layout to its timings. An existing file is not replaced."""
+    """Two ranks measure one layout and write a first machine file.
+
+    A second calibration measures another layout. It writes a second file, which also has the timings of the first file.
+    A third calibration fails, because its output file exists.
+    """
     small_model = ["model.dim=64", "model.layers=2", "data.sequence_length=32"]
-    first = tmp_path / "first.yaml"
-    second = tmp_path / "second.yaml"
+    first_file = tmp_path / "first.yaml"
+    second_file = tmp_path / "second.yaml"
 
     def calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "planning.calibrate", "configs/quickstart.yaml", *small_model, *arguments]
         return subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
 
-    completed = calibrate(f"--out={first}")
-    assert completed.returncode == 0 and str(first) in completed.stdout, completed.stdout + completed.stderr
-    timings = load_machine(str(first)).timings
+    completed = calibrate(f"--out={first_file}")
+    assert completed.returncode == 0 and str(first_file) in completed.stdout, completed.stdout + completed.stderr
+    timings = load_machine(str(first_file)).timings
     assert timings is not None and len(timings.products) == 15 and len(timings.steps) == 1
     kinds = {exchange.kind for exchange in timings.exchanges}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "send"}
     assert {(exchange.ranks, exchange.between) for exchange in timings.exchanges} == {(2, False)}
-    assert os.uname().nodename in first.read_text().splitlines()[0]
-    completed = calibrate(f"--out={second}", f"--machine={first}", "parallel.tensor=2")
+    assert os.uname().nodename in first_file.read_text().splitlines()[0]
+    completed = calibrate(f"--out={second_file}", f"--machine={first_file}", "parallel.tensor=2")
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    machine = load_machine(str(second))
+    machine = load_machine(str(second_file))
     assert machine.timings is not None and [step.work.tensor for step in machine.timings.steps] == [1, 2]
     assert machine.timings.exchanges == timings.exchanges
-    command = [sys.executable, "submit.py", "plan", "configs/quickstart.yaml", *small_model, f"--machine={second}"]
+    command = [sys.executable, "submit.py", "plan", "configs/quickstart.yaml", *small_model, f"--machine={second_file}"]
     plan = subprocess.run([*command, "parallel.pipeline=2"], cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
     assert "predicted for CPU" in plan.stdout
-    content = first.read_text()
-    completed = calibrate(f"--out={first}")
+    content = first_file.read_text()
+    completed = calibrate(f"--out={first_file}")
     assert completed.returncode == 2 and "plan.file_exists" in completed.stderr
-    assert first.read_text() == content
+    assert first_file.read_text() == content

@@ -1,4 +1,8 @@
-"""Tests of predicted step times: formulas computed by hand, monotonicity, pipeline theory and torch's schedules."""
+"""Tests of predicted step times.
+
+They are compared with formulas, with the theory of pipelines and with torch's schedules. More work and slower machines
+must not make a step faster.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +36,10 @@ from planning.timeline import _ACTION, Action, build_schedule, draw_text_timelin
 from planning.workload import Workload, workload_from_config
 
 H100 = load_machine("h100")
-SMALL = Workload(
+SMALL_WORKLOAD = Workload(
     layers=16, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, sequence=2048, micro_batch=2, global_batch=128
 )
-PIPELINED = replace(SMALL, pipeline=4, shard=4, zero=1, tensor=2)
+PIPELINE_WORKLOAD = replace(SMALL_WORKLOAD, pipeline=4, shard=4, zero=1, tensor=2)
 
 IDEAL = Machine(
     gpu="ideal", memory_gib=1, bandwidth=1e30, multiprocessors=1, peak={"bf16": 1e15}, achievable={"bf16": 1e15},
@@ -64,30 +68,30 @@ def test_collectives_take_as_long_as_computed_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stride", "in_node"), [(8, 1, 8), (16, 1, 8), (4, 2, 4), (8, 4, 2), (64, 8, 1), (4, 64, 1)]
+    ("ranks", "stride", "ranks_per_node"), [(8, 1, 8), (16, 1, 8), (4, 2, 4), (8, 4, 2), (64, 8, 1), (4, 64, 1)]
 )
-def test_a_group_with_a_stride_has_this_number_of_ranks_per_node(ranks: int, stride: int, in_node: int) -> None:
+def test_a_group_with_a_stride_has_this_number_of_ranks_per_node(ranks: int, stride: int, ranks_per_node: int) -> None:
     group = CommGroup.with_stride(ranks, stride, H100)
-    assert (group.ranks, group.ranks_per_node) == (ranks, in_node)
+    assert (group.ranks, group.ranks_per_node) == (ranks, ranks_per_node)
 
 
 def test_on_an_ideal_machine_only_arithmetic_takes_time() -> None:
-    """A step has 6 FLOPs per weight and token, and those of attention.
+    """A step needs 6 FLOPs per weight and token, and the FLOPs of attention.
 
-    Half of the attention is masked. Backward computes 2.5 times as much attention as forward.
+    Half of the attention is masked. The backward pass computes 2.5 times as much attention as the forward pass.
     """
-    prediction = predict_step(SMALL, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
+    prediction = predict_step(SMALL_WORKLOAD, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
     weights = 16 * (2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 5632) + 2048 * 32000
     tokens = 128 * 2048
     attention = 3.5 * 2 * tokens * 2048 * 2048 * 16
     assert prediction.step == pytest.approx((6 * weights * tokens + attention) / 1e15, rel=2e-3)
-    assert prediction.mfu == pytest.approx(prediction.tokens_per_gpu * SMALL.flops_per_token / 1e15)
+    assert prediction.mfu == pytest.approx(prediction.tokens_per_gpu * SMALL_WORKLOAD.flops_per_token / 1e15)
 
 
 WORKLOADS = st.builds(
-    lambda tensor, pipeline, shard, zero, recompute, fused, micro, batches: replace(
-        SMALL, tensor=tensor, pipeline=pipeline, shard=shard, zero=zero if shard > 1 else 0, recompute=recompute,
-        fused=fused, micro_batch=micro, global_batch=micro * shard * batches,
+    lambda tensor, pipeline, shard, zero, recompute, fused, micro_batch, micro_batches: replace(
+        SMALL_WORKLOAD, tensor=tensor, pipeline=pipeline, shard=shard, zero=zero if shard > 1 else 0,
+        recompute=recompute, fused=fused, micro_batch=micro_batch, global_batch=micro_batch * shard * micro_batches,
     ),
     st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4, 32]), st.integers(0, 3),
     st.sampled_from(["none", "selective", "full"]), st.booleans(), st.sampled_from([1, 2, 4]), st.integers(4, 12),
@@ -121,34 +125,34 @@ def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Work
 
 @settings(max_examples=60)
 @given(WORKLOADS, st.sampled_from(["bandwidth", "achievable", "attention", "inside", "between"]))
-def test_a_better_machine_is_not_slower(work: Workload, part: str) -> None:
-    value = getattr(H100, part)
-    better = {name: 2 * size for name, size in value.items()} if isinstance(value, dict) else value
+def test_a_better_machine_is_not_slower(work: Workload, field: str) -> None:
+    value = getattr(H100, field)
+    better_value = {name: 2 * rate for name, rate in value.items()} if isinstance(value, dict) else value
     if isinstance(value, float):
-        better = 2 * value
+        better_value = 2 * value
     elif isinstance(value, Attention):
-        better = Attention(portable=2 * value.portable, native=2 * value.native)
+        better_value = Attention(portable=2 * value.portable, native=2 * value.native)
     elif isinstance(value, Link):
-        better = Link(bandwidth=2 * value.bandwidth, latency=value.latency / 2)
-    machine = H100.model_copy(update={part: better})
-    assert predict_step(work, machine).step <= predict_step(work, H100).step * (1 + 1e-9)
+        better_value = Link(bandwidth=2 * value.bandwidth, latency=value.latency / 2)
+    better_machine = H100.model_copy(update={field: better_value})
+    assert predict_step(work, better_machine).step <= predict_step(work, H100).step * (1 + 1e-9)
 
 
 @settings(max_examples=40)
 @given(WORKLOADS)
 def test_recomputation_costs_time_and_saves_memory(work: Workload) -> None:
-    kinds = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]
-    steps = [predict_step(work, H100).step for work in kinds]
-    assert steps == sorted(steps)
-    large = [replace(work, micro_batch=8, layers=64) for work in kinds]
-    activations = [estimate_footprint(work).activations for work in large]
+    workloads = [replace(work, recompute=kind) for kind in ("none", "selective", "full")]
+    step_times = [predict_step(workload, H100).step for workload in workloads]
+    assert step_times == sorted(step_times)
+    large_workloads = [replace(workload, micro_batch=8, layers=64) for workload in workloads]
+    activations = [estimate_footprint(workload).activations for workload in large_workloads]
     assert activations == sorted(activations, reverse=True)
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_each_zero_level_saves_memory(level: int) -> None:
-    previous, work = (replace(SMALL, shard=8, zero=zero) for zero in (level - 1, level))
-    assert estimate_footprint(work).total < estimate_footprint(previous).total
+    lower_level, workload = (replace(SMALL_WORKLOAD, shard=8, zero=zero) for zero in (level - 1, level))
+    assert estimate_footprint(workload).total < estimate_footprint(lower_level).total
 
 
 def test_the_predicted_bubble_equals_the_theory() -> None:
@@ -156,27 +160,28 @@ def test_the_predicted_bubble_equals_the_theory() -> None:
 
     With v interleaved stages per rank, it is 1/v of that (arXiv 2104.04473, section 2.2).
     """
-    equal_stages = replace(SMALL, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
+    # with a vocabulary of one token, the stages with the embedding and the output layer take as long as the others
+    equal_stages = replace(SMALL_WORKLOAD, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
         work = replace(equal_stages, virtual_stages=virtual, schedule=schedule)
         prediction = predict_step(work, IDEAL, PERFECT)
-        busy = prediction.step - prediction.bubble
-        assert prediction.bubble / busy == pytest.approx(3 / 32 / virtual, rel=1e-3)
+        busy_s = prediction.step - prediction.bubble
+        assert prediction.bubble / busy_s == pytest.approx(3 / 32 / virtual, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zb1p", 1), ("zb2p", 1), ("zbv", 2)]
 )
-def test_a_partly_replayed_pipeline_takes_as_long_as_a_fully_replayed_one(
+def test_an_extrapolated_pipeline_takes_as_long_as_a_fully_replayed_one(
     schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prediction replays two rounds of micro-batches. It assumes that the others repeat the steady state."""
+    """The prediction replays only two rounds of micro-batches, and assumes that the others take as long."""
     forward = tuple(1 + 0.1 * (stage % 3) for stage in range(4 * virtual))
     backward = tuple(2 * seconds for seconds in forward)
     arguments = (schedule, 4, virtual, 24, forward, backward)
-    extrapolated = predicting._pipeline_span(*arguments)
+    extrapolated_span = predicting._pipeline_span(*arguments)
     monkeypatch.setattr(predicting, "REPLAYED_ROUNDS", 100)
-    assert extrapolated == pytest.approx(predicting._pipeline_span.__wrapped__(*arguments), rel=0.02)
+    assert extrapolated_span == pytest.approx(predicting._pipeline_span.__wrapped__(*arguments), rel=0.02)
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "batches"), [(2, 2, 4), (4, 3, 12), (4, 2, 6), (8, 2, 20), (2, 4, 3)])
@@ -192,7 +197,7 @@ def test_the_interleaved_order_equals_that_of_torch(ranks: int, virtual: int, ba
 
 
 def test_zero_bubble_schedules_have_a_smaller_bubble() -> None:
-    """The bubble of ZB-1p is a third of that of 1f1b. ZB-2p has none, because ranks do not wait for the step's end."""
+    """ZB-1p has a third of the bubble of 1f1b. ZB-2p has no bubble, because ranks do not wait at the end of a step."""
     bubbles = {}
     for schedule in ("1f1b", "zb1p", "zb2p"):
         orders = build_schedule(schedule, 4, 1, 16)
@@ -205,51 +210,52 @@ def test_zero_bubble_schedules_have_a_smaller_bubble() -> None:
 
 
 def test_only_the_active_experts_of_a_token_compute() -> None:
-    mixture = replace(SMALL, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
-    dense = replace(SMALL, shard=8, zero=1, global_batch=1024)
-    assert mixture.flops_per_token == dense.flops_per_token
-    mixture_step = predict_step(mixture, H100, others=expert_and_context_time)
-    dense_step = predict_step(dense, H100, others=expert_and_context_time)
-    assert mixture_step.others > 0 and dense_step.others == 0
-    assert dense_step.compute < mixture_step.compute < 1.5 * dense_step.compute
+    moe_workload = replace(SMALL_WORKLOAD, experts=64, active=2, ffn=2816, expert=8, shard=8, zero=1, global_batch=1024)
+    dense_workload = replace(SMALL_WORKLOAD, shard=8, zero=1, global_batch=1024)
+    assert moe_workload.flops_per_token == dense_workload.flops_per_token
+    moe_step = predict_step(moe_workload, H100, others=expert_and_context_time)
+    dense_step = predict_step(dense_workload, H100, others=expert_and_context_time)
+    assert moe_step.others > 0 and dense_step.others == 0
+    assert dense_step.compute < moe_step.compute < 1.5 * dense_step.compute
 
 
 def test_long_attention_overlaps_with_context_parallel_communication() -> None:
-    slow = H100.model_copy(update={"inside": Link(bandwidth=1e10, latency=1e-5)})
-    short = replace(SMALL, context=8, sequence=4096, micro_batch=1, global_batch=8)
-    long = replace(short, sequence=2**20)
-    assert predict_step(short, slow, others=expert_and_context_time).others > 0
-    assert predict_step(long, slow, others=expert_and_context_time).others == 0
+    slow_machine = H100.model_copy(update={"inside": Link(bandwidth=1e10, latency=1e-5)})
+    short_sequences = replace(SMALL_WORKLOAD, context=8, sequence=4096, micro_batch=1, global_batch=8)
+    long_sequences = replace(short_sequences, sequence=2**20)
+    assert predict_step(short_sequences, slow_machine, others=expert_and_context_time).others > 0
+    assert predict_step(long_sequences, slow_machine, others=expert_and_context_time).others == 0
 
 
-@pytest.mark.parametrize("batches", [1, 4])
-def test_on_a_slow_network_traffic_determines_the_step_of_zero_3(batches: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_on_a_slow_network_traffic_determines_the_step_of_zero_3(micro_batches: int) -> None:
     """Each micro-batch gathers bf16 weights forward and backward, and reduces fp32 gradients: 8 bytes per weight.
 
-    If gradients are reduced once per step, a micro-batch sends 4 bytes per weight, and the step 4 more.
+    If gradients are reduced once per step, a micro-batch sends 4 bytes per weight, and the step sends 4 more bytes.
     """
-    slow = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
-    work = replace(SMALL, vocab=1, shard=64, zero=3, global_batch=64 * 2 * batches)
+    slow_machine = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
+    work = replace(SMALL_WORKLOAD, vocab=1, shard=64, zero=3, global_batch=64 * 2 * micro_batches)
     weights = 16 * (work.attention_weights + work.expert_weights)
-    prediction = predict_step(work, slow, PERFECT)
-    assert prediction.step == pytest.approx(batches * 8 * weights * 63 / 64 / 8e8, rel=1e-3)
+    bytes_per_s = 8 * 1e8  # the network cards of the eight GPUs of a node
+    prediction = predict_step(work, slow_machine, PERFECT)
+    assert prediction.step == pytest.approx(micro_batches * 8 * weights * 63 / 64 / bytes_per_s, rel=1e-3)
     assert prediction.data == pytest.approx(prediction.step - prediction.compute, rel=1e-6)
-    reduced_once = predict_step(replace(work, each_micro_batch=False), slow, PERFECT)
-    assert reduced_once.step == pytest.approx((batches * 4 + 4) * weights * 63 / 64 / 8e8, rel=1e-3)
+    reduced_once = predict_step(replace(work, each_micro_batch=False), slow_machine, PERFECT)
+    assert reduced_once.step == pytest.approx((micro_batches * 4 + 4) * weights * 63 / 64 / bytes_per_s, rel=1e-3)
 
 
 def test_zero_3_in_a_pipeline_gathers_weights_once_per_step() -> None:
-    slow = H100.model_copy(update={"between": Link(bandwidth=1e9, latency=1e-5)})
-    without_pipeline = replace(SMALL, shard=64, zero=3, global_batch=64 * 2 * 8)
+    slow_machine = H100.model_copy(update={"between": Link(bandwidth=1e9, latency=1e-5)})
+    without_pipeline = replace(SMALL_WORKLOAD, shard=64, zero=3, global_batch=64 * 2 * 8)
     with_pipeline = replace(without_pipeline, pipeline=2)
-    assert predict_step(without_pipeline, slow).data > 4 * predict_step(with_pipeline, slow).data
+    assert predict_step(without_pipeline, slow_machine).data > 4 * predict_step(with_pipeline, slow_machine).data
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_inside_a_node() -> None:
-    """The links of a GB200 rack reach beyond a node of four GPUs, so that its 72 GPUs remain one node."""
+    """In a GB200 rack, fast links connect all 72 GPUs, so these count as one node even if a node has four GPUs."""
     assert H100.with_gpus_per_node(4).gpus_per_node == 4
     assert load_machine("gb200").with_gpus_per_node(4).gpus_per_node == 72
-    work = replace(SMALL, tensor=8)
+    work = replace(SMALL_WORKLOAD, tensor=8)
     assert predict_step(work, H100.with_gpus_per_node(4)).tensor > 1.5 * predict_step(work, H100).tensor
 
 
@@ -267,7 +273,7 @@ def test_workload_from_config_reads_layout_and_training_keys() -> None:
 @given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 8))
 def test_pipeline_stages_contain_all_blocks_evenly(layers: int, pipeline: int, virtual: int) -> None:
     """Stages differ by one block at most. The first and the last stage are not larger than the others."""
-    stages = replace(SMALL, layers=layers, pipeline=pipeline, virtual_stages=virtual).stages
+    stages = replace(SMALL_WORKLOAD, layers=layers, pipeline=pipeline, virtual_stages=virtual).stages
     assert sum(stages) == layers and max(stages) - min(stages) <= 1
     assert min(stages[0], stages[-1]) == min(stages)
 
@@ -276,32 +282,36 @@ def test_pipeline_stages_contain_all_blocks_evenly(layers: int, pipeline: int, v
 def test_predicted_mfu_on_each_included_machine_is_plausible(name: str) -> None:
     machine = load_machine(name)
     assert all(machine.achievable[key] <= machine.peak[key] for key in machine.achievable)
-    assert 0.1 < predict_step(PIPELINED, machine).mfu < 0.9
+    assert 0.1 < predict_step(PIPELINE_WORKLOAD, machine).mfu < 0.9
 
 
 def test_an_invalid_machine_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "m.yaml"
-    for text, code, fact in (
+    for text, code, expected_text in (
         ("gpu: x", "plan.invalid_machine", "memory_gib"),
         ("[", "plan.unreadable_file", "m.yaml"),
         ("- 1", "plan.invalid_machine", "m.yaml"),
     ):
         file.write_text(text)
-        with pytest.raises(UserError, match=fact) as error:
+        with pytest.raises(UserError, match=expected_text) as error:
             load_machine(str(file))
         assert error.value.code == code
 
 
 def test_an_unknown_machine_is_an_error_that_names_similar_machines() -> None:
-    for name, fact in (("nowhere", "a100-40, .*h100"), ("h1000", "did you mean h100"), ("h10", "did you mean h100")):
-        with pytest.raises(UserError, match=fact) as error:
+    for name, expected_text in (
+        ("nowhere", "a100-40, .*h100"),
+        ("h1000", "did you mean h100"),
+        ("h10", "did you mean h100"),
+    ):
+        with pytest.raises(UserError, match=expected_text) as error:
             load_machine(name)
         assert error.value.code == "plan.no_such_machine" and name in str(error.value)
 
 
 def test_an_unsupported_precision_is_an_error() -> None:
     with pytest.raises(UserError, match=r"A100 SXM4 40 GB.*fp8.*bf16, fp32") as error:
-        predict_step(replace(SMALL, precision="fp8"), load_machine("a100-40"))
+        predict_step(replace(SMALL_WORKLOAD, precision="fp8"), load_machine("a100-40"))
     assert error.value.code == "plan.unsupported_precision"
 
 

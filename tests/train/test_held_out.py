@@ -77,7 +77,7 @@ def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchange
 
 
 def run_stage_and_stop_during_evaluation(rank_info: RankInfo, path: Path, stage: str, stop_step: int) -> int:
-    """Run the stage like `run_stage_on_rank`; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
+    """Run the stage; rank 1 receives SIGTERM during the held-out evaluation after `stop_step`."""
     from pipeline.evaluate.evaluator import Evaluator
 
     original_measure = Evaluator.measure
@@ -92,7 +92,7 @@ def run_stage_and_stop_during_evaluation(rank_info: RankInfo, path: Path, stage:
 
 
 def run_stage_and_record_evaluations(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Run the stage like `run_stage_on_rank`, with a user's callback that writes held-out evaluations to a file per rank."""
+    """Run the stage with a callback of the user, which writes held-out evaluations to a file per rank."""
     from pipeline.train import trainer
     from pipeline.train.callback import Callback, TrainerContext
 
