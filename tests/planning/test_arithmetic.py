@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_training import tiny_config
 
 VOCAB = 2048
-SIZES = {"dim": 256, "layers": 4, "heads": 8, "intermediate_size": 768}
+MODEL_SIZES = {"dim": 256, "layers": 4, "heads": 8, "intermediate_size": 768}
 PROCESS_GROUPS = {
     "data": "dp_replicate",
     "shard": "dp_shard",
@@ -41,11 +41,11 @@ def make_config(case: dict[str, Any]) -> Config:
 
     Args:
         case: keys of `parallel` and `train`, and four more. `data` is the data-parallel size, `shard` the number of
-            ranks that shard a replica (by default all of `data`), `batches` the micro-batches per step, and `more` has
-            further sections of the config.
+            ranks that shard a replica (by default all of `data`), `batches` the micro-batches per step, and `sections`
+            has further sections of the config.
     """
     case = dict(case)
-    more = case.pop("more", {})
+    sections = dict(case.pop("sections", {}))
     data = case.pop("data", 1)
     batches = case.pop("batches", 2)
     train: dict[str, Any] = {key: case.pop(key) for key in ("precision", "loss_chunk", "micro_batch") if key in case}
@@ -56,8 +56,8 @@ def make_config(case: dict[str, Any]) -> Config:
         case["data"] = {"replicate": data // shard, "shard": shard}
     stages = {"train": {"tasks_per_node": min(8, ranks), "nodes": max(1, ranks // 8)}}
     data_section = {"sequence_length": 256, "tokenizer": {"vocab_size": VOCAB}}
-    model = SIZES | more.pop("model", {})
-    return tiny_config(8, parallel=case, train=train, data=data_section, model=model, stages=stages, **more)
+    model = MODEL_SIZES | sections.pop("model", {})
+    return tiny_config(8, parallel=case, train=train, data=data_section, model=model, stages=stages, **sections)
 
 
 def sum_bytes_by_group(account: TensorAccount) -> dict[str, int]:
@@ -77,7 +77,8 @@ def measure_rehearsed_ranks(rank_info: RankInfo, cases: list[tuple[Config, int]]
 def list_differences(cases: list[tuple[Config, int]], low: float, high: float) -> list[str]:
     """Return a line for each difference between `plan` and the rehearsal of a config and rank.
 
-    A difference is a planned peak whose relative error is not between `low` and `high`, or a group with other bytes.
+    The planned peak memory differs if its relative error is not between `low` and `high`. The bytes of a group must be
+    equal, except for rounding and `LOSS_AND_NORM_BYTES`.
     """
     (measurements,) = run_ranks(1, measure_rehearsed_ranks, cases, timeout=3000)
     differences = []
@@ -102,33 +103,35 @@ def find_process_group(group: str, sent_bytes: dict[str, int]) -> str:
 
 
 INTERLEAVED = {"pipeline": 2, "virtual_stages": 2, "batches": 4}
-FROZEN = {"optimizer": {"freeze": ["model.embed_tokens.*", "model.layers.[012].*"]}}
+FREEZE = {"optimizer": {"freeze": ["model.embed_tokens.*", "model.layers.[012].*"]}}
 """Freezes the first three of four pipeline-parallel stages, or the first and half of the second of two stages."""
-FROZEN_STAGES = {"pipeline": 4, "batches": 4, "more": FROZEN}
+FROZEN_STAGES = {"pipeline": 4, "batches": 4, "sections": FREEZE}
 CASES: list[tuple[dict[str, Any], int]] = [
     ({"precision": "bf16", "batches": 1}, 0),
     ({"data": 8}, 0),
     ({"data": 8, "zero": 1, "precision": "bf16", "activation_checkpointing": "selective"}, 0),
     ({"data": 8, "zero": 2, "precision": "bf16", "activation_checkpointing": "full"}, 7),
-    ({"data": 8, "zero": 3, "shard": 2, "more": {"model": {"tie_word_embeddings": True}}}, 0),
+    ({"data": 8, "zero": 3, "shard": 2, "sections": {"model": {"tie_word_embeddings": True}}}, 0),
     ({"tensor": 4, "precision": "bf16", "activation_checkpointing": "selective"}, 0),
     ({"tensor": 4, "sequence": False, "loss_parallel": False}, 0),
     ({"tensor": 8, "data": 64, "zero": 3, "precision": "bf16", "loss_chunk": 128}, 0),
     ({"pipeline": 2, "batches": 4, "precision": "bf16"}, 1),
     ({**INTERLEAVED, "schedule": "interleaved_1f1b", "activation_checkpointing": "selective", "precision": "bf16"}, 0),
     ({"pipeline": 2, "tensor": 2, "data": 4, "zero": 1, "batches": 2, "precision": "bf16"}, 0),
-    ({"tensor": 2, "data": 4, "zero": 2, "more": {"optimizer": {"name": "muon"}}}, 0),
+    ({"tensor": 2, "data": 4, "zero": 2, "sections": {"optimizer": {"name": "muon"}}}, 0),
     ({**FROZEN_STAGES, "precision": "bf16"}, 3),
-    ({"pipeline": 2, "tensor": 2, "batches": 2, "more": FROZEN}, 2),
+    ({"pipeline": 2, "tensor": 2, "batches": 2, "sections": FREEZE}, 2),
 ]
 """Cases (see `make_config`) with the rank that is rehearsed."""
 
 
 @pytest.mark.story
 def test_planned_peak_and_traffic_match_those_of_a_rehearsed_rank() -> None:
-    differences = list_differences([(make_config(case), rank) for case, rank in CASES], -0.03, 0.05)
-    # Ranks with frozen stages use less memory than estimated. Only the rank that uses the most memory must be exact.
-    differences += list_differences([(make_config(FROZEN_STAGES), rank) for rank in range(3)], 0.0, 1.0)
+    differences = list_differences([(make_config(case), rank) for case, rank in CASES], low=-0.03, high=0.05)
+    # Ranks with frozen stages use less memory than estimated. This does not matter, because rank 3 uses the most memory.
+    # Its estimate is one of `CASES`.
+    frozen_cases = [(make_config(FROZEN_STAGES), rank) for rank in range(3)]
+    differences += list_differences(frozen_cases, low=0.0, high=1.0)
     assert not differences, "\n".join(differences)
 
 
@@ -136,15 +139,15 @@ def test_planned_peak_and_traffic_match_those_of_a_rehearsed_rank() -> None:
     "case",
     [
         {"tensor": 2, "data": 2},
-        {"tensor": 2, "data": 2, "zero": 1, "more": {"optimizer": {"freeze": ["*.bias"]}}},
-        {"tensor": 2, "more": {"optimizer": {"freeze": ["*layernorm*"]}}},
+        {"tensor": 2, "data": 2, "zero": 1, "sections": {"optimizer": {"freeze": ["*.bias"]}}},
+        {"tensor": 2, "sections": {"optimizer": {"freeze": ["*layernorm*"]}}},
         {"data": 8, "zero": 3},
     ],
 )
 def test_planned_weights_and_traffic_include_each_norm_and_bias(case: dict[str, Any]) -> None:
     """The model has biases and query and key norms. The planned bytes of weights are exact."""
-    more = case.get("more", {}) | {"model": {"attention_bias": "all", "qk_norm": True}}
-    config = make_config(case | {"more": more})
+    sections = case.get("sections", {}) | {"model": {"attention_bias": "all", "qk_norm": True}}
+    config = make_config(case | {"sections": sections})
     ((weights, sent_bytes),) = run_ranks(1, measure_rehearsed_weights, config)
     layout = resolve_layout(config)
     assert estimate_memory(config, layout, 0, VOCAB, rank_actions(layout)[0], on_cpu=True).weights == weights
@@ -158,21 +161,21 @@ def measure_rehearsed_weights(rank_info: RankInfo, config: Config) -> tuple[int,
     return account.peak_by_kind()["weights"], sum_bytes_by_group(account)
 
 
-def draw_random_case(draw: random.Random) -> tuple[Config, int] | None:
+def make_random_case(generator: random.Random) -> tuple[Config, int] | None:
     """Return a config with a random layout, and one of its ranks; None if the config is invalid."""
-    schedule = draw.choice(["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
-    pipeline = draw.choice([1, 1, 2, 4])
-    batches = draw.choice([1, 2])
+    schedule = generator.choice(["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
+    pipeline = generator.choice([1, 1, 2, 4])
+    batches = generator.choice([1, 2])
     case: dict[str, Any] = {
-        "tensor": draw.choice([1, 2, 4, 8]), "data": draw.choice([1, 2, 8, 64]), "pipeline": pipeline,
+        "tensor": generator.choice([1, 2, 4, 8]), "data": generator.choice([1, 2, 8, 64]), "pipeline": pipeline,
         "schedule": schedule, "virtual_stages": 2 if schedule in ("interleaved_1f1b", "zbv") and pipeline > 1 else 1,
-        "activation_checkpointing": draw.choice(["none", "selective", "full"]), "batches": batches * pipeline,
-        "precision": draw.choice(["bf16", "bf16", "fp32"]), "loss_chunk": draw.choice([None, None, 128]),
-        "sequence": draw.random() < 0.8, "loss_parallel": draw.random() < 0.8,
+        "activation_checkpointing": generator.choice(["none", "selective", "full"]), "batches": batches * pipeline,
+        "precision": generator.choice(["bf16", "bf16", "fp32"]), "loss_chunk": generator.choice([None, None, 128]),
+        "sequence": generator.random() < 0.8, "loss_parallel": generator.random() < 0.8,
     }  # fmt: skip
-    case["zero"] = draw.randrange(4) if case["data"] > 1 else 0
-    optimizer = draw.choice([{}, {}, {"name": "sgd"}, {"name": "muon"}, {"state": {"moments": "bf16"}}])
-    case["more"] = {"optimizer": optimizer, "model": {"tie_word_embeddings": draw.random() < 0.3}}
+    case["zero"] = generator.randrange(4) if case["data"] > 1 else 0
+    optimizer = generator.choice([{}, {}, {"name": "sgd"}, {"name": "muon"}, {"state": {"moments": "bf16"}}])
+    case["sections"] = {"optimizer": optimizer, "model": {"tie_word_embeddings": generator.random() < 0.3}}
     if schedule == "zbv" and pipeline > 1 and case["activation_checkpointing"] == "full":
         return None  # torch recomputes each block twice with zbv, in an order that the estimate does not model
     try:
@@ -180,15 +183,18 @@ def draw_random_case(draw: random.Random) -> tuple[Config, int] | None:
         layout = resolve_layout(config)
     except (ConfigError, LayoutError):
         return None
-    return config, draw.randrange(layout.pp) * layout.dp * layout.tp
+    return config, generator.randrange(layout.pp) * layout.dp * layout.tp
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_planned_peak_and_traffic_of_random_layouts_match_a_rehearsal(seed: int) -> None:
-    """The tolerance is larger here: in some layouts, the embedding is as large as all activations of a step."""
-    draw = random.Random(seed)
-    cases = [case for case in (draw_random_case(draw) for _ in range(30)) if case is not None]
-    differences = list_differences(cases, -0.09, 0.17)
+    """The tolerance is larger than in the other test.
+
+    In some random layouts, the embedding is as large as all activations of a step.
+    """
+    generator = random.Random(seed)
+    cases = [case for case in (make_random_case(generator) for _ in range(30)) if case is not None]
+    differences = list_differences(cases, low=-0.09, high=0.17)
     assert len(cases) > 10
     assert not differences, "\n".join(differences)

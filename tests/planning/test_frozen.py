@@ -1,4 +1,7 @@
-"""Tests of predictions with `optimizer.freeze`, compared with torch's FLOP count of real forwards and backwards."""
+"""Tests of predictions with `optimizer.freeze`.
+
+They are compared with the FLOPs and gradients that torch counts in real forward and backward passes.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,13 @@ from planning.workload import Workload, workload_from_config
 from tests.planning.test_predict import IDEAL, PERFECT
 from tests.support.tiny_training import tiny_config
 
-VOCAB, LAYERS, LENGTH, BATCH = 512, 4, 16, 2
-TABLE, HEAD, NORM = "model.embed_tokens.*", "lm_head.*", "model.norm.*"
+VOCAB = 512
+LAYERS = 4
+LENGTH = 16
+BATCH = 2
+TABLE = "model.embed_tokens.*"
+HEAD = "lm_head.*"
+NORM = "model.norm.*"
 TIED = {"tie_word_embeddings": True}
 
 # Cases: frozen parameters, and keys of the model.
@@ -80,7 +88,7 @@ def make_config(freeze: list[str], model: dict[str, Any], ranks: int = 1, **para
 def count_blocks(config: Config) -> list[BlockCounts]:
     """Return what torch counts for one micro-batch, for each block.
 
-    Each block is a model of its own, as in a pipeline-parallel stage of one block.
+    Each block is a separate model, as in a pipeline-parallel stage of one block.
     """
     frozen = find_frozen_names(config.optimizer.freeze, DecoderTask(config, VOCAB))
     stages = [Decoder(config.model, VOCAB, LENGTH, range(number, number + 1)) for number in range(LAYERS)]
@@ -136,28 +144,28 @@ def test_predicted_flops_of_each_block_equal_those_that_torch_counts(
     """The test compares pipeline-parallel stages of one block, the whole step, and the FLOPs of the MFU."""
     monkeypatch.setattr(predicting, "TILE", 0)
     approx = partial(pytest.approx, rel=tolerance)
-    counted = count_blocks(make_config(freeze, model))
-    pipelined = make_workload(make_config(freeze, model, LAYERS, pipeline=LAYERS))
-    one_rank = make_workload(make_config(freeze, model))
+    counted_blocks = count_blocks(make_config(freeze, model))
+    pipeline_workload = make_workload(make_config(freeze, model, LAYERS, pipeline=LAYERS))
+    one_rank_workload = make_workload(make_config(freeze, model))
 
     only_products = IDEAL.model_copy(update={"attention": Attention(portable=1e40, native=1e40)})
-    predicted = predict_step(pipelined, only_products, PERFECT)
-    assert [seconds * 1e15 for seconds in predicted.forward] == [approx(block.forward) for block in counted]
-    assert [seconds * 1e15 for seconds in predicted.backward] == [approx(block.backward) for block in counted]
-    products = one_rank.micro_batches * sum(block.forward + block.backward for block in counted)
-    assert predict_step(one_rank, only_products, PERFECT).compute * 1e15 == approx(products)
+    predicted = predict_step(pipeline_workload, only_products, PERFECT)
+    assert [seconds * 1e15 for seconds in predicted.forward] == [approx(block.forward) for block in counted_blocks]
+    assert [seconds * 1e15 for seconds in predicted.backward] == [approx(block.backward) for block in counted_blocks]
+    products = one_rank_workload.micro_batches * sum(block.forward + block.backward for block in counted_blocks)
+    assert predict_step(one_rank_workload, only_products, PERFECT).compute * 1e15 == approx(products)
 
     only_attention = IDEAL.model_copy(update={"achievable": {"bf16": 1e40}})
-    predicted = predict_step(pipelined, only_attention, PERFECT)
-    # Backward of a fused attention kernel computes 2.5 times as much as forward. That of the counted kernel computes
+    predicted = predict_step(pipeline_workload, only_attention, PERFECT)
+    # In a fused attention kernel, backward computes 2.5 times as much as forward. In the counted kernel, it computes
     # twice as much.
-    assert [2 * block.attention_backward / block.attention_forward for block in counted] == [
+    assert [2 * block.attention_backward / block.attention_forward for block in counted_blocks] == [
         approx(4 / 2.5 * backward_s / forward_s)
         for backward_s, forward_s in zip(predicted.backward, predicted.forward, strict=True)
     ]
-    attention = sum(block.attention_forward + block.attention_backward for block in counted)
-    flops = sum(block.forward + block.backward for block in counted) + attention
-    assert one_rank.flops_per_token * BATCH * LENGTH == approx(flops)
+    attention = sum(block.attention_forward + block.attention_backward for block in counted_blocks)
+    flops = sum(block.forward + block.backward for block in counted_blocks) + attention
+    assert one_rank_workload.flops_per_token * BATCH * LENGTH == approx(flops)
 
 
 @pytest.mark.parametrize(("freeze", "model"), WHOLE_BLOCKS)
@@ -166,35 +174,35 @@ def test_predicted_traffic_equals_the_gradients_that_torch_computes(freeze: list
 
     DDP reduces gradients once per step. ZeRO 3 gathers weights and reduces gradients in each micro-batch.
     """
-    narrow_link = Link(bandwidth=1e8, latency=1e-30)
-    narrow = IDEAL.model_copy(update={"inside": narrow_link, "between": narrow_link})
-    counted = count_blocks(make_config(freeze, model))
-    backward_blocks = sum(block.attention_backward > 0 for block in counted)
+    slow_link = Link(bandwidth=1e8, latency=1e-30)
+    slow_machine = IDEAL.model_copy(update={"inside": slow_link, "between": slow_link})
+    counted_blocks = count_blocks(make_config(freeze, model))
+    backward_blocks = sum(block.attention_backward > 0 for block in counted_blocks)
 
     ddp = make_workload(make_config(freeze, model, 2 * LAYERS, pipeline=LAYERS))
-    predicted = predict_step(replace(ddp, hide_data=False), narrow, PERFECT)
-    reduced = max(block.gradients + sum(block.table_gradients.values()) for block in counted)
-    assert predicted.data * 1e8 == pytest.approx(reduced, rel=1e-6)
-    message = BATCH * LENGTH * ddp.hidden * 2
-    assert predicted.pipeline * 1e8 == pytest.approx(
-        message * ddp.micro_batches * (1 + (backward_blocks > 0)), rel=1e-6
-    )
+    predicted = predict_step(replace(ddp, hide_data=False), slow_machine, PERFECT)
+    reduced_bytes = max(block.gradients + sum(block.table_gradients.values()) for block in counted_blocks)
+    assert predicted.data * 1e8 == pytest.approx(reduced_bytes, rel=1e-6)
+    message_bytes = BATCH * LENGTH * ddp.hidden * 2
+    messages = ddp.micro_batches * (1 + (backward_blocks > 0))
+    assert predicted.pipeline * 1e8 == pytest.approx(message_bytes * messages, rel=1e-6)
 
     zero3 = make_workload(make_config(freeze, model, 8, zero=3, reduce="micro_batch"))
     assert zero3.micro_batches > 1
     block_bytes = 2 * (zero3.attention_weights + zero3.expert_weights)
     table_bytes = 2 * VOCAB * zero3.hidden
-    gathered = block_bytes * (LAYERS + backward_blocks) + table_bytes
-    sent = zero3.micro_batches * (gathered + sum(block.gradients for block in counted))
-    sent += counted[0].table_gradients.get(EMBEDDING, 0)
-    assert predict_step(zero3, narrow, PERFECT).data * 1e8 == pytest.approx(sent * 7 / 8, rel=1e-3)
+    gathered_bytes = block_bytes * (LAYERS + backward_blocks) + table_bytes
+    sent_bytes = zero3.micro_batches * (gathered_bytes + sum(block.gradients for block in counted_blocks))
+    sent_bytes += counted_blocks[0].table_gradients.get(EMBEDDING, 0)
+    assert predict_step(zero3, slow_machine, PERFECT).data * 1e8 == pytest.approx(sent_bytes * 7 / 8, rel=1e-3)
 
     high_latency = Link(bandwidth=1e40, latency=1e-3)
-    distant = IDEAL.model_copy(update={"inside": high_latency, "between": high_latency})
-    gathers = LAYERS + 1 + backward_blocks  # each block, the embedding, and each block with a backward again
-    reductions = sum(block.gradients > 0 for block in counted)
-    calls = zero3.micro_batches * (gathers + reductions) + (EMBEDDING in counted[0].table_gradients)
-    assert predict_step(zero3, distant, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
+    machine_with_latency = IDEAL.model_copy(update={"inside": high_latency, "between": high_latency})
+    # the forward pass gathers each block and the embedding; the backward pass gathers blocks again
+    gathers = LAYERS + 1 + backward_blocks
+    reductions = sum(block.gradients > 0 for block in counted_blocks)
+    calls = zero3.micro_batches * (gathers + reductions) + (EMBEDDING in counted_blocks[0].table_gradients)
+    assert predict_step(zero3, machine_with_latency, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
 
 
 def test_a_single_trained_share_applies_to_all_blocks() -> None:

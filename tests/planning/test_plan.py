@@ -1,4 +1,7 @@
-"""Tests of `plan`: its memory compared with that of real ranks, its timelines with theory, and its printed lines."""
+"""Tests of `plan`.
+
+The planned memory is compared with that of real ranks, and timelines with theory. Other tests check the printed lines.
+"""
 
 from __future__ import annotations
 
@@ -52,23 +55,24 @@ def measure_state_of_rank(rank_info: RankInfo, configs: list[Config]) -> list[tu
 
 @pytest.mark.parametrize("model", [{}, TIED], ids=["untied", "tied"])
 def test_planned_weights_and_optimizer_state_equal_those_of_real_ranks(model: dict[str, Any]) -> None:
-    # Pipelines with tied weights are left out: a weight on both ends is once in the state, but twice in memory.
+    # Pipelines with tied weights are left out: the first and the last rank both hold the embedding, but only one of
+    # them has it in its state.
     layouts = [parallel for parallel in LAYOUTS if not (model and parallel.get("pipeline"))]
     configs = [tiny_config(4, parallel=parallel, model=model, train=FEW_BATCHES) for parallel in layouts]
     small_states = [{"moments": "bf16"}, {"moments": "bf16", "master": "none"}, {"master": "none"}]
     bf16 = FEW_BATCHES | {"precision": "bf16"}
     configs += [tiny_config(4, parallel={"zero": 2}, train=bf16, optimizer={"state": state}) for state in small_states]
-    frozen = {"freeze": ["model.layers.[01].*", "model.norm.weight"], "state": {"moments": "int8"}}
+    freeze_and_int8 = {"freeze": ["model.layers.[01].*", "model.norm.weight"], "state": {"moments": "int8"}}
     wide_model = model | {"dim": 64, "intermediate_size": 128}
-    configs += [tiny_config(4, parallel={"zero": 2}, model=wide_model, train=FEW_BATCHES, optimizer=frozen)]
+    configs += [tiny_config(4, parallel={"zero": 2}, model=wide_model, train=FEW_BATCHES, optimizer=freeze_and_int8)]
     configs += [tiny_config(4, parallel={"zero": 3}, model=model, train=FEW_BATCHES, optimizer={"name": "muon"})]
-    measured = run_ranks(4, measure_state_of_rank, configs, timeout=240)
+    measured_by_rank = run_ranks(4, measure_state_of_rank, configs, timeout=240)
     for number, config in enumerate(configs):
         layout = resolve_layout(config, 4, 4, VOCAB)
         for rank in range(4):
-            expected = estimate_memory(config, layout, layout.coordinates(rank).pp, VOCAB, [])
-            weights, moments = measured[rank][number]
-            assert (weights, moments) == (expected.weights, expected.optimizer), (config.parallel, rank)
+            planned = estimate_memory(config, layout, layout.coordinates(rank).pp, VOCAB, [])
+            weights, moments = measured_by_rank[rank][number]
+            assert (planned.weights, planned.optimizer) == (weights, moments), (config.parallel, rank)
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("selective", "null"), ("full", "null"), ("full", "1024")])
@@ -102,7 +106,7 @@ def test_the_planned_peak_is_close_to_that_of_a_step_on_fake_tensors(kind: str, 
     assert planned.gathered + planned.activations == pytest.approx(activations, rel=0.05)
 
 
-def plan_peak_gib(config: Config) -> float:
+def compute_planned_peak_gib(config: Config) -> float:
     """Return the planned peak memory of a config on one rank, in GiB."""
     layout = resolve_layout(config, 1)
     memory = estimate_memory(config, layout, 0, config.data.tokenizer.vocab_size, rank_actions(layout)[0])
@@ -110,11 +114,11 @@ def plan_peak_gib(config: Config) -> float:
 
 
 @pytest.mark.parametrize(("peak_gib", "name", "overrides"), PEAKS)
-def test_the_planned_peak_is_close_to_that_of_torchs_allocator(
+def test_the_planned_peak_is_close_to_the_peak_that_torchs_allocator_counted(
     peak_gib: float, name: str, overrides: tuple[str, ...]
 ) -> None:
     config = load_config(ROOT / f"configs/{name}.yaml", [*ONE_GPU_OVERRIDES, *overrides, "train.global_batch=8"])
-    assert plan_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
+    assert compute_planned_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_the_planned_peak_with_local_sgd_includes_saving_a_checkpoint(peak_gib: 
     overrides = ["parallel.zero=0", *ONE_GPU_OVERRIDES, "train.micro_batch=1", f"{RECOMPUTE}=full"]
     overrides += [f"parallel.local_sgd={local_sgd}", "train.global_batch=8"]
     config = load_config(ROOT / "configs/lm-1b.yaml", overrides)
-    assert plan_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
+    assert compute_planned_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
 
 
 @settings(max_examples=40)
@@ -138,8 +142,8 @@ def test_pipeline_bubbles_equal_the_theory(schedule: str, ranks: int, additional
         tiny_config(ranks, parallel=parallel, model={"layers": 8}, train={"global_batch": 2 * batches})
     )
     rows = draw_text_timeline(rank_actions(layout), layout.stages)
-    idle = sum(row.count("·") for row in rows) / sum(map(len, rows))
-    assert idle == pytest.approx((ranks - 1) / (batches + ranks - 1))
+    idle_fraction = sum(row.count("·") for row in rows) / sum(map(len, rows))
+    assert idle_fraction == pytest.approx((ranks - 1) / (batches + ranks - 1))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipe_v"])
@@ -189,26 +193,28 @@ def test_plan_fails_if_tensor_parallelism_does_not_divide_the_ranks(
 
 def test_a_layout_above_the_gpu_memory_fails_after_its_table() -> None:
     def describe_with_memory(gib: float) -> Iterator[str]:
+        """Describe the plan of lm-8b-1gpu.yaml for a GPU with this memory."""
         return describe_plan(load_config(ROOT / "configs/lm-8b-1gpu.yaml", [f"site.gpu_memory_gib={gib}"]))
 
     lines = list(describe_with_memory(140))
     assert any(line.startswith("a GPU has 150.324 GB: about 0.4 for CUDA and NCCL, 21.") for line in lines)
-    printed: list[str] = []
+    printed_lines: list[str] = []
     with pytest.raises(UserError, match=r"128\.\d GB.* 0\.4.*118\.1.*110 GiB") as error:
-        printed.extend(describe_with_memory(110))
+        printed_lines.extend(describe_with_memory(110))
     assert error.value.code == "plan.not_enough_memory"
-    assert printed[-1].split()[-1].startswith("128.")
+    assert printed_lines[-1].split()[-1].startswith("128.")
 
 
 def test_planned_parameters_of_a_custom_model_add_up_to_those_of_the_model() -> None:
-    """The plan lists the parameters of each pipeline rank in its last two lines."""
+    """The last two lines of the plan have the parameters of the two pipeline ranks."""
     pipeline = ("parallel.pipeline=2", "parallel.schedule=zbv", "parallel.virtual_stages=2", "train.micro_batch=1")
     config = load_config(ROOT / "examples/vit.yaml", [*pipeline, "stages.train.tasks_per_node=2"])
     lines = list(describe_plan(config))
     assert any(line.startswith("zbv: a digit is") for line in lines) and any("▓" in line for line in lines)
     full_model = vit.build({**config.model.options, "layers": config.model.layers}, range(config.model.layers))
     counts = [int(line.split()[1].replace(",", "")) for line in lines[-2:]]
-    assert sum(counts) == sum(parameter.numel() for parameter in full_model.parameters()) and min(counts) > 0
+    assert sum(counts) == sum(parameter.numel() for parameter in full_model.parameters())
+    assert min(counts) > 0
 
 
 @pytest.mark.parametrize(("name", "billions"), [("lm-1b", 1.236), ("lm-8b", 8.030)])

@@ -1,4 +1,4 @@
-"""Tests of `python -m benchmarks.plan FILE.csv`: reading published runs, fitting constants, and the last line."""
+"""Tests of `python -m benchmarks.plan FILE.csv`, which compares predictions with published runs and fits constants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.plan import (
 from benchmarks.published import parse_precision, read_rows
 from planning.predict import DEFAULT
 
-ROW = {
+VALID_ROW = {
     "id": "a", "source": "made up", "year": "2024", "model": "m", "params_b": "8", "layers": "32", "hidden": "4096",
     "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256", "seq_len": "8192", "gpu": "H100-80GB",
     "gpus": "64", "gpus_per_node": "8", "dp_total": "64", "dp_shard_degree": "64", "zero_stage": "3", "tp": "1",
@@ -29,8 +29,8 @@ ROW = {
 
 
 def write_rows(path: Path, *changes: dict[str, str]) -> Path:
-    """Write a CSV file with one row, numbered from 0, for each dict of values that differ from `ROW`."""
-    rows = [ROW | {"id": str(number)} | change for number, change in enumerate(changes)]
+    """Write a CSV file with one row, numbered from 0, for each dict of values that differ from `VALID_ROW`."""
+    rows = [VALID_ROW | {"id": str(number)} | change for number, change in enumerate(changes)]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
@@ -39,7 +39,7 @@ def write_rows(path: Path, *changes: dict[str, str]) -> Path:
 
 
 def test_read_rows_returns_supported_rows_and_reports_the_others(tmp_path: Path) -> None:
-    supported: list[dict[str, str]] = [
+    supported_rows: list[dict[str, str]] = [
         {},
         {"tokens_per_s_per_gpu": "", "tokens_per_s_per_gpu_derived": "6500"},
         {"gpu": "H20"}, {"gpu": "GB200 NVL72", "precision": "fp4"}, {"gpu": "V100-32GB", "precision": "fp16"},
@@ -55,7 +55,7 @@ def test_read_rows_returns_supported_rows_and_reports_the_others(tmp_path: Path)
          "params_b": "30", "n_matmul_b": "9", "global_batch_seqs": "256"},
         {"pp": "8", "dp_total": "8", "zero_stage": "0", "schedule": "ZB-2p", "micro_batch": "", "activation_ckpt": ""},
     ]  # fmt: skip
-    unsupported = [  # with a part of the reported reason
+    unsupported_rows = [  # with a part of the reported reason
         ({"layers": ""}, "layers is missing"),
         ({"tokens_per_s_per_gpu": ""}, "tokens_per_s_per_gpu"),
         ({"gpu": "Ascend 910B"}, "no machine file for Ascend 910B"),
@@ -63,16 +63,18 @@ def test_read_rows_returns_supported_rows_and_reports_the_others(tmp_path: Path)
         ({"seq_len": "long"}, "seq_len is 'long'"),
         ({"micro_batch": "0"}, "by zero"),
     ]
-    rows, problems = read_rows(write_rows(tmp_path / "f.csv", *supported, *(row for row, _ in unsupported)))
-    assert [row.id for row in rows] == [str(number) for number in range(len(supported))]
-    for (row_id, reason), (number, (_, expected)) in zip(problems, enumerate(unsupported, len(supported)), strict=True):
-        assert row_id == str(number) and expected in reason
+    path = write_rows(tmp_path / "f.csv", *supported_rows, *(row for row, _ in unsupported_rows))
+    rows, problems = read_rows(path)
+    assert [row.id for row in rows] == [str(number) for number in range(len(supported_rows))]
+    for number, ((row_id, reason), (_, expected_reason)) in enumerate(zip(problems, unsupported_rows, strict=True)):
+        assert row_id == str(len(supported_rows) + number) and expected_reason in reason
     assert all(500 < predict_tokens_per_s(row) < 50_000 for row in rows)
-    mixtral = rows[10].work
-    a3b = rows[12].work  # the number of its experts is derived from its parameters
-    assert (mixtral.experts, mixtral.active, mixtral.expert) == (8, 2, 8)
-    assert 12e3 < mixtral.ffn < 15e3
-    assert a3b.experts * a3b.expert_weights * a3b.layers == pytest.approx(27.6e9, rel=0.1)
+    mixtral_workload = rows[10].work
+    assert (mixtral_workload.experts, mixtral_workload.active, mixtral_workload.expert) == (8, 2, 8)
+    assert 12e3 < mixtral_workload.ffn < 15e3
+    a3b_workload = rows[12].work  # the number of experts is derived from the number of parameters
+    expert_parameters = a3b_workload.experts * a3b_workload.expert_weights * a3b_workload.layers
+    assert expert_parameters == pytest.approx(27.6e9, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_main_prints_the_errors_in_the_last_line(
 def test_fitted_constants_predict_rows_computed_with_other_constants(tmp_path: Path) -> None:
     """The rows are computed with constants that differ from the defaults.
 
-    A fit without one of the two sources finds the same share of the peak FLOP/s for matrix products.
+    A fit without the rows of one of the two sources finds the same value of the constant `matmul`.
     """
     from dataclasses import replace
 

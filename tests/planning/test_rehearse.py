@@ -1,4 +1,7 @@
-"""Compare a rehearsed rank with real ranks: bytes by group and operation, and the peak memory of its tensors."""
+"""Tests of `plan --rehearse`.
+
+A rehearsed rank is compared with real ranks: sent bytes by group and operation, and the peak memory of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, make_batches, tiny_config
 
-SIZES = {"dim": 128, "intermediate_size": 256}
+MODEL_SIZES = {"dim": 128, "intermediate_size": 256}
 Measurement = dict[str, Any]
 
 
 def make_config(ranks: int, options: dict[str, Any]) -> Config:
-    """Return a tiny config. `options`: keys of `parallel`, and `precision` and `freeze`."""
+    """Return a tiny config. `options` are keys of `parallel`, and may also have `precision` and `freeze`."""
     train = {key: value for key, value in options.items() if key == "precision"}
     optimizer = {"freeze": options.get("freeze", []), "lr": 2e-3, "clip_norm": 0.1}
     parallel = {key: value for key, value in options.items() if key not in ("precision", "freeze")}
     return tiny_config(
-        ranks, parallel=parallel, model=SIZES, train=train, data={"sequence_length": 64}, optimizer=optimizer
+        ranks, parallel=parallel, model=MODEL_SIZES, train=train, data={"sequence_length": 64}, optimizer=optimizer
     )
 
 
 def summarize(account: Any) -> Measurement:
-    """Return the bytes sent by operation and by group, and the peak memory."""
+    """Return the sent bytes by operation and by group, the peak memory, and the peak memory by kind of tensor."""
     by_operation: dict[str, int] = {}
     by_group: dict[str, int] = {}
     for (group, _, operation), (_, size) in account.sent.items():
@@ -39,10 +42,10 @@ def summarize(account: Any) -> Measurement:
 
 
 def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measurement]:
-    """Measure a step of this rank with a rehearsal's account and with an independent counter.
+    """Measure a step of this rank for each config, with the account of a rehearsal and with an independent counter.
 
     A thread of Gloo may release the buffer of a message late, which adds to the peak. The smallest peak of several
-    steps is therefore what a step needs.
+    steps is therefore the memory that a step needs.
     """
     import torch
 
@@ -54,7 +57,10 @@ def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measur
     from tests.support.communication_counter import CommunicationCounter
 
     class AccountWithoutGlooCopies(TensorAccount):
-        """Ignores the copy that Gloo's reduce-scatter makes; the account first sees it when Gloo splits it."""
+        """An account that ignores the copy that Gloo's reduce-scatter makes.
+
+        The account first sees this copy when Gloo splits it.
+        """
 
         is_gloo_copy = False
 
@@ -78,31 +84,32 @@ def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measur
                 with CommunicationCounter() as counter:
                     run_counted_step(engine, account, step, {"tokens": tokens_BT})
                 steps.append(summarize(account))
-        smallest = min(steps[1:], key=lambda measurement: int(measurement["peak"]))  # the first step also sets up
-        counted = {group.removeprefix("mesh_"): size for group, size in counter.bytes.items()}
-        measurements.append(smallest | {"independent": counted})
+        # the first step needs more memory, because it allocates the optimizer's state
+        smallest = min(steps[1:], key=lambda measurement: int(measurement["peak"]))
+        counted_bytes = {group.removeprefix("mesh_"): size for group, size in counter.bytes.items()}
+        measurements.append(smallest | {"independent": counted_bytes})
         del engine
     return measurements
 
 
 def measure_rehearsed_ranks(rank_info: RankInfo, ranks: list[int], configs: list[Config]) -> list[list[Measurement]]:
-    """Return the same of rehearsed ranks."""
+    """Rehearse each rank of `ranks` with each config, and return the measurements."""
     from planning.rehearse import rehearse_rank
 
     return [[summarize(rehearse_rank(config, rank, VOCAB)) for config in configs] for rank in ranks]
 
 
-FROZEN = ["model.embed_tokens.*", *(f"model.layers.{number}.*" for number in range(3))]
+FIRST_THREE_LAYERS = ["model.embed_tokens.*", *(f"model.layers.{number}.*" for number in range(3))]
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2},
-        {"pipeline": 2, "freeze": FROZEN},  # the whole first stage is frozen
+        {"pipeline": 2, "freeze": FIRST_THREE_LAYERS},  # the first pipeline-parallel stage is frozen
     ],
     4: [
         {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"pipeline": 2, "zero": 1, "precision": "bf16"},
         {"tensor": 2, "zero": 2, "precision": "bf16", "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, {"pipeline": 2, "tensor": 2},
-        {"pipeline": 4, "freeze": FROZEN}, {"pipeline": 2, "tensor": 2, "freeze": FROZEN},
+        {"pipeline": 4, "freeze": FIRST_THREE_LAYERS}, {"pipeline": 2, "tensor": 2, "freeze": FIRST_THREE_LAYERS},
     ],
     8: [
         {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3, "data": {"replicate": 2, "shard": 2}},
@@ -114,22 +121,22 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.story
 @pytest.mark.parametrize("ranks", CASES)
-def test_a_rehearsed_rank_equals_a_real_one(ranks: int) -> None:
+def test_traffic_and_memory_of_a_rehearsed_rank_equal_those_of_a_real_rank(ranks: int) -> None:
     configs = [make_config(ranks, options) for options in CASES[ranks]]
-    real = run_ranks(ranks, measure_real_rank, configs, timeout=400)
+    real_measurements = run_ranks(ranks, measure_real_rank, configs, timeout=400)
     compared_ranks = [0, ranks - 1]
-    (rehearsed_ranks,) = run_ranks(1, measure_rehearsed_ranks, compared_ranks, configs, timeout=400)
+    (rehearsed_measurements,) = run_ranks(1, measure_rehearsed_ranks, compared_ranks, configs, timeout=400)
     differences = []
-    for rank, rehearsed_configs in zip(compared_ranks, rehearsed_ranks, strict=True):
-        for options, measured, rehearsed in zip(CASES[ranks], real[rank], rehearsed_configs, strict=True):
-            if measured["independent"] != rehearsed["groups"] or measured["sent"] != rehearsed["sent"]:
-                differences.append((options, rank, measured, rehearsed))
-            if abs(rehearsed["peak"] / measured["peak"] - 1) > 0.02:
-                differences.append((options, rank, measured, rehearsed))
+    for rank, rehearsed_by_config in zip(compared_ranks, rehearsed_measurements, strict=True):
+        for options, real, rehearsed in zip(CASES[ranks], real_measurements[rank], rehearsed_by_config, strict=True):
+            if real["independent"] != rehearsed["groups"] or real["sent"] != rehearsed["sent"]:
+                differences.append((options, rank, real, rehearsed))
+            if abs(rehearsed["peak"] / real["peak"] - 1) > 0.02:
+                differences.append((options, rank, real, rehearsed))
     assert not differences, "\n".join(map(str, differences))
 
 
-# -------------------------------------------------------------------------------------- tests that need one process
+# -- tests that need one process -------------------------------------------------------------------------
 
 
 def rehearse_in_rank(rank_info: RankInfo, config: Config, rank: int) -> list[str] | tuple[str, str]:
@@ -159,7 +166,10 @@ def test_a_rehearsal_prints_memory_and_traffic() -> None:
 
 
 def read_names(rank_info: RankInfo, configs: list[Config]) -> list[tuple[list[str], set[str], set[str]]]:
-    """Return the memory columns of a rehearsal, and the names of groups in the rehearsal and in `plan`, as printed."""
+    """Return the printed names: the memory columns of a rehearsal, and the groups of a rehearsal and of `plan`.
+
+    Check that a rehearsal and `plan` have the same memory columns.
+    """
     from planning.plan import describe_plan
     from planning.rehearse import describe_rehearsal
 
@@ -182,7 +192,7 @@ def test_a_rehearsal_uses_the_names_of_plan() -> None:
     parallels: list[dict[str, Any]] = [
         {}, {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3}, {"data": {"replicate": 2, "shard": 2}, "zero": 2},
     ]  # fmt: skip
-    configs = [tiny_config(4, parallel=parallel, model=SIZES) for parallel in parallels]
+    configs = [tiny_config(4, parallel=parallel, model=MODEL_SIZES) for parallel in parallels]
     (names,) = run_ranks(1, read_names, configs)
     for parallel, (columns, groups, planned_groups) in zip(parallels, names, strict=True):
         assert columns[-1] == "sum"
@@ -199,9 +209,9 @@ def record_phases(rank_info: RankInfo, config: Config) -> list[str]:
 
 
 def test_a_rehearsal_reports_its_phases() -> None:
-    (phases,) = run_ranks(1, record_phases, tiny_config(4, parallel={"zero": 1}, model=SIZES))
-    facts = ("groups", "rank 0", "step 1 of 2", "step 2 of 2")
-    assert [fact in phase for phase, fact in zip(phases, facts, strict=True)] == [True] * 4
+    (phases,) = run_ranks(1, record_phases, tiny_config(4, parallel={"zero": 1}, model=MODEL_SIZES))
+    expected_texts = ("groups", "rank 0", "step 1 of 2", "step 2 of 2")
+    assert [text in phase for phase, text in zip(phases, expected_texts, strict=True)] == [True] * 4
 
 
 def test_a_long_phase_is_printed_repeatedly(
@@ -220,7 +230,7 @@ def test_a_long_phase_is_printed_repeatedly(
 
 
 @pytest.mark.parametrize(
-    ("sections", "rank", "code", "fact"),
+    ("sections", "rank", "code", "expected_text"),
     [
         ({}, 4, "plan.no_such_rank", "from 0 to 3"),
         ({}, -1, "plan.no_such_rank", "from 0 to 3"),
@@ -233,10 +243,12 @@ def test_a_long_phase_is_printed_repeatedly(
         ),
     ],
 )
-def test_an_impossible_rehearsal_is_an_error(sections: dict[str, Any], rank: int, code: str, fact: str) -> None:
+def test_an_impossible_rehearsal_is_an_error(
+    sections: dict[str, Any], rank: int, code: str, expected_text: str
+) -> None:
     ((error_code, message),) = run_ranks(1, rehearse_in_rank, tiny_config(4, **sections), rank)
     assert error_code == code
-    assert fact in message
+    assert expected_text in message
 
 
 def rehearse_failing_block(rank_info: RankInfo, config: Config) -> list[str] | tuple[str, str]:

@@ -34,7 +34,7 @@ from planning.workload import workload_from_config
 
 H100 = load_machine("h100")
 VOCAB = 32000
-BASE: dict[str, Any] = {
+CONFIG_VALUES: dict[str, Any] = {
     "run": {"name": "small"},
     "data": {"sequence_length": 2048, "tokenizer": {"vocab_size": VOCAB}},
     "model": {"dim": 2048, "layers": 8, "heads": 16, "kv_heads": 4, "intermediate_size": 5632},
@@ -44,25 +44,25 @@ BASE: dict[str, Any] = {
 
 
 def enumerate_by_brute_force() -> list[tuple[float, float]]:
-    """Return tokens/s per GPU and bytes of every layout that the config `BASE` allows on 8 ranks."""
+    """Return, for every layout that the config `CONFIG_VALUES` allows on 8 ranks, tokens/s per GPU and needed bytes."""
     layouts = []
     sizes = (1, 2, 4, 8)
     schedules = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zbv", 2))
     checkpointing = ("none", "selective", "full")
     combinations = product(sizes, sizes, schedules, range(4), sizes, (1, 2, 4, 8, 16), checkpointing)
-    for tensor, pipeline, (schedule, virtual), zero, shard, micro, kind in combinations:
+    for tensor, pipeline, (schedule, virtual), zero, shard, micro_batch, kind in combinations:
         data = 8 // (tensor * pipeline)
         if tensor * pipeline > 8 or shard > data or (zero == 0) != (shard == 1) or (pipeline > 1 and zero > 1):
             continue
-        if (pipeline == 1 and schedule != "1f1b") or 32 % micro or shard not in (1, data, 4 // tensor):
+        if (pipeline == 1 and schedule != "1f1b") or 32 % micro_batch or shard not in (1, data, 4 // tensor):
             continue
         parallel = {
             "tensor": tensor, "pipeline": pipeline, "schedule": schedule, "virtual_stages": virtual, "zero": zero,
             "data": {"replicate": data // shard, "shard": shard}, "activation_checkpointing": kind,
         }  # fmt: skip
         try:
-            train = {**BASE["train"], "micro_batch": micro}
-            config = parse_config(BASE | {"parallel": parallel, "train": train}, "c.yaml")
+            train = {**CONFIG_VALUES["train"], "micro_batch": micro_batch}
+            config = parse_config(CONFIG_VALUES | {"parallel": parallel, "train": train}, "c.yaml")
         except ConfigError:
             continue
         layout = resolve_layout(config, vocab_size=VOCAB)
@@ -74,78 +74,84 @@ def enumerate_by_brute_force() -> list[tuple[float, float]]:
 
 
 def test_the_search_finds_the_same_layouts_as_brute_force() -> None:
-    config = parse_config(BASE, "c.yaml")
+    config = parse_config(CONFIG_VALUES, "c.yaml")
     choices = list(enumerate_layouts(config, H100, VOCAB, 2))
     all_layouts = enumerate_by_brute_force()
     assert len(choices) == len(all_layouts) > 200
-    lowest_quarter = sorted(size for _, size in all_layouts)[len(all_layouts) // 4]
-    for limit in (lowest_quarter, 80e9):
-        fit, over = find_fastest_fitting(choices, limit)
+    first_quartile = sorted(size for _, size in all_layouts)[len(all_layouts) // 4]
+    too_large_by_limit = {}
+    for limit in (first_quartile, 80e9):
+        fitting, too_large = find_fastest_fitting(choices, limit)
         expected = sorted((tokens for tokens, size in all_layouts if size <= limit), reverse=True)[:10]
-        assert [choice.prediction.tokens_per_gpu for choice in fit] == pytest.approx(expected)
-        assert all(choice.bytes_needed > limit for choice in over)
-    assert not over  # the fastest layouts fit into 80 GB
+        assert [choice.prediction.tokens_per_gpu for choice in fitting] == pytest.approx(expected)
+        assert all(choice.bytes_needed > limit for choice in too_large)
+        too_large_by_limit[limit] = too_large
+    assert not too_large_by_limit[80e9], "no layout that is faster than the fitting ones needs more than 80 GB"
 
 
 def test_the_search_matches_freeze_patterns_once_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has eight blocks of nine parameters, the embedding, the last norm and the output layer."""
-    matched: list[str] = []
+    matched_names: list[str] = []
 
-    def record_match(name: str, pattern: str) -> bool:
-        matched.append(name)
+    def record_and_match(name: str, pattern: str) -> bool:
+        matched_names.append(name)
         return fnmatch(name, pattern)
 
-    monkeypatch.setattr(traffic, "fnmatch", record_match)
+    monkeypatch.setattr(traffic, "fnmatch", record_and_match)
     freeze = {"optimizer": {"freeze": ["model.embed_tokens.*"]}}
-    choices = list(enumerate_layouts(parse_config(BASE | freeze, "c.yaml"), H100, VOCAB, 2))
+    choices = list(enumerate_layouts(parse_config(CONFIG_VALUES | freeze, "c.yaml"), H100, VOCAB, 2))
     find_fastest_fitting(choices, 80e9)
     assert len(choices) > 100
-    assert len(matched) == len(set(matched)) == 8 * 9 + 3
+    assert len(matched_names) == len(set(matched_names)) == 8 * 9 + 3
 
 
 def test_write_choice_writes_the_best_layout_beside_the_config(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(
-        "# a comment\n" + yaml.safe_dump(BASE | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}})
+        "# a comment\n"
+        + yaml.safe_dump(CONFIG_VALUES | {"parallel": {"data": {"replicate": 2, "shard": 4}, "zero": 1}})
     )
-    original = path.read_text()
+    original_text = path.read_text()
     overrides = ["train.global_batch=64", "model.layers=4"]
-    _, first = search_layouts(load_config(path, overrides), H100, VOCAB, [1, 2, 4])
-    written = load_config(write_choice(first, path, overrides))
-    assert resolve_layout(written) == first.layout
-    assert written.stages.train.max_nodes * 4 == first.layout.world_size
-    assert (written.train.global_batch, written.model.layers) == (64, 4)
-    assert written.train.micro_batch == first.config.train.micro_batch
-    assert path.read_text() == original
+    _, best_choice = search_layouts(load_config(path, overrides), H100, VOCAB, [1, 2, 4])
+    written_config = load_config(write_choice(best_choice, path, overrides))
+    assert resolve_layout(written_config) == best_choice.layout
+    assert written_config.stages.train.max_nodes * 4 == best_choice.layout.world_size
+    assert (written_config.train.global_batch, written_config.model.layers) == (64, 4)
+    assert written_config.train.micro_batch == best_choice.config.train.micro_batch
+    assert path.read_text() == original_text
     with pytest.raises(UserError) as error:
-        write_choice(first, path, overrides)
+        write_choice(best_choice, path, overrides)
     assert error.value.code == "plan.file_exists" and "my-best.yaml" in str(error.value)
 
 
 def test_the_layout_of_the_config_has_exactly_one_row() -> None:
-    """If it is not among the best layouts, an additional row shows it.
+    """If the layout of the config is not among the best layouts, an additional row shows it.
 
-    That is the case if it is slow, does not fit, or has a number of nodes that is not searched.
+    A layout is not among the best if it is slow, does not fit, or has a number of nodes that is not searched.
     """
 
-    def find_own_rows(nodes: list[int], **sections: Any) -> list[str]:
-        config = parse_config(BASE | sections, "c.yaml")
+    def find_rows_of_config(nodes: list[int], **sections: Any) -> list[str]:
+        """Search layouts and return the rows that are marked as the layout of the config."""
+        config = parse_config(CONFIG_VALUES | sections, "c.yaml")
         lines, _ = search_layouts(config, H100, VOCAB, nodes, predict_configured_layout(config, H100, VOCAB))
         return [line for line in lines if line.endswith(CONFIGURED_LAYOUT_MARK)]
 
-    slow = {"tensor": 4, "pipeline": 2, "schedule": "gpipe"}
+    slow_layout = {"tensor": 4, "pipeline": 2, "schedule": "gpipe"}
     for nodes in ([2], [1, 4]):
-        (row,) = find_own_rows(nodes, parallel=slow)
+        (row,) = find_rows_of_config(nodes, parallel=slow_layout)
         assert row.split()[0] == "2" and "pipeline 2 × data 1 × tensor 4 gpipe" in row and "too much" not in row
-    (row,) = find_own_rows([2], site={"gpu_memory_gib": 8})
+    (row,) = find_rows_of_config([2], site={"gpu_memory_gib": 8})
     assert "pipeline 1 × data 8 × tensor 1, micro-batch 1" in row and "GB too large" in row
-    _, first = search_layouts(parse_config(BASE, "c.yaml"), H100, VOCAB, [2])
-    lines, _ = search_layouts(first.config, H100, VOCAB, [2], predict_configured_layout(first.config, H100, VOCAB))
+    _, best_choice = search_layouts(parse_config(CONFIG_VALUES, "c.yaml"), H100, VOCAB, [2])
+    best_config = best_choice.config
+    lines, _ = search_layouts(best_config, H100, VOCAB, [2], predict_configured_layout(best_config, H100, VOCAB))
+    # the first row, after the header, is marked
     assert [number for number, line in enumerate(lines) if line.endswith(CONFIGURED_LAYOUT_MARK)] == [1]
 
 
 def test_the_search_fails_if_no_layout_fits_into_the_memory() -> None:
-    config = parse_config(BASE | {"site": {"gpu_memory_gib": 0.5}}, "c.yaml")
+    config = parse_config(CONFIG_VALUES | {"site": {"gpu_memory_gib": 0.5}}, "c.yaml")
     with pytest.raises(UserError) as error:
         search_layouts(config, H100, VOCAB, [2])
     assert error.value.code == "plan.no_layout_fits"
@@ -153,10 +159,12 @@ def test_the_search_fails_if_no_layout_fits_into_the_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("4", [4]), ("2..64", [2, 4, 8, 16, 32, 64]), ("3..7", [3, 6, 7]), ("3..10, 1", [3, 6, 10, 1])]
+    ("text", "expected_counts"),
+    [("4", [4]), ("2..64", [2, 4, 8, 16, 32, 64]), ("3..7", [3, 6, 7]), ("3..10, 1", [3, 6, 10, 1])],
 )
-def test_node_counts_are_parsed(text: str, counts: list[int]) -> None:
-    assert parse_node_counts(text) == counts
+def test_node_counts_are_parsed(text: str, expected_counts: list[int]) -> None:
+    """A range `2..64` is doubled from its start to its end."""
+    assert parse_node_counts(text) == expected_counts
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "4..2", "1.5", "1..", "..4", "9999999999", "-3", "2...4"])
@@ -170,7 +178,7 @@ def test_plan_best_prints_and_writes_layouts_or_fails_with_a_reason(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump(BASE | {"site": {"machine": "h100"}}))
+    path.write_text(yaml.safe_dump(CONFIG_VALUES | {"site": {"machine": "h100"}}))
     monkeypatch.setattr("cli.plan.prepare_for_torch", lambda: None)  # it would change the signals of this process
 
     def run_plan(*arguments: str) -> tuple[int, str, str]:
@@ -213,20 +221,21 @@ def test_the_written_config_includes_the_overrides_of_the_command_line(
 ) -> None:
     (tmp_path / "sub").mkdir()
     path = tmp_path / "sub/my.yaml"
-    path.write_text(yaml.safe_dump(BASE | {"run": {"name": "in-file", "root": str(tmp_path / "runs")}}))
+    path.write_text(yaml.safe_dump(CONFIG_VALUES | {"run": {"name": "in-file", "root": str(tmp_path / "runs")}}))
     monkeypatch.chdir(tmp_path)
     overrides = ["stages.train.time=01:00:00", "run.name=override", "data.source=corpus/*.txt", "train.global_batch=64"]
     config = load_config(path, overrides)
-    _, first = search_layouts(config, H100, VOCAB, [2])
-    written = load_config(write_choice(first, path, overrides))
-    assert written.run.name == "override" and written.run.root == tmp_path / "runs"
-    assert written.stages.train.time == "01:00:00" and written.data.source == str(tmp_path / "corpus/*.txt")
-    assert written.train.global_batch == 64 and written.stages.train.nodes == 2
-    assert written.train.micro_batch == first.config.train.micro_batch
+    _, best_choice = search_layouts(config, H100, VOCAB, [2])
+    written_config = load_config(write_choice(best_choice, path, overrides))
+    assert written_config.run.name == "override" and written_config.run.root == tmp_path / "runs"
+    assert written_config.stages.train.time == "01:00:00"
+    assert written_config.data.source == str(tmp_path / "corpus/*.txt")
+    assert written_config.train.global_batch == 64 and written_config.stages.train.nodes == 2
+    assert written_config.train.micro_batch == best_choice.config.train.micro_batch
 
 
 def test_needed_gpu_memory_with_offload_has_only_gathered_weights_and_activations() -> None:
-    config = parse_config(BASE | {"parallel": {"zero": 3, "offload": True}}, "c.yaml")
+    config = parse_config(CONFIG_VALUES | {"parallel": {"zero": 3, "offload": True}}, "c.yaml")
     (choice, *_), _ = find_fastest_fitting(list(enumerate_layouts(config, H100, VOCAB, 1)), 1e15)
     memory = estimate_memory(choice.config, choice.layout, 0, VOCAB, rank_actions(choice.layout)[0])
     expected = FRAGMENTATION_FACTOR * (memory.gathered + memory.activations) + reserved_gpu_bytes(choice.layout)
