@@ -1,4 +1,4 @@
-"""Test that randomly changed configs are valid or rejected with an error message, without a traceback or a hang.
+"""Tests that randomly changed configs are valid or rejected with an error message, without a traceback or a hang.
 
 The changes resemble those of users, editors and attackers. A valid config must equal its frozen copy. The number of a
 case is its random seed, so that you can repeat a failed case alone.
@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError, find_storage_error
 from pipeline.config.read import dump_config, load_config
 from pipeline.run.code import CODE_ROOT
 
-SEEDS = [*sorted((CODE_ROOT / "configs").glob("*.yaml")), CODE_ROOT / "examples/vit.yaml"]
+ORIGINAL_CONFIGS = [*sorted((CODE_ROOT / "configs").glob("*.yaml")), CODE_ROOT / "examples/vit.yaml"]
 SWEEP = "run: {name: s}\ntrain: {steps: 4}\nsweep: {grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}\n"
 MAX_CPU_S = 5.0
 """Largest CPU time of a case in seconds."""
@@ -39,7 +39,7 @@ UNUSUAL_VALUES: list[Any] = [
     {"extends": ["."]}, {"x": [float("nan")]}, {"x": [1] * 3000}, {"kind": "file", "path": "/dev/zero"},
     ["python-stdlib", 3],
 ]  # fmt: skip
-KEYS = [
+UNUSUAL_KEYS = [
     "extends",
     "options",
     "target",
@@ -65,48 +65,48 @@ def list_positions(value: Any) -> list[tuple[Any, Any]]:
     return positions
 
 
-def alter_values(source: random.Random, values: Any) -> Any:
+def alter_values(generator: random.Random, values: Any) -> Any:
     """Change some values at random: remove, add, copy, scale, nest or replace them. Return the changed `values`."""
-    for _ in range(source.choice((1, 1, 1, 2, 4))):
+    for _ in range(generator.choice((1, 1, 1, 2, 4))):
         positions = list_positions(values)
         if not positions:
             break
-        container, key = source.choice(positions)
-        action = source.randrange(6)
-        other, other_key = source.choice(positions)
+        container, key = generator.choice(positions)
+        action = generator.randrange(6)
+        other, other_key = generator.choice(positions)
         if action == 0:
             del container[key]
         elif action == 1 and isinstance(container, dict):
-            container[source.choice(KEYS)] = copy.deepcopy(source.choice(UNUSUAL_VALUES))
+            container[generator.choice(UNUSUAL_KEYS)] = copy.deepcopy(generator.choice(UNUSUAL_VALUES))
         elif action == 2:
             container[key] = yaml.safe_load(yaml.safe_dump(other.get(other_key) if isinstance(other, dict) else None))
         elif action == 3 and isinstance(container[key], int | float):
             value = container[key]
-            container[key] = source.choice((value * 2, -value, value + 1, str(value), value * 2**33))
+            container[key] = generator.choice((value * 2, -value, value + 1, str(value), value * 2**33))
         elif action == 4:
-            for _ in range(source.choice((1, 3, 40))):
-                container[key] = {"x": container[key]} if source.random() < 0.5 else [container[key]]
+            for _ in range(generator.choice((1, 3, 40))):
+                container[key] = {"x": container[key]} if generator.random() < 0.5 else [container[key]]
         else:
-            container[key] = copy.deepcopy(source.choice(UNUSUAL_VALUES))
+            container[key] = copy.deepcopy(generator.choice(UNUSUAL_VALUES))
     return values
 
 
-def swap_lines(source: random.Random, text: str) -> str:
+def swap_lines(generator: random.Random, text: str) -> str:
     """Return `text` with two random lines swapped."""
     lines = text.splitlines(keepends=True)
-    i = source.randrange(len(lines))
-    j = source.randrange(len(lines))
+    i = generator.randrange(len(lines))
+    j = generator.randrange(len(lines))
     swapped_lines = {i: lines[j], j: lines[i]}
     return "".join(swapped_lines.get(number, line) for number, line in enumerate(lines))
 
 
-def insert_text(source: random.Random, text: str) -> str:
-    """Return `text` with a random entry of INSERTS at a random position."""
-    position = source.randrange(len(text))
-    return text[:position] + source.choice(INSERTS) + text[position:]
+def insert_text(generator: random.Random, text: str) -> str:
+    """Return `text` with a random entry of INSERTED_TEXTS at a random position."""
+    position = generator.randrange(len(text))
+    return text[:position] + generator.choice(INSERTED_TEXTS) + text[position:]
 
 
-INSERTS = [
+INSERTED_TEXTS = [
     "!!python/object/apply:os.system [id] ", "!!binary ", "!!int ", "!!float ", "!x ", "&a ", "*a ", "<<: *a\n",
     "? ", "- ",
     "---\n", "...\n", "%YAML 1.1\n", "{", "}", "[", "]", "'", '"', "\t", "\r", "\0", "\x85", "\ud7ff", "|\n", ">\n",
@@ -120,33 +120,33 @@ TEXT_CHANGES: list[Callable[[random.Random, str], str]] = [
     insert_text,
     insert_text,
     swap_lines,
-    lambda source, text: text[: source.randrange(len(text))],
-    lambda source, text: text[source.randrange(len(text)) :],
-    lambda source, text: text + text,
-    lambda source, text: text.replace(source.choice("01:{}[]\n -"), source.choice(INSERTS), 3),
+    lambda generator, text: text[: generator.randrange(len(text))],
+    lambda generator, text: text[generator.randrange(len(text)) :],
+    lambda generator, text: text + text,
+    lambda generator, text: text.replace(generator.choice("01:{}[]\n -"), generator.choice(INSERTED_TEXTS), 3),
 ]
 
 
 def make_case(number: int) -> tuple[bytes, list[str]]:
     """Return the content of the config file of a case, and its command-line overrides."""
-    source = random.Random(number)
-    text = source.choice([*(path.read_text() for path in SEEDS), SWEEP])
-    if source.random() < 0.6:
-        text = yaml.safe_dump(alter_values(source, yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
-    if source.random() < 0.5:
-        text = source.choice(TEXT_CHANGES)(source, text)
+    generator = random.Random(number)
+    text = generator.choice([*(path.read_text() for path in ORIGINAL_CONFIGS), SWEEP])
+    if generator.random() < 0.6:
+        text = yaml.safe_dump(alter_values(generator, yaml.safe_load(text)), sort_keys=False, allow_unicode=True)
+    if generator.random() < 0.5:
+        text = generator.choice(TEXT_CHANGES)(generator, text)
     content = text.encode("utf-8", "surrogatepass")
-    if source.random() < 0.1 and content:
-        position = source.randrange(len(content))
-        content = content[:position] + source.randbytes(source.choice((1, 3, 50))) + content[position + 1 :]
+    if generator.random() < 0.1 and content:
+        position = generator.randrange(len(content))
+        content = content[:position] + generator.randbytes(generator.choice((1, 3, 50))) + content[position + 1 :]
     overrides = []
-    if source.random() < 0.3:
+    if generator.random() < 0.3:
         value = (
-            yaml.safe_dump(copy.deepcopy(source.choice(UNUSUAL_VALUES)), default_flow_style=True, width=10**9)
+            yaml.safe_dump(copy.deepcopy(generator.choice(UNUSUAL_VALUES)), default_flow_style=True, width=10**9)
             .removesuffix("...\n")
             .strip()
         )
-        overrides = [f"{source.choice(OVERRIDE_KEYS)}={value}"]
+        overrides = [f"{generator.choice(OVERRIDE_KEYS)}={value}"]
     return content, overrides
 
 

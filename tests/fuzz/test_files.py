@@ -32,7 +32,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, run_stage_on_rank
 from tracking.report import print_report
 
-SMALL = (
+OVERRIDES = (
     "evaluate.max_sequences=16",
     "train.steps=4",
     "checkpoint.every_steps=2",
@@ -51,7 +51,7 @@ MALFORMED_LINES = [
 @pytest.fixture(scope="module")
 def undamaged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a run, train and evaluate it, and return its directory."""
-    run = make_run(tmp_path_factory.mktemp("undamaged"), overrides=SMALL)
+    run = make_run(tmp_path_factory.mktemp("undamaged"), overrides=OVERRIDES)
     for stage in ("train", "evaluate"):
         assert run_ranks(1, run_stage_on_rank, run.path, stage) == [ExitCode.DONE]
     write_event(run, "started", "train", job_id="1", attempt=1, task=None, ranks=1)
@@ -61,7 +61,7 @@ def undamaged_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.path
 
 
-def continue_rank(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
+def continue_run(rank_info: RankInfo, path: Path) -> tuple[str, Any]:
     """Train to the end, evaluate, verify and plan a run in this rank.
 
     Returns:
@@ -110,7 +110,7 @@ def show_run(path: Path) -> str:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the paths, relative to the run, of the files to damage: all non-empty ones except code, logs and locks."""
+    """Return the paths of the files to damage, relative to the run: all non-empty files except code, logs and locks."""
     files = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
     return [
         file for file in files if file.parts[0] != "code" and not file.name.startswith(("lock", ".creating", "rank-"))
@@ -125,38 +125,38 @@ def damage_file(generator: random.Random, run: Path) -> str:
     position = generator.randrange(max(1, len(content)))
     if kind <= 1:
         flipped = bytes([content[position] ^ 1 << generator.randrange(8)])
-        damaged = content[:position] + flipped + content[position + 1 :]
+        damaged_content = content[:position] + flipped + content[position + 1 :]
         description = f"bit flipped at {position}"
     elif kind == 2:
         digits = [i for i, byte in enumerate(content) if 48 <= byte < 58] or [position]
         position = generator.choice(digits)
-        damaged = content[:position] + str(generator.randrange(10)).encode() + content[position + 1 :]
+        damaged_content = content[:position] + str(generator.randrange(10)).encode() + content[position + 1 :]
         description = f"digit changed at {position}"
     elif kind == 3:
-        damaged = content[:position]
+        damaged_content = content[:position]
         description = f"truncated at {position}"
     elif kind == 4:
-        damaged = content[:position] + content[position + generator.choice((1, 20, 5000)) :]
+        damaged_content = content[:position] + content[position + generator.choice((1, 20, 5000)) :]
         description = f"bytes removed at {position}"
     elif kind == 5:
-        rows = content.splitlines(keepends=True)
-        first = generator.randrange(len(rows))
-        second = generator.randrange(len(rows))
+        file_lines = content.splitlines(keepends=True)
+        first = generator.randrange(len(file_lines))
+        second = generator.randrange(len(file_lines))
         if generator.random() < 0.5:
-            rows[first], rows[second] = rows[second], rows[first]
+            file_lines[first], file_lines[second] = file_lines[second], file_lines[first]
             description = f"lines {first} and {second} swapped"
         else:
-            del rows[first]
+            del file_lines[first]
             description = f"line {first} removed"
-        damaged = b"".join(rows)
+        damaged_content = b"".join(file_lines)
     elif kind == 6:
-        rows = content.splitlines(keepends=True)
-        rows.insert(generator.randrange(len(rows) + 1), generator.choice(MALFORMED_LINES) + b"\n")
-        damaged = b"".join(rows)
+        file_lines = content.splitlines(keepends=True)
+        file_lines.insert(generator.randrange(len(file_lines) + 1), generator.choice(MALFORMED_LINES) + b"\n")
+        damaged_content = b"".join(file_lines)
         description = "malformed line added"
     elif kind == 7:
         other_file = run / generator.choice(list_files(run))
-        damaged = other_file.read_bytes()
+        damaged_content = other_file.read_bytes()
         other_file.write_bytes(content)
         description = f"swapped with {other_file.relative_to(run)}"
     else:
@@ -169,7 +169,7 @@ def damage_file(generator: random.Random, run: Path) -> str:
         elif replacement == "link to itself":
             target.symlink_to(target.name)
         return f"{target.relative_to(run)}: replaced by {replacement}"
-    target.write_bytes(damaged)
+    target.write_bytes(damaged_content)
     return f"{target.relative_to(run)}: {description}"
 
 
@@ -193,7 +193,7 @@ def expected_results(undamaged_run: Path, tmp_path_factory: pytest.TempPathFacto
         shutil.copytree(undamaged_run, copy, symlinks=True)
         if steps == 4:
             (copy / "changes.jsonl").unlink()
-        outcome, results[steps] = run_ranks(1, continue_rank, copy)[0]
+        outcome, results[steps] = run_ranks(1, continue_run, copy)[0]
         assert outcome == "results", results
         assert results[steps][0] == results[steps][2] == steps, results
     output = show_run(undamaged_run)
@@ -225,7 +225,7 @@ def find_problem(undamaged_run: Path, expected_results: dict[int, Any], folder: 
         if "\x1b" in output:
             return f"{description}: control sequences in the output"
         steps = read_requested_steps(path)
-        outcome, result = run_ranks(1, continue_rank, path)[0]
+        outcome, result = run_ranks(1, continue_run, path)[0]
         if outcome == "traceback":
             return f"{description}: {result}"
         if outcome == "results" and not is_same_result(result, expected_results.get(steps)):
@@ -235,10 +235,10 @@ def find_problem(undamaged_run: Path, expected_results: dict[int, Any], folder: 
         shutil.rmtree(path)
 
 
-LONG = [pytest.param(range(first, first + 100), marks=pytest.mark.long) for first in range(10, 510, 100)]
+LONG_CASES = [pytest.param(range(first, first + 100), marks=pytest.mark.long) for first in range(10, 510, 100)]
 
 
-@pytest.mark.parametrize("cases", [range(10), *LONG], ids=str)
+@pytest.mark.parametrize("cases", [range(10), *LONG_CASES], ids=str)
 def test_damaged_run_has_the_same_results_or_is_rejected(
     undamaged_run: Path, expected_results: dict[int, Any], tmp_path: Path, cases: range
 ) -> None:

@@ -1,4 +1,4 @@
-"""The end-of-turn token of a chat template is exported, and `generate` and evaluation tasks stop at it."""
+"""Tests of the end-of-turn token of a chat template, which is exported and ends generated answers."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
 )
-PLAIN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+WITHOUT_END_TOKEN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
 UNMARKED_END = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
 MARKED_END = UNMARKED_END.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
 TOKENIZER = make_byte_tokenizer(" ".join(WORDS))
-END, CLOSE, IM_END, BOS, PAD = (
-    get_token_id(TOKENIZER, token) for token in ("<|end|>", "</s>", "<|im_end|>", "<s>", "<|pad|>")
-)
+END = get_token_id(TOKENIZER, "<|end|>")
+CLOSE = get_token_id(TOKENIZER, "</s>")
+IM_END = get_token_id(TOKENIZER, "<|im_end|>")
+BOS = get_token_id(TOKENIZER, "<s>")
+PAD = get_token_id(TOKENIZER, "<|pad|>")
 CONFIG = """\
 run: {{name: chat, root: {root}}}
 data: {{source: {source}, records: {records}, sequence_length: 64, shard_tokens: 4096, held_out: 0.2}}
@@ -67,7 +69,7 @@ stages: {{train: {{tasks_per_node: 1}}}}
         (MARKED_END, (IM_END,), ""),
         (UNMARKED_END, (IM_END,), "<|im_end|>"),
         (MISTRAL, (CLOSE,), ""),
-        (PLAIN, (), r"'\n\n'"),
+        (WITHOUT_END_TOKEN, (), r"'\n\n'"),
         (CHATML.replace("<|im_end|>", "<|stop|>"), (), "<|stop|>"),
         (CHATML.replace("<|im_end|>", ""), (), r"'\n'"),
         (MARKED_END.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}"), (CLOSE, IM_END), ""),
@@ -105,7 +107,7 @@ def make_chat_run(
     """Create a run that starts from a base model, prepare its data, and save its initial checkpoint.
 
     Args:
-        folder: rank_info the model, the data and the run are written.
+        folder: where the model, the data and the run are written.
         template: chat template of the model.
         overrides: overrides of config keys.
         records: `data.records`.
@@ -167,7 +169,7 @@ def test_end_of_turn_token_is_exported_with_a_base_model_tuned_on_dialogues(
     assert read_json(tmp_path / "out/special_tokens_map.json")["eos_token"] == "<|im_end|>"
 
 
-def evaluate_rank(rank_info: RankInfo, path: Path) -> int:
+def evaluate_with_fixed_answer(rank_info: RankInfo, path: Path) -> int:
     """Run the evaluate stage with a model that answers `a`, an end-of-turn token and then other text."""
     answer = get_token_id(TOKENIZER, "a")
     next_ids = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
@@ -183,7 +185,7 @@ def evaluate_rank(rank_info: RankInfo, path: Path) -> int:
 def test_generated_answer_of_an_evaluation_task_stops_at_the_end_of_turn_token(tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": "<|im_start|>assistant\n", "answer": "a"}) + "\n")
     run = make_chat_run(tmp_path, CHATML, f"evaluate.tasks={tmp_path}/asked.jsonl", "evaluate.answer_tokens=4")
-    assert run_ranks(1, evaluate_rank, run.path) == [ExitCode.DONE]
+    assert run_ranks(1, evaluate_with_fixed_answer, run.path) == [ExitCode.DONE]
     assert json.loads(next(run.evaluation_dir.glob("*.json")).read_text())["asked.accuracy"] == 1
 
 
@@ -191,13 +193,13 @@ def test_eos_token_of_the_config_is_exported_before_the_end_tokens_of_the_base_m
     tokenizer_override = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
     run = make_chat_run(tmp_path, CHATML, tokenizer_override, config_end_ids=[END, PAD])
     export_checkpoint(run, tmp_path / "out", None, "fp32")
-    ends = [CLOSE, IM_END, END, PAD]
+    end_ids = [CLOSE, IM_END, END, PAD]
     assert read_end_tokens(tmp_path / "out") == {
-        "config.json": ends,
-        "generation_config.json": ends,
+        "config.json": end_ids,
+        "generation_config.json": end_ids,
         "tokenizer": "</s>",
     }
-    assert _load_run(run.path, "the model", None, 3)[2] == ends
+    assert _load_run(run.path, "the model", None, 3)[2] == end_ids
 
 
 def test_eos_token_of_the_config_does_not_replace_the_eos_token_that_the_template_writes(tmp_path: Path) -> None:
@@ -232,11 +234,11 @@ def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
         run = make_chat_run(tmp_path / records, CHATML, override, records=records)
         export_checkpoint(run, tmp_path / records / "out", None, "fp32")
         question = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
-        _, tokenizer, run_ends, run_ids = _load_run(run.path, question, None, 6)
-        _, _, export_ends, export_ids = _load_folder(tmp_path / records / "out", question, None, 6)
+        _, tokenizer, run_end_ids, run_ids = _load_run(run.path, question, None, 6)
+        _, _, export_end_ids, export_ids = _load_folder(tmp_path / records / "out", question, None, 6)
         assert run_ids == export_ids
-        assert IM_END in run_ends
-        assert set(run_ends) == set(export_ends)
+        assert IM_END in run_end_ids
+        assert set(run_end_ids) == set(export_end_ids)
         assert tokenizer.decode(run_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
         answers = [generate_text(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]
         assert answers[0] == answers[1]
@@ -251,7 +253,9 @@ def test_files_of_the_base_model_are_exported_unchanged_if_their_end_token_is_co
     assert read_json(tmp_path / "out/config.json")["eos_token_id"] == END
 
 
-@pytest.mark.parametrize(("template", "text_after_answers"), [(PLAIN, r"\n\n"), (UNMARKED_END, "<|im_end|>")])
+@pytest.mark.parametrize(
+    ("template", "text_after_answers"), [(WITHOUT_END_TOKEN, r"\n\n"), (UNMARKED_END, "<|im_end|>")]
+)
 def test_shard_and_export_warn_if_no_token_in_the_loss_ends_an_answer(
     tmp_path: Path, template: str, text_after_answers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +286,7 @@ def test_prompt_response_pairs_end_with_the_eos_token_of_the_config(tmp_path: Pa
 def test_tokenizer_file_of_the_config_is_exported_with_its_chat_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    other_run = make_chat_run(tmp_path / "a", CHATML, "model.dropout=0")
+    run_with_dialogues = make_chat_run(tmp_path / "a", CHATML, "model.dropout=0")  # only its data is used
     tokenizer = save_tokenizer(
         tmp_path / "tokenizer",
         add_post_processor(TOKENIZER, "mistral"),
@@ -291,7 +295,11 @@ def test_tokenizer_file_of_the_config_is_exported_with_its_chat_template(tmp_pat
         pad_token="<|pad|>",
     )
     tokenizer_override = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
-    overrides = (tokenizer_override, f"data.source={other_run.config.data.sources[0]}", "data.records=messages")
+    overrides = (
+        tokenizer_override,
+        f"data.source={run_with_dialogues.config.data.sources[0]}",
+        "data.records=messages",
+    )
     data = make_run(tmp_path, "data", overrides).data_dir
     folder, _ = export_initial_weights(tmp_path, data, "run", *overrides)
     assert read_end_tokens(folder)["tokenizer"] == "<|im_end|>"
@@ -334,6 +342,5 @@ def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, 
     assert model.config.model_type == family and tokenizer.vocab_size > 100_000
     assert tokenizer.bos_token_id == tokenizer("a").input_ids[0] == model.config.bos_token_id == BOS
     assert warnings == []
-    assert (
-        read_json(folder / "config.json")["transformers_version"] >= "5.0.0"
-    )  # transformers warns for every family if this is 4.57
+    # with version 4.57 in config.json, transformers would warn for every model family
+    assert read_json(folder / "config.json")["transformers_version"] >= "5.0.0"

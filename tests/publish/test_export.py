@@ -1,4 +1,7 @@
-"""An exported checkpoint is the same model in transformers, and importing and exporting again keeps the same bytes."""
+"""Tests of `export`.
+
+An exported checkpoint is the same model in transformers, and importing and exporting it again gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,7 @@ def save_initial_checkpoint(rank_info: RankInfo, path: Path) -> list[list[float]
 
 
 def make_tokens() -> torch.Tensor:
+    """Return one sequence of 32 token IDs."""
     return torch.arange(32)[None] * 7 % 256
 
 
@@ -80,12 +84,12 @@ def export_initial_weights(folder: Path, data: Path, name: str, *overrides: str)
     return folder / f"{name}-out", torch.tensor(logits)
 
 
-QUICK = ("llama", "qwen2, window")
+QUICK_VARIANTS = ("llama", "qwen2, window")
 """The variants that are tested without the marker `story`."""
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=() if name in QUICK else pytest.mark.story) for name in FEATURES]
+    "variant", [pytest.param(name, marks=() if name in QUICK_VARIANTS else pytest.mark.story) for name in FEATURES]
 )
 def test_exported_model_is_the_same_in_transformers_and_after_an_import(
     tmp_path: Path, data: Path, variant: str
@@ -98,27 +102,31 @@ def test_exported_model_is_the_same_in_transformers_and_after_an_import(
         f"model.tie_word_embeddings={'true' if family == 'qwen3' else 'false'}",
         "model.initializer_range=0.2",
     ]
-    first, logits = export_initial_weights(tmp_path, data, "first", *overrides)
-    model, report = AutoModelForCausalLM.from_pretrained(first, output_loading_info=True)
+    first_export, logits = export_initial_weights(tmp_path, data, "first", *overrides)
+    model, report = AutoModelForCausalLM.from_pretrained(first_export, output_loading_info=True)
     assert model.config.model_type == family
     assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     with torch.no_grad():
         hf_logits = model.eval()(make_tokens()).logits[0]
     assert hf_logits.std() > 0.1
     torch.testing.assert_close(logits, hf_logits, atol=1e-5, rtol=1e-5)
-    tokenizer = AutoTokenizer.from_pretrained(first)
+    tokenizer = AutoTokenizer.from_pretrained(first_export)
     assert tokenizer.decode(tokenizer("the model").input_ids) == "the model"
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == model.config.eos_token_id
 
     # Import the export and export it again, with files that a user added beside the tokenizer.
-    (first / "chat_template.jinja").write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
-    write_json(first / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
-    write_json(first / "generation_config.json", {"eos_token_id": [0, 7], "temperature": 0.6})
-    config_file = (first / "config.json").read_text()
+    (first_export / "chat_template.jinja").write_text(
+        "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    )
+    write_json(first_export / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
+    write_json(first_export / "generation_config.json", {"eos_token_id": [0, 7], "temperature": 0.6})
+    config_file = (first_export / "config.json").read_text()
     assert '"eos_token_id": 0,' in config_file and '"pad_token_id": null' in config_file
     config = write_config(tmp_path, "second")
     replace_in_file(
-        config, "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}", f"model: {{init_from: {first}}}"
+        config,
+        "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}",
+        f"model: {{init_from: {first_export}}}",
     )
     replace_in_file(config, "  tokenizer: {vocab_size: 300, train_bytes: 50000}\n", "")
     run = Run.create(load_config(config))
@@ -126,13 +134,13 @@ def test_exported_model_is_the_same_in_transformers_and_after_an_import(
     run.data_dir.symlink_to(data)
     assert run_ranks(1, save_initial_checkpoint, run.path)[0] == logits.tolist()
     export.export_checkpoint(run, tmp_path / "second", None, "fp32")
-    names = {path.name for path in first.iterdir()}
+    names = {path.name for path in first_export.iterdir()}
     assert names == {path.name for path in (tmp_path / "second").iterdir()} and "model.safetensors" in names
     # The token IDs in config.json agree with the added files.
     expected = {**json.loads(config_file), "eos_token_id": [0, 7], "pad_token_id": 0}
     assert json.loads((tmp_path / "second/config.json").read_text()) == expected
     for name in names - {"config.json"}:
-        assert (first / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+        assert (first_export / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "second")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "the run"}], tokenize=False) == "<the run>"
 
@@ -141,20 +149,20 @@ def test_tokenizer_config_has_only_keys_that_transformers_4_also_knows(tmp_path:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["the model"], 300, "<|end|>"))
-    original = PreTrainedTokenizerFast(
+    original_tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<|end|>", extra_special_tokens=["<|end|>"]
     )
-    original.save_pretrained(tmp_path)
+    original_tokenizer.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    compatible = export._make_compatible(file.read_text())
-    config = json.loads(compatible)
+    compatible_text = export._make_compatible(file.read_text())
+    config = json.loads(compatible_text)
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "extra_special_tokens" not in config
     assert config["additional_special_tokens"] == ["<|end|>"]
-    assert export._make_compatible(compatible) == compatible
-    file.write_text(compatible)
-    assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == original.all_special_tokens
-    assert export._make_compatible("{% if a %}") == "{% if a %}"
+    assert export._make_compatible(compatible_text) == compatible_text
+    file.write_text(compatible_text)
+    assert AutoTokenizer.from_pretrained(tmp_path).all_special_tokens == original_tokenizer.all_special_tokens
+    assert export._make_compatible("{% if a %}") == "{% if a %}", "text that is not JSON must stay unchanged"
 
 
 def test_export_splits_and_converts_weights_and_leaves_nothing_if_it_fails(
@@ -172,23 +180,23 @@ def test_export_splits_and_converts_weights_and_leaves_nothing_if_it_fails(
     index = json.loads((tmp_path / "several/model.safetensors.index.json").read_bytes())
     files = sorted(path.name for path in (tmp_path / "several").glob("*.safetensors"))
     assert len(files) > 1 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    exported: dict[str, Any] = {}
+    exported_tensors: dict[str, Any] = {}
     for name in files:
         tensors = load_file(tmp_path / "several" / name)
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 20_000
         assert {index["weight_map"][tensor_name] for tensor_name in tensors} == {name}
-        exported |= tensors
-    assert exported.keys() == weights.keys()
-    assert all(torch.equal(exported[name], weights[name].bfloat16()) for name in weights)
+        exported_tensors |= tensors
+    assert exported_tensors.keys() == weights.keys()
+    assert all(torch.equal(exported_tensors[name], weights[name].bfloat16()) for name in weights)
     assert json.loads((tmp_path / "several/config.json").read_bytes())["torch_dtype"] == "bfloat16"
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported_tensors.values())
 
     # A failed export leaves no files, and no parent folders that it created.
     monkeypatch.setattr(export, "_write_weights_file", lambda *_: 1 / 0)
-    before = sorted(tmp_path.iterdir())
+    paths_before = sorted(tmp_path.iterdir())
     with pytest.raises(ZeroDivisionError):
         export.export_checkpoint(run, tmp_path / "new/parent/out", None, "fp32")
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == paths_before
 
     # The command fails if the checkpoint is damaged.
     checkpoint = run.checkpoints_dir / catalog.checkpoint_name(1)

@@ -1,4 +1,4 @@
-"""Generation: greedy decoding equals that of transformers, and sampling follows the requested distribution."""
+"""Tests of `generate`: greedy decoding equals that of transformers, and samples follow the requested distribution."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_an_answer_ends_with_the_end_of_turn_token_of_the_template(tmp_path: Pat
     ids = _load_folder(tmp_path, messages, None, 12)[3]
     generated = hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     new_ids = generated[0, len(ids) :]
-    # Define a generated token that did not occur before as the eos token. The template writes it after an answer.
+    # Let a generated token that did not occur before be the eos token, which the template writes after an answer.
     stop = next(index for index in range(3, 12) if new_ids[index] not in new_ids[:index])
     content = json.loads(file.read_text())
     eos_token = str(tokenizer.id_to_token(int(new_ids[stop])))

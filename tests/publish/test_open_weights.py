@@ -1,4 +1,7 @@
-"""Training from an open model equals training in transformers on any layout, and damaged folders are rejected."""
+"""Tests that training from an open model equals training in transformers on any layout.
+
+Damaged and malicious folders must be rejected.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,28 @@ from tests.support.ranks import make_rank_info, run_ranks
 from tests.support.tiny import CONFIG, WORDS, PassiveStopFlag, compute_run_digest, run_stage_on_rank, write_corpus
 from tests.support.tiny_training import BATCHES, STEPS, VOCAB, continue_training, make_batches, tiny_config
 
-SIZES = {
+MODEL_SIZES = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 64,
 }  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8}, "attention_bias": True},
+    "llama": {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 8}, "attention_bias": True},
     "mistral": {"head_dim": 8, "sliding_window": 16, "tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
 }
-ROUNDING = 4e-5
+GRADIENT_TOLERANCE = 4e-5
 """Tolerance for a parameter's gradient, relative to its largest entry.
 
-Gradients of queries and keys are sums that nearly cancel. In float32 they differ by up to 2e-5 from float64, both ours
-and those of transformers. Gradients of all other parameters differ by up to 2e-6.
+Gradients of queries and keys are sums that nearly cancel. In Sluice and in transformers, they differ in float32 by up
+to 2e-5 from float64. Gradients of all other parameters differ by up to 2e-6.
 """
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
@@ -57,14 +66,14 @@ def save_random_model(folder: Path, family: str, max_file_size: str = "50GB", **
     """Save a transformers model with random weights and a tokenizer in `folder`. Return the model.
 
     Args:
-        folder: rank_info the model is saved.
+        folder: where the model is saved.
         family: model type of transformers, such as `qwen3`.
         max_file_size: maximum size of a safetensors file.
         config_values: values of the model's config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**SIZES, **config_values})
+    config = AutoConfig.for_model(family, **{**MODEL_SIZES, **config_values})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -94,23 +103,23 @@ def run_first_pass(engine: Any, rank_info: RankInfo) -> tuple[Any, Arrays]:
     from pipeline.model.decoder import full_tensor
 
     task = engine.task
-    loss = task.loss
+    original_loss = task.loss
     logits = []
     dp_rank = engine.layout.coordinates(rank_info.rank).dp
 
-    def record_logits(outputs: Any, batch: Any) -> Any:
+    def record_logits_and_compute_loss(outputs: Any, batch: Any) -> Any:
         logits.append(full_tensor(outputs.detach()).clone())  # The memory of the outputs is reused.
-        return loss(outputs, batch)
+        return original_loss(outputs, batch)
 
-    task.loss = record_logits
+    task.loss = record_logits_and_compute_loss
     batch = make_batches(engine.config)
     engine.backward({"tokens": batch[0].chunk(engine.layout.dp)[dp_rank]}, 1)
-    task.loss = loss
-    parameters = [item for part in engine.parts for item in task.named_weights(part)]
-    gradients = {name: full_tensor(parameter.grad).numpy().copy() for name, parameter in parameters}
+    task.loss = original_loss
+    named_weights = [named for part in engine.parts for named in task.named_weights(part)]
+    gradients = {name: full_tensor(parameter.grad).numpy().copy() for name, parameter in named_weights}
     engine.optimizer.zero_grad(set_to_none=True)
     engine.replica_sync.end_step(is_applied=False)
-    rows = len(batch[0]) // engine.layout.dp  # Pipeline parallelism computes one more micro-batch before these.
+    rows = len(batch[0]) // engine.layout.dp  # A pipeline computes one more micro-batch before those of the batch.
     return torch.cat(logits)[-rows:].numpy() if logits else None, gradients
 
 
@@ -145,7 +154,7 @@ def train_on_rank(
         source = open_weights.open_initial_weights(Run(path, config), task, groups.new_control_group())
 
         class CountingFile:
-            """A safetensors file that counts the weights that are read from it."""
+            """A safetensors file that adds the number of weights that are read from it to `weights_read`."""
 
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 self.file = real_safe_open(*arguments, **options)
@@ -163,9 +172,9 @@ def train_on_rank(
 
             def __getitem__(self, index: Any) -> torch.Tensor:
                 nonlocal weights_read
-                part = self.file.get_slice(self.name)[index]
-                weights_read += part.numel()
-                return part
+                weights = self.file.get_slice(self.name)[index]
+                weights_read += weights.numel()
+                return weights
 
         open_weights.safe_open = CountingFile  # type: ignore[misc, assignment]
         engine = Engine(config, layout, world, task, source=source)
@@ -178,7 +187,7 @@ def train_on_rank(
 def train_transformers_model(
     model: Any, config: Config
 ) -> tuple[list[tuple[float, float]], tuple[torch.Tensor, Arrays]]:
-    """Train a transformers model in a plain loop with torch's AdamW.
+    """Train a transformers model in a simple loop with torch's AdamW.
 
     Returns:
         The losses and gradient norms by step, and the logits and gradients of the first step.
@@ -213,12 +222,12 @@ def test_ten_steps_equal_those_of_transformers_on_every_layout(tmp_path: Path, f
     model = save_random_model(folder, family, "20KB", **FAMILIES[family])
     assert len(list(folder.glob("*.safetensors"))) > 1
     config = make_config(folder, 1)
-    expected, (logits, gradients) = train_transformers_model(model, config)
-    [[(losses, weights_read, (our_logits, our_gradients))]] = run_ranks(1, train_on_rank, tmp_path, [config])
-    assert losses == [pytest.approx(step, rel=1e-5) for step in expected]
-    assert is_close(our_logits, logits)
-    assert our_gradients.keys() == gradients.keys()
-    assert all(is_close(our_gradients[name], gradients[name], ROUNDING) for name in gradients)
+    expected_steps, (expected_logits, expected_gradients) = train_transformers_model(model, config)
+    [[(steps, weights_read, (logits, gradients))]] = run_ranks(1, train_on_rank, tmp_path, [config])
+    assert steps == [pytest.approx(step, rel=1e-5) for step in expected_steps]
+    assert is_close(logits, expected_logits)
+    assert gradients.keys() == expected_gradients.keys()
+    assert all(is_close(gradients[name], expected_gradients[name], GRADIENT_TOLERANCE) for name in gradients)
     model_size = sum(p.numel() for p in model.parameters())
     norm_size = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     assert weights_read == model_size
@@ -227,23 +236,24 @@ def test_ten_steps_equal_those_of_transformers_on_every_layout(tmp_path: Path, f
     )
     for number, layout in enumerate(layouts):
         results = [rank_results[number] for rank_results in results_by_rank]
-        for rank_losses, _, _ in results:
-            assert rank_losses == [pytest.approx(step, rel=1e-5) for step in losses], layout
+        for rank_steps, _, _ in results:
+            assert rank_steps == [pytest.approx(step, rel=1e-5) for step in steps], layout
         first_passes = [first_pass for _, _, first_pass in results]
-        # Only the last pipeline-parallel stage computes logits.
-        rank_logits = [part for part, _ in first_passes if part is not None]
-        has_all_rows = len(rank_logits[0]) == len(logits)
-        assert is_close(rank_logits[0] if has_all_rows else np.concatenate(rank_logits), logits), layout
-        assert {name for _, rank_gradients in first_passes for name in rank_gradients} == gradients.keys(), layout
+        # Only the last pipeline-parallel stage computes logits. With data parallelism, a rank has some of the rows.
+        rank_logits = [logits for logits, _ in first_passes if logits is not None]
+        has_all_rows = len(rank_logits[0]) == len(expected_logits)
+        assert is_close(rank_logits[0] if has_all_rows else np.concatenate(rank_logits), expected_logits), layout
+        names_of_all_ranks = {name for _, rank_gradients in first_passes for name in rank_gradients}
+        assert names_of_all_ranks == expected_gradients.keys(), layout
         for _, rank_gradients in first_passes:
             for name, gradient in rank_gradients.items():
-                assert is_close(gradient, gradients[name], ROUNDING), (layout, name)
+                assert is_close(gradient, expected_gradients[name], GRADIENT_TOLERANCE), (layout, name)
         sizes_read = [size for _, size, _ in results]
         # Each tensor-parallel rank has the weights of all norms. The first and the last pipeline-parallel stage both
         # have tied embeddings.
         read_twice = norm_size if "tensor" in layout else 0
         if layout == "pipeline" and model.config.tie_word_embeddings:
-            read_twice = VOCAB * SIZES["hidden_size"]
+            read_twice = VOCAB * MODEL_SIZES["hidden_size"]
         assert model_size <= sum(sizes_read) <= model_size + read_twice, (layout, sizes_read)
         assert max(sizes_read) < 0.7 * model_size, (layout, sizes_read)
 
@@ -282,7 +292,7 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
     save_random_model(tmp_path / "intact", "qwen2")
     weights = load_file(tmp_path / "intact/model.safetensors")
     norm = "model.norm.weight"
-    up = "model.layers.3.mlp.up_proj.weight"
+    up_proj = "model.layers.3.mlp.up_proj.weight"
 
     def copy_model(name: str, tensors: dict[str, Any] | None = None) -> Path:
         """Copy the intact model, with other tensors if given, and return the copy."""
@@ -291,11 +301,12 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
             save_file(tensors, copy / "model.safetensors", {"format": "pt"})
         return Path(copy)
 
-    without_up = {name: value for name, value in weights.items() if name != up}
+    without_up_proj = {name: value for name, value in weights.items() if name != up_proj}
     inverse_frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     not_safetensors = ("model.not_safetensors", "model.safetensors")
+    # For each copy: the code of the error, and texts in its message. `copy_model` also names the kind of damage.
     cases = {
-        copy_model("missing_tensor", without_up): ("model.missing_tensor", up),
+        copy_model("missing_tensor", without_up_proj): ("model.missing_tensor", up_proj),
         copy_model("shape", {**weights, norm: torch.ones(17)}): (
             "model.wrong_shape",
             norm,
@@ -329,19 +340,20 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
     }
     content = (truncated / "model.safetensors").read_bytes()
     (truncated / "model.safetensors").write_bytes(content[: len(content) // 2])
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    begin, end = header[up]["data_offsets"]
+    # a safetensors file: the size of the header in 8 bytes, the header in JSON, and the data
+    header_size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + header_size])
+    begin, end = header[up_proj]["data_offsets"]
     for path, values in (
         (wrong_shape, {"shape": [32, 17]}),
         (wrong_offset, {"data_offsets": [begin + 1_000_000, end + 1_000_000]}),
     ):
-        text = json.dumps({**header, up: {**header[up], **values}}).encode()
-        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+        text = json.dumps({**header, up_proj: {**header[up_proj], **values}}).encode()
+        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + header_size :])
     (long_header / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + content[8:])
     (pickled / "model.safetensors").write_bytes(pickle.dumps(PickledCall(tmp_path / "executed")))
     save_file({norm: weights[norm]}, duplicate / "a.safetensors")
-    index = {norm: "a.safetensors", up: "model.safetensors"}
+    index = {norm: "a.safetensors", up_proj: "model.safetensors"}
     write_json(duplicate / "model.safetensors.index.json", {"weight_map": index})
     configs = [make_config(path, 2) for path in cases]
     # These files change after their configs were loaded.
@@ -360,7 +372,7 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
 
 
 def make_run_from_model(folder: Path, name: str, source: Path, steps: int) -> Run:
-    """Create a run that starts from the open model `source`, and run its stages prepare and shard."""
+    """Create a run that starts from the open model `source`, and run its prepare and shard stages."""
     text = CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps)
     model = "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}"
     lines = [line for line in text.splitlines() if not line.startswith("  tokenizer: ")]
@@ -383,9 +395,9 @@ def test_run_resumes_after_the_folder_of_its_open_model_was_removed(tmp_path: Pa
     (source / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 300, "<|end|>"))
     write_json(source / "tokenizer_config.json", {"eos_token": "<|end|>"})
     write_json(source / "generation_config.json", {"eos_token_id": [0, 7]})
-    uninterrupted = make_run_from_model(tmp_path, "uninterrupted", source, 8)
+    uninterrupted_run = make_run_from_model(tmp_path, "uninterrupted", source, 8)
     run = make_run_from_model(tmp_path, "run", source, 4)
-    assert run_ranks(2, run_stage_on_rank, uninterrupted.path, "train") == [ExitCode.DONE] * 2
+    assert run_ranks(2, run_stage_on_rank, uninterrupted_run.path, "train") == [ExitCode.DONE] * 2
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     first_step = json.loads(run.metrics_file.read_text().splitlines()[0])
     assert 0.5 < first_step["loss"] < 20
@@ -393,18 +405,18 @@ def test_run_resumes_after_the_folder_of_its_open_model_was_removed(tmp_path: Pa
     run = Run.open(run.path)
     run.apply_overrides(["train.steps=8"])
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
-    assert compute_run_digest(run) == compute_run_digest(uninterrupted)
+    assert compute_run_digest(run) == compute_run_digest(uninterrupted_run)
     assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     assert _load_run(run.path, "the model", None, 5)[2] == [0, 7]  # the end tokens of the open model
 
     # The run records the files that it started from.
-    recorded = read_json(uninterrupted.path / SOURCE_FILE)
-    assert set(recorded["files"]) == {"config.json", "model.safetensors"}
+    recorded_source = read_json(uninterrupted_run.path / SOURCE_FILE)
+    assert set(recorded_source["files"]) == {"config.json", "model.safetensors"}
     run.apply_overrides([f"publish={{to: {tmp_path}}}"])
     write_card(Run.open(run.path), tmp_path, 8, None, [])
     card = (tmp_path / "README.md").read_text()
     assert "base_model: some/open\n" in card
-    for name, sha256 in recorded["files"].items():
+    for name, sha256 in recorded_source["files"].items():
         assert f"started from 0123/{name}: sha256 {sha256}" in card and len(sha256) == 64
     (run.path / SOURCE_FILE).write_text("{}")
     with pytest.raises(AssertionError, match=f"{CheckpointError.__name__}.*{SOURCE_FILE} is missing or damaged"):

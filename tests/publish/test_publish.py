@@ -1,4 +1,7 @@
-"""The publish stage writes one complete version or none, even if a rule fails or the stage is killed at any moment."""
+"""Tests of the publish stage.
+
+It writes one complete version or none, even if a rule fails or the stage is killed at any moment.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +32,7 @@ from pipeline.run.directory import Run
 from tests.support.errors import raises_error
 from tests.support.ranks import PORTS, make_rank_info, run_ranks
 from tests.support.requirements import skip_or_fail_in_ci
+from tests.support.servers import mlflow_server
 from tests.support.tiny import PassiveStopFlag, make_run, run_stage_on_rank, write_config
 
 KILLED = 9
@@ -41,7 +41,7 @@ KILLED = 9
 
 @pytest.fixture(scope="module")
 def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a run of three steps whose train and evaluate stages are done."""
+    """Train three steps, evaluate the checkpoint, and return the run."""
     run = make_run(tmp_path_factory.mktemp("trained"), "tiny", ("train.steps=3", "stages.train.tasks_per_node=1"))
     assert run_ranks(1, run_stage_on_rank, run.path, "train") == [ExitCode.DONE]
     assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
@@ -50,7 +50,10 @@ def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def configure_publish(evaluated_run: Run, tmp_path: Path) -> Any:
-    """Return a function that sets the keys of `publish`, deletes published.json and returns the reopened run."""
+    """Return a function that changes the section `publish` of the run's config.
+
+    The function also deletes published.json, and returns the run with the new config.
+    """
 
     def configure(**values: Any) -> Run:
         (evaluated_run.path / "published.json").unlink(missing_ok=True)
@@ -67,7 +70,7 @@ def run_publish(run: Run) -> ExitCode:
 
 
 def is_intact(version: Path) -> bool:
-    """Return whether all files of a version match its SHA256SUMS."""
+    """Return True if all files of a version match its SHA256SUMS."""
     command = ["sha256sum", "--status", "-c", "SHA256SUMS"]
     return subprocess.run(command, cwd=version, timeout=30).returncode == 0
 
@@ -92,8 +95,8 @@ def test_published_version_is_complete_and_its_card_describes_the_run(configure_
     version = tmp_path / "models/small/step-00000003"
     assert publish_stage.progress(run).description == str(version)
     assert is_intact(version)
-    listed = {line.split("  ")[1] for line in (version / "SHA256SUMS").read_text().splitlines()}
-    assert listed == {path.name for path in version.iterdir()} - {"SHA256SUMS"}
+    listed_names = {line.split("  ")[1] for line in (version / "SHA256SUMS").read_text().splitlines()}
+    assert listed_names == {path.name for path in version.iterdir()} - {"SHA256SUMS"}
     card = (version / "README.md").read_text()
     metadata = read_card_metadata(version)
     assert metadata["license"] == "apache-2.0"
@@ -131,18 +134,23 @@ def test_standard_errors_and_counts_are_not_listed_as_metrics_of_a_card(configur
     run = configure_publish()
     result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     metrics = {"sums.accuracy": 0.25, "sums.accuracy_norm": 0.5, "items.accuracy": 0.75, "web.loss": 1.5}
-    others = {"sums.accuracy_stderr": 0.09, "sums.accuracy_norm_stderr": 0.1, "sums.items": 2300, "items.items": 4}
-    write_card(run, tmp_path, 3, {**result, **metrics, **others}, [])
+    errors_and_counts = {
+        "sums.accuracy_stderr": 0.09,
+        "sums.accuracy_norm_stderr": 0.1,
+        "sums.items": 2300,
+        "items.items": 4,
+    }
+    write_card(run, tmp_path, 3, {**result, **metrics, **errors_and_counts}, [])
     [model] = read_card_metadata(tmp_path)["model-index"]
     names = {metric["name"] for metric in model["results"][0]["metrics"]}
     assert names == {"loss", "perplexity", "bits_per_byte", "unigram_bits_per_byte", *metrics}
     lines = [line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    table = {name: cells for name, *cells in rows}
+    table = {name: cells for name, *cells in rows}  # for each metric: value, standard error, number of items
     assert table["sums.accuracy"] == ["0.25", "0.09", "2,300"]
     assert table["items.accuracy"] == ["0.75", "", "4"]
     assert table["loss"] == [f"{result['loss']:.6g}", "", ""]
-    assert not others.keys() & table.keys()
+    assert not errors_and_counts.keys() & table.keys()
 
     user_model_result = {"step": 3, "loss": 2.0, "error": 0.5, "error_stderr": 0.1, "samples": 10, "entries": 10}
     write_card(run, tmp_path, 3, user_model_result, [])
@@ -159,36 +167,38 @@ def test_nothing_is_published_if_a_rule_fails_and_the_error_names_the_metric(
     with raises_error("publish.unknown_metric", "publish.rules.accuracy", "loss, perplexity, bits_per_byte"):
         run_publish(configure_publish(rules={"accuracy": {"min": 0.5}}))
     assert not (tmp_path / "models").exists()
-    assert run_publish(configure_publish(no_worse_than=str(run.path))) == ExitCode.DONE  # It equals itself.
-    better = tmp_path / "better"
-    (better / "evaluation").mkdir(parents=True)
-    (better / "checkpoints").symlink_to(run.checkpoints_dir)
+    assert run_publish(configure_publish(no_worse_than=str(run.path))) == ExitCode.DONE  # it is compared with itself
+    better_run = tmp_path / "better"
+    (better_run / "evaluation").mkdir(parents=True)
+    (better_run / "checkpoints").symlink_to(run.checkpoints_dir)
     result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     result = publish_stage.add_checksum({**result, "bits_per_byte": result["bits_per_byte"] / 2})
-    (better / "evaluation/step-00000003.json").write_text(json.dumps(result))
+    (better_run / "evaluation/step-00000003.json").write_text(json.dumps(result))
     with raises_error("publish.rules_failed", "bits per byte", "better"):
-        run_publish(configure_publish(no_worse_than=str(better), name="second"))
+        run_publish(configure_publish(no_worse_than=str(better_run), name="second"))
     with raises_error("publish.no_evaluation", "publish.no_worse_than"):
         publish_stage.check_inputs(configure_publish(no_worse_than=str(tmp_path)))
 
 
 def publish_until_killed(rank_info: RankInfo, path: Path, calls: int) -> int:
-    """Publish a run, but exit instead of the next fsync, rename or replace after `calls` such calls."""
-    remaining = calls
+    """Publish a run. After `calls` calls of fsync, rename or replace, exit instead of the next such call."""
+    remaining_calls = calls
 
-    def count_calls(function: Any) -> Any:
+    def limit_calls(function: Any) -> Any:
+        """Return a function that calls `function`, or exits if no calls remain."""
+
         def call_or_exit(*arguments: Any, **options: Any) -> Any:
-            nonlocal remaining
-            remaining -= 1
-            if remaining < 0:
+            nonlocal remaining_calls
+            remaining_calls -= 1
+            if remaining_calls < 0:
                 os._exit(KILLED)
             return function(*arguments, **options)
 
         return call_or_exit
 
-    os.fsync = count_calls(os.fsync)
-    os.rename = count_calls(os.rename)
-    os.replace = count_calls(os.replace)
+    os.fsync = limit_calls(os.fsync)
+    os.rename = limit_calls(os.rename)
+    os.replace = limit_calls(os.replace)
     return run_stage_on_rank(rank_info, path, "publish")
 
 
@@ -231,33 +241,15 @@ def test_publish_command_is_run_again_until_it_succeeds(configure_publish: Any, 
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Start an MLflow server with SQLite on the loopback interface and return its URI."""
-    folder = tmp_path_factory.mktemp("registry")
-    uri = f"http://127.0.0.1:{next(PORTS)}"
-    command = [sys.executable, "-m", "mlflow", "server", f"--backend-store-uri=sqlite:///{folder}/registry.sqlite"]
-    command += ["--host=127.0.0.1", f"--port={uri.rsplit(':')[-1]}", "--workers=1"]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            with suppress(requests.ConnectionError):
-                if requests.get(f"{uri}/health", timeout=10).ok:
-                    break
-            assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.2)
-        yield uri
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait(timeout=60)
+def registry_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start an MLflow server, which has a model registry, and yield its URL."""
+    with mlflow_server(tmp_path_factory.mktemp("registry")) as url:
+        yield url
 
 
 @pytest.mark.story
 def test_version_is_registered_once_if_the_registry_is_unreachable_at_first(
-    configure_publish: Any, registry: str, tmp_path: Path
+    configure_publish: Any, registry_url: str, tmp_path: Path
 ) -> None:
     """The first attempt writes a complete version. Later attempts only register it, without a second entry."""
     from mlflow import MlflowClient
@@ -271,29 +263,29 @@ def test_version_is_registered_once_if_the_registry_is_unreachable_at_first(
     file_times = {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
     assert "publish.mlflow" in str(publish_stage.describe_missing_outputs(run))
     assert "SHA256SUMS" in file_times
-    run.apply_overrides([f"publish.mlflow.uri={registry}"])
+    run.apply_overrides([f"publish.mlflow.uri={registry_url}"])
     run = Run.open(run.path)
     for _ in range(2):
         assert run_publish(run) == ExitCode.DONE
         assert publish_stage.describe_missing_outputs(run) is None
         (run.path / "published.json").unlink()  # as if the stage was killed before it wrote this file
     assert file_times == {path.name: path.stat().st_mtime_ns for path in version.iterdir()}
-    client = MlflowClient(tracking_uri=registry, registry_uri=registry)
-    [entry] = client.search_model_versions("name = 'tiny-model'")
+    client = MlflowClient(tracking_uri=registry_url, registry_uri=registry_url)
+    [registered] = client.search_model_versions("name = 'tiny-model'")
     result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
     sums = subprocess.run(
         "grep safetensors SHA256SUMS | sha256sum", shell=True, cwd=version, capture_output=True, text=True, timeout=30
     )
-    assert entry.source == f"folder://{version}"
-    assert entry.tags["weights_sha256"] == sums.stdout.split()[0]
-    assert (entry.tags["run"], entry.tags["step"]) == ("tiny", "3")
-    assert float(entry.tags["bits_per_byte"]) == result["bits_per_byte"]
+    assert registered.source == f"folder://{version}"
+    assert registered.tags["weights_sha256"] == sums.stdout.split()[0]
+    assert (registered.tags["run"], registered.tags["step"]) == ("tiny", "3")
+    assert float(registered.tags["bits_per_byte"]) == result["bits_per_byte"]
 
     # Different weights become another version of the same registered model.
-    bf16_run = configure_publish(mlflow={"uri": registry, "model": "tiny-model"}, dtype="bf16", name="bf16")
+    bf16_run = configure_publish(mlflow={"uri": registry_url, "model": "tiny-model"}, dtype="bf16", name="bf16")
     assert run_publish(bf16_run) == ExitCode.DONE
     assert {entry.version for entry in client.search_model_versions("name = 'tiny-model'")} == {"1", "2"}
-    assert run_publish(configure_publish(mlflow={"uri": registry}, name="third")) == ExitCode.DONE
+    assert run_publish(configure_publish(mlflow={"uri": registry_url}, name="third")) == ExitCode.DONE
     assert [model.name for model in client.search_registered_models()] == ["tiny", "tiny-model"]
     with pytest.raises(ConfigError) as error:
         configure_publish(mlflow={"uri": "http://me:secret@host"})
@@ -347,19 +339,22 @@ def test_version_with_a_damaged_file_counts_as_missing_and_is_not_replaced(
         publish_stage.check_inputs(configure_publish(rules={"acuracy": {"min": 0.5}}))
 
 
-def publish_at_once(rank_info: RankInfo, runs: list[Path], folder: Path) -> str:
-    """Publish the run of this rank when all ranks have their temporary folders. Return the error message, or ""."""
-    add_card_and_checksums = publish_stage._add_card_and_checksums
+def publish_at_the_same_time(rank_info: RankInfo, runs: list[Path], folder: Path) -> str:
+    """Publish the run of this rank, and wait before the last steps until all ranks have their temporary folders.
 
-    def wait_for_all_ranks(*arguments: Any) -> None:
+    Return the error message; "" if there is no error.
+    """
+    original_function = publish_stage._add_card_and_checksums
+
+    def wait_for_all_ranks_and_add(*arguments: Any) -> None:
         deadline = time.monotonic() + 60
         while len([*folder.glob(".step-*.tmp")]) < len(runs) and not (folder / "step-00000003").exists():
             assert time.monotonic() < deadline, "a temporary folder is missing"
             time.sleep(0.01)
-        add_card_and_checksums(*arguments)
+        original_function(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(publish_stage, "_add_card_and_checksums", wait_for_all_ranks)
+        patched.setattr(publish_stage, "_add_card_and_checksums", wait_for_all_ranks_and_add)
         try:
             assert run_publish(Run.open(runs[rank_info.rank])) == ExitCode.DONE
         except UserError as error:
@@ -368,24 +363,24 @@ def publish_at_once(rank_info: RankInfo, runs: list[Path], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("dtypes", [["fp32"] * 4, ["fp32", "bf16", "fp32", "bf16"]])
-def test_of_simultaneous_publishers_one_wins_and_the_others_succeed_only_with_equal_weights(
+def test_if_ranks_publish_at_the_same_time_only_those_with_the_published_weights_succeed(
     configure_publish: Any, tmp_path: Path, dtypes: list[str]
 ) -> None:
     """The error of a rank with other weights names the folder. No rank removes the temporary folder of another rank."""
     run = configure_publish()
     folder = tmp_path / "models/tiny"
-    copies = []
+    run_copies = []
     for number, dtype in enumerate(dtypes):
         shutil.copytree(run.path, tmp_path / f"copy-{number}", symlinks=True)
         Run.open(tmp_path / f"copy-{number}").apply_overrides([f"publish.dtype={dtype}"])
-        copies.append(tmp_path / f"copy-{number}")
-    errors = run_ranks(4, publish_at_once, copies, folder)
+        run_copies.append(tmp_path / f"copy-{number}")
+    errors = run_ranks(4, publish_at_the_same_time, run_copies, folder)
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
     model_config = json.loads((folder / "step-00000003/config.json").read_text())
     published_dtype = model_config.get("dtype", model_config.get("torch_dtype"))
-    winner_dtype = "bf16" if published_dtype == "bfloat16" else "fp32"
-    for path, dtype, error in zip(copies, dtypes, errors, strict=True):
-        if dtype == winner_dtype:
+    published_weights = "bf16" if published_dtype == "bfloat16" else "fp32"
+    for path, dtype, error in zip(run_copies, dtypes, errors, strict=True):
+        if dtype == published_weights:
             assert error == ""
             assert publish_stage.describe_missing_outputs(Run.open(path)) is None
         else:
@@ -462,11 +457,14 @@ def test_version_with_a_malformed_or_changed_description_is_rejected(
         run_publish(run)
 
 
-@pytest.mark.parametrize("keep_time", [False, True])
+@pytest.mark.parametrize("keeps_time", [False, True])
 def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
-    configure_publish: Any, tmp_path: Path, keep_time: bool
+    configure_publish: Any, tmp_path: Path, keeps_time: bool
 ) -> None:
-    """`describe_missing_outputs` only compares sizes and times. The stage also compares hashes before the command."""
+    """`describe_missing_outputs` compares only sizes and times.
+
+    The stage also compares hashes before it runs the command.
+    """
     run = configure_publish(run=f"touch {tmp_path}/called; test -e {tmp_path}/succeed")
     with raises_error("publish.command_failed", "code 1"):
         run_publish(run)
@@ -476,7 +474,7 @@ def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    if keep_time:
+    if keeps_time:
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     else:
         assert str(weights) in str(publish_stage.describe_missing_outputs(run))

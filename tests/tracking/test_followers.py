@@ -1,4 +1,8 @@
-"""Tests of followers: each step is sent once despite restarts, stalls are reported, and failures stay isolated."""
+"""Tests of followers, the processes that read a run directory and send its data to one tracker.
+
+Each step is sent once despite restarts, stalls of the run are reported, and a failure of one tracker does not affect
+the others.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +69,7 @@ ACTIONS = st.lists(
 
 @pytest.fixture(scope="module")
 def fake_run(tmp_path_factory: pytest.TempPathFactory) -> FakeRun:
+    """Return a run that is tracked in TensorBoard and in a file of JSON lines."""
     folder = tmp_path_factory.mktemp("track")
     return FakeRun(folder, f"track={{tensorboard: true, jsonl: {folder}/all.jsonl}}")
 
@@ -99,12 +104,12 @@ def test_each_step_is_sent_once_despite_kills_and_restores(
         else:
             getattr(fake_run, action)()
     assert read_tensorboard_curve(run.path, "train/loss") == round_to_float32(fake_run.read_values().items())
-    if held_out := fake_run.read_values("held_out_loss"):
-        assert read_tensorboard_curve(run.path, "train/held_out_loss") == [*held_out.items()]
-    sent = [(line["step"], line["loss"]) for line in read_json_lines(file) if line["kind"] == "step"]
-    assert dict(sent) == first_values and len(sent) == len(first_values)
+    if held_out_losses := fake_run.read_values("held_out_loss"):
+        assert read_tensorboard_curve(run.path, "train/held_out_loss") == [*held_out_losses.items()]
+    sent_steps = [(line["step"], line["loss"]) for line in read_json_lines(file) if line["kind"] == "step"]
+    assert dict(sent_steps) == first_values and len(sent_steps) == len(first_values)
     sent_held_out = {line["step"]: line["held_out_loss"] for line in read_json_lines(file) if "held_out_loss" in line}
-    assert held_out.items() <= sent_held_out.items()
+    assert held_out_losses.items() <= sent_held_out.items()
 
 
 def _raise_simulated_kill(*_: object) -> None:
@@ -117,11 +122,11 @@ def test_a_tracker_that_fails_is_constructed_again(
     fake_run.reset()
     fake_run.write_steps(3)
     monkeypatch.setattr(follower, "POLL_S", 0.05)
-    create_tracker = follower.create_tracker
+    original_create = follower.create_tracker
     failures = iter([True, True])
 
     def create_after_two_failures(*arguments: Any) -> Any:
-        return _raise_simulated_kill() if next(failures, False) else create_tracker(*arguments)
+        return _raise_simulated_kill() if next(failures, False) else original_create(*arguments)
 
     monkeypatch.setattr(follower, "create_tracker", create_after_two_failures)
     polls = iter([True] * 60)  # `follow` continues for 60 polls, then sends the rest once more
@@ -244,7 +249,7 @@ def test_an_invalid_webhook_url_is_not_printed(
 
 
 def start_idle_follower(fake_run: FakeRun, name: str, seconds: float) -> Follower:
-    """Return an up-to-date follower whose last data arrived `seconds` ago."""
+    """Return a follower that has sent all data of the run, the newest of which arrived `seconds` ago."""
     Follower(fake_run.run, name).catch_up()
     file = fake_run.run.path / "track" / f"{name}.json"
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {"heard": time.time() - seconds}))
@@ -267,13 +272,13 @@ def test_each_stall_is_reported_once_before_the_watchdog_acts(tmp_path: Path, ch
     fake_run = FakeRun(tmp_path, f"track={{webhook: {{url: '{chat_url}'}}}}")
 
     def poll_after(idle_s: float) -> list[str]:
-        """Return the messages that a follower sends if its last data is `idle_s` seconds old."""
+        """Return the messages that a follower sends when the newest data of the run is `idle_s` seconds old."""
         idle_follower = start_idle_follower(fake_run, "webhook", idle_s)
-        count = len(Chat.messages)
+        message_count = len(Chat.messages)
         for _ in range(3):
             with suppress(OSError):
                 idle_follower.catch_up()
-        return [text.partition(" [")[0].removeprefix("tiny: ") for _, text in Chat.messages[count:]]
+        return [text.partition(" [")[0].removeprefix("tiny: ") for _, text in Chat.messages[message_count:]]
 
     stall = "train seems to stall: no step for"
     assert poll_after(800) == [], "half of recovery.start_s has not passed yet"
@@ -476,16 +481,17 @@ def test_followers_of_a_sweep_send_its_events_but_no_steps(
     write_event(sweep.run, "failed", "shard", cause="data", message="no space")
     Follower(sweep.run, "webhook").catch_up()
     assert len(Chat.messages) == 1 and "no space" in Chat.messages[0][1], Chat.messages
-    updated: list[str] = []
+    updated_trackers: list[str] = []
 
     def record_updated_tracker(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
-        updated.append(command[3])
+        updated_trackers.append(command[3])
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(follower.subprocess, "run", record_updated_tracker)
     follower.update_trackers(sweep.run, "tensorboard", ())
     follower.update_trackers(sweep.run, "jsonl", ())
-    assert updated == ["jsonl"], "TensorBoard shows only steps, and only the points of a sweep have steps"
+    # TensorBoard shows only steps, and only the sweep points have steps
+    assert updated_trackers == ["jsonl"]
 
 
 def test_textfile_sharing_all_makes_only_the_textfile_readable(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Test `report.html`: its figures, their units, the size of the page, and the escaping of text from the run."""
+"""Tests of report.html: its figures, their units, the size of the page, and the escaping of text from the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TAGS_WITHOUT_END = {"meta"}
 class Document(HTMLParser):
     """A parsed page: the names of its elements and attributes, and its figures by heading.
 
-    It checks that all elements are closed, and that the drawing of each figure is valid XML.
+    The constructor checks that all elements are closed, and that the drawing of each figure is valid XML.
     """
 
     def __init__(self, text: str) -> None:
@@ -130,23 +130,26 @@ def test_the_page_of_a_run_with_all_metrics_has_all_figures_with_their_units(run
         "GPU power": ("W, mean", "seconds since the start of the run"), "CPU": ("%",),
         "Layout: pipeline 1 × data 2 × tensor 1": ("rank on its node",),
     }  # fmt: skip
-    (hours,) = page.figures.keys() - expected_texts.keys()
-    assert hours.startswith("Hours by part") and "since the start of the run" in page.figures[hours]
+    (hours_heading,) = page.figures.keys() - expected_texts.keys()
+    assert hours_heading.startswith("Hours by part")
+    assert "since the start of the run" in page.figures[hours_heading]
     assert expected_texts.keys() <= page.figures.keys()
     for heading, texts in expected_texts.items():
         ticks = re.findall(r'<text class="tick"[^>]*>([^<]+)', page.figures[heading])
         assert all(text in page.figures[heading] for text in texts) and len(ticks) >= 3, heading
     assert re.findall(r'"tick"[^>]*>(0|100)<', page.figures["CPU"]) == ["0", "100"], "the axis must show 0 to 100 %"
     assert "held out" in page.figures["Loss"] and page.figures["Loss"].count('stroke-dasharray="4"') == 2
-    profiled = page.figures["Parts of profiled steps"]
-    assert "communication, exposed" in profiled and re.findall(r'text-anchor="end">(\d+)<', profiled)[-1] == "100"
-    hosts = page.figures["Hosts by local compute time"]
-    assert "n1: 1.000" in hosts and 'class="c4"' in hosts, "n2 is slow and has the colour 4"
+    parts_figure = page.figures["Parts of profiled steps"]
+    assert "communication, exposed" in parts_figure
+    assert re.findall(r'text-anchor="end">(\d+)<', parts_figure)[-1] == "100"
+    hosts_figure = page.figures["Hosts by local compute time"]
+    assert "n1: 1.000" in hosts_figure
+    assert 'class="c4"' in hosts_figure, "the bar of n2, which is slow, must have the color 4"
     assert re.search(r"<dt>started</dt><dd>20\d\d-\d\d-\d\d \d\d:\d\d, on n1</dd>", text), text
     for expected_text in ("<dt>trained</dt>", "9,000 tokens", "preempted 1 ×", "rank-hours", "not evaluated yet"):
         assert expected_text in text
     assert text.index("<dl>") < text.index("<figure"), "the summary must come before the figures"
-    assert "http" not in text and not {"img", "link", "iframe"} & page.names, "the page must not load other files"
+    assert "http" not in text and not {"img", "link", "iframe"} & page.tag_names, "the page must not load other files"
     assert "prefers-color-scheme:dark" in text and "width=device-width" in text
 
 
@@ -214,24 +217,24 @@ def test_figures_of_100_000_steps_are_small_and_show_each_spike(run: Run) -> Non
 
 def test_line_history_reads_each_line_once_and_all_lines_again_after_a_restore(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    parsed: list[Any] = []
+    checked_lines: list[Any] = []
 
     def record_and_check(line: Any) -> bool:
-        parsed.append(line)
+        checked_lines.append(line)
         return is_step_line(line)
 
     history = LineHistory(file, record_and_check, row_keys=("step",))
     assert history.read_new_lines().curve("loss") == []
     write_lines(file, [make_step_line(1), make_step_line(2)])
-    assert [step for step, _ in history.read_new_lines().curve("loss")] == [1, 2] and len(parsed) == 2
-    with open(file, "a") as appended:
-        appended.write(json.dumps(make_step_line(3)) + "\nnonsense\n" + json.dumps(make_step_line(4))[:20])
-        appended.flush()
+    assert [step for step, _ in history.read_new_lines().curve("loss")] == [1, 2] and len(checked_lines) == 2
+    with open(file, "a") as stream:
+        stream.write(json.dumps(make_step_line(3)) + "\nnonsense\n" + json.dumps(make_step_line(4))[:20])
+        stream.flush()
         assert [row["step"] for row in history.read_new_lines().rows] == [1, 2, 3] and history.malformed_count == 1
         assert history.malformed_description.startswith("metrics.jsonl: 1 ")
-        appended.write(json.dumps(make_step_line(4))[20:] + "\n")
-    parsed.clear()
-    assert len(history.read_new_lines().rows) == 4 and [line["step"] for line in parsed] == [4]
+        stream.write(json.dumps(make_step_line(4))[20:] + "\n")
+    checked_lines.clear()
+    assert len(history.read_new_lines().rows) == 4 and [line["step"] for line in checked_lines] == [4]
     assert history.curve("loss") == [(line["step"], line["loss"]) for line in read_lines(file, is_step_line)]
     write_lines(tmp_path / "new", [make_step_line(1), *[make_step_line(step, loss=1.0) for step in range(2, 9)]])
     (tmp_path / "new").replace(file)  # a restore also replaces the file

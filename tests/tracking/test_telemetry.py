@@ -1,4 +1,4 @@
-"""Test the telemetry of nodes with a fake NVML, and the detection of slow GPUs among those of one model."""
+"""Tests of the telemetry of nodes with a fake NVML, and of the detection of slow GPUs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class FakeNvml(SimpleNamespace):
 
     def __init__(self, cards: int) -> None:
         # as NVML returns them: bytes used, milliwatts, degrees Celsius, MHz
-        normal = {"name": "NVIDIA H200", "use": 97, "used": 120e9, "power": 651_500, "temperature": 66, "clock": 1785}
-        self.cards: list[dict[str, Any]] = [{**normal, "throttle_bits": 0, "xids": []} for _ in range(cards)]
-        self.sets: list[int | None] = []  # the GPU that is registered in each event set
+        values = {"name": "NVIDIA H200", "use": 97, "used": 120e9, "power": 651_500, "temperature": 66, "clock": 1785}
+        self.cards: list[dict[str, Any]] = [{**values, "throttle_bits": 0, "xids": []} for _ in range(cards)]
+        self.event_sets: list[int | None] = []  # the GPU that is registered in each event set
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         key = {
@@ -88,18 +88,18 @@ class FakeNvml(SimpleNamespace):
 
     def nvmlEventSetCreate(self) -> int:
         """Return an event set without GPUs."""
-        self.sets.append(None)
-        return len(self.sets) - 1
+        self.event_sets.append(None)
+        return len(self.event_sets) - 1
 
     def nvmlDeviceRegisterEvents(self, card: int, kinds: int, events: int) -> None:
         """Register a GPU; raise an error if it supports no events."""
         assert kinds == self.nvmlEventTypeXidCriticalError
         self.read_value(card, "xids")
-        self.sets[events] = card
+        self.event_sets[events] = card
 
     def nvmlEventSetWait_v2(self, events: int, milliseconds: int) -> SimpleNamespace:
         """Return the next event; raise an error if there is none."""
-        card = self.sets[events]
+        card = self.event_sets[events]
         assert card is not None and milliseconds == 0, "the call must not wait"
         pending = self.cards[card]["xids"]
         if not pending:
@@ -121,13 +121,13 @@ def test_a_sample_has_the_values_that_a_gpu_supports(monkeypatch: pytest.MonkeyP
     fake.cards[1] |= {"ecc": 2, "xids": [31, 79, 31]}
     values = {"name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
     values |= {"temperature_c": 66, "sm_clock_mhz": 1785}
-    gpus = GpuSampler()
-    assert gpus.sample() == [
+    sampler = GpuSampler()
+    assert sampler.sample() == [
         {"index": 0, **values, "throttled": ["power cap", "heat"]},
         {"index": 1, **values, "throttled": [], "ecc_errors": 2, "xid": [31, 79]},
     ]
     fake.cards[1] |= {"lost": True, "xids": [154]}
-    assert gpus.sample()[1] == {"index": 1, "xid": [31, 79, 154]}
+    assert sampler.sample()[1] == {"index": 1, "xid": [31, 79, 154]}
 
 
 def test_an_xid_between_two_samples_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ class Node:
     def write_samples(self, count: int = 12, age_s: float = 0.0) -> None:
         """Append `count` lines as telemetry.py writes them. The last one is `age_s` seconds old."""
         self.patch.setitem(sys.modules, "pynvml", cast(Any, self.fake))
-        gpus = GpuSampler()
+        sampler = GpuSampler()
         last_time = time.time() - age_s
         with open(self.folder / f"telemetry-{self.host}.jsonl", "a") as file:
             for index in range(count):
@@ -172,7 +172,7 @@ class Node:
                     "time": last_time - self.every_s * (count - 1 - index),
                     "host": self.host,
                     "cpu_percent": 9.0,
-                    "gpus": gpus.sample(),
+                    "gpus": sampler.sample(),
                 }
                 file.write(json.dumps(line) + "\n")
 
@@ -202,8 +202,9 @@ def test_a_slow_gpu_is_compared_with_gpus_of_the_same_model(tmp_path: Path, monk
     node2.write_samples(1)
     node2.fake.cards[3]["lost"] = True
     node2.write_samples(1)
-    lost = [description for description in find_slow_gpus(tmp_path) if " on n2: " in description]
-    assert {description.split(":")[0] for description in lost} >= {"GPU 1 on n2", "GPU 3 on n2"}
+    descriptions = [description for description in find_slow_gpus(tmp_path) if " on n2: " in description]
+    # the lost GPUs are also listed
+    assert {description.split(":")[0] for description in descriptions} >= {"GPU 1 on n2", "GPU 3 on n2"}
 
 
 def test_xids_that_programs_cause_are_listed_after_a_slow_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,12 +235,12 @@ def test_a_single_slow_sample_and_old_samples_are_ignored(tmp_path: Path, monkey
 def test_a_gpu_is_reported_as_slow_only_with_six_or_more_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for sample_count, expected in ((5, 0), (6, 1)):
+    for sample_count, slow_gpus in ((5, 0), (6, 1)):
         (folder := tmp_path / str(sample_count)).mkdir()
         node = Node(folder, monkeypatch, "n1")
         node.fake.cards[1]["clock"] = 600
         node.write_samples(sample_count)
-        assert len(find_slow_gpus(folder)) == expected
+        assert len(find_slow_gpus(folder)) == slow_gpus
 
 
 def test_only_the_last_32_kib_of_each_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

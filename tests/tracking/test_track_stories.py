@@ -1,4 +1,4 @@
-"""Test followers in processes that are killed and paused, with real MLflow and Prometheus servers."""
+"""Tests of followers in processes that are killed and paused, with real MLflow and Prometheus servers."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ class Process:
         self._log.close()
 
 
-class Listener(Process):
+class WebhookReceiver(Process):
     """A webhook receiver that is killed, paused, or misbehaves (tests/support/webhook_receiver.py)."""
 
-    BEHAVIORS = ("well", "refuse", "hang", "lose")  # see the receiver
+    BEHAVIORS = ("well", "refuse", "hang", "lose")  # defined in tests/support/webhook_receiver.py
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -161,9 +161,9 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
     print(f"to repeat: SLUICE_SEED={seed}")
     generator = random.Random(seed)
     port = find_free_port()
-    listener = Listener(tmp_path / "chat")
+    webhook_receiver = WebhookReceiver(tmp_path / "chat")
     track = f"track={{tensorboard: true, wandb: {{project: p}}, mlflow: {{uri: '{mlflow}'}}"
-    track += f", prometheus: {{port: {port}}}, webhook: {{url: '{listener.url}'}}}}"
+    track += f", prometheus: {{port: {port}}}, webhook: {{url: '{webhook_receiver.url}'}}}}"
     run = FakeRun(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
     names = ("tensorboard", "wandb", "mlflow", "prometheus", "webhook")
     losses = defaultdict[int, set[float]](set)
@@ -175,7 +175,7 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
             record_losses(run, losses)
             time.sleep(generator.choice([0.2, 1.0, 2.5, 4.0]))
             followers[names[number % 5]].disturb(generator.choice(["kill", "kill", "pause", "continue"]))
-            listener.disturb(generator.choice(["kill", "pause", "continue", *listener.BEHAVIORS]))
+            webhook_receiver.disturb(generator.choice(["kill", "pause", "continue", *webhook_receiver.BEHAVIORS]))
             if number == 10 or generator.random() < 0.4:
                 evaluate_after_restart(run)
             elif generator.random() < 0.4:
@@ -186,7 +186,7 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
         record_losses(run, losses)
         for follower in followers.values():
             follower.disturb("continue")
-        listener.disturb("well")
+        webhook_receiver.disturb("well")
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with suppress(OSError):
@@ -196,7 +196,7 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
         else:
             pytest.fail("Prometheus does not reach the last step")
         stall = f"tiny: train seems to stall: no step since step {run.step}"
-        while stall not in [text for _, text in listener.read_messages()]:
+        while stall not in [text for _, text in webhook_receiver.read_messages()]:
             assert time.monotonic() < deadline, "the stall at the end is not reported"
             time.sleep(0.5)
         write_event(run.run, "done", "train", job_id=str(run.attempt))
@@ -204,8 +204,8 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
     finally:
         for follower in followers.values():
             follower.finish()
-        listener.finish()
-    messages = listener.read_messages()
+        webhook_receiver.finish()
+    messages = webhook_receiver.read_messages()
     assert expected_messages
     assert {*expected_messages, stall, "tiny: done"} <= {text for _, text in messages}
     text_by_id = dict(messages)
@@ -216,11 +216,11 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
         event["event"] == "failed" for event in read_event_lines(run.run, "train")
     )
     assert read_tensorboard_curve(run.run.path, "train/loss") == round_to_float32(run.read_values().items())
-    held_out = [*run.read_values("held_out_loss").items()]
-    assert held_out and read_tensorboard_curve(run.run.path, "train/held_out_loss") == held_out
-    mlflow_held_out = read_mlflow_curve(mlflow, run.run, "held_out_loss")
-    assert set(mlflow_held_out) >= set(held_out)
-    assert len(dict(mlflow_held_out)) == len(mlflow_held_out), "a step was sent twice"
+    held_out_losses = [*run.read_values("held_out_loss").items()]
+    assert held_out_losses and read_tensorboard_curve(run.run.path, "train/held_out_loss") == held_out_losses
+    mlflow_losses = read_mlflow_curve(mlflow, run.run, "held_out_loss")
+    assert set(mlflow_losses) >= set(held_out_losses)
+    assert len(dict(mlflow_losses)) == len(mlflow_losses), "a step was sent twice"
     for points in (read_wandb_curve(run.run), read_mlflow_curve(mlflow, run.run)):
         assert [step for step, _ in points] == [*range(1, len(points) + 1)], "a step is missing or was sent twice"
         assert len(points) >= run.step
@@ -294,16 +294,14 @@ def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, 
         time.sleep(0.1)
     command_line = f"pipeline\0train\0{run.path}".encode()
     files = Path("/proc").glob("[0-9]*/cmdline")
-    ranks = [int(file.parent.name) for file in files if command_line in read_command_line(file)]
-    assert len(ranks) == 2, ranks
-    os.kill(ranks[1], signal.SIGSTOP)
+    rank_pids = [int(file.parent.name) for file in files if command_line in read_command_line(file)]
+    assert len(rank_pids) == 2, rank_pids
+    os.kill(rank_pids[1], signal.SIGSTOP)
     while not Chat.messages:
         assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
     assert re.search(r"stall.*no step for 00:", Chat.messages[0][1])
-    assert not read_event_lines(run, "train", "failed"), (
-        "the stall must be reported before the watchdog ends the attempt"
-    )
+    assert not read_event_lines(run, "train", "failed"), "the watchdog ended the attempt before the stall was reported"
     assert process.wait(200) != 0
     assert "train stalled: " in Chat.messages[1][1] and len(Chat.messages) == 2
 

@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_in_plain_torch(rank_info: RankInfo, path: Path, steps: int) -> list[tuple[float, float]]:
     """Train the run at `path` in plain torch, on one rank and without micro-batches.
 
-    Return the loss and the gradient gradient_norm of each step.
+    Return the loss and the gradient norm of each step.
     """
     import numpy as np
     import torch
