@@ -128,7 +128,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
 @pytest.mark.story
 def test_planned_peak_and_traffic_match_those_of_a_rehearsed_rank() -> None:
     differences = list_differences([(make_config(case), rank) for case, rank in CASES], low=-0.03, high=0.05)
-    # Ranks with frozen stages use less memory than estimated. This does not matter, because rank 3 uses more than they do.
+    # Ranks with frozen stages use less memory than estimated. This does not matter, because rank 3 uses more memory.
     # The estimate for rank 3 is one of `CASES`.
     frozen_cases = [(make_config(FROZEN_STAGES), rank) for rank in range(3)]
     differences += list_differences(frozen_cases, low=0.0, high=1.0)
