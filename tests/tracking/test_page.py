@@ -277,14 +277,22 @@ def test_each_sweep_point_is_drawn_as_a_line_through_its_values_and_its_result()
 def test_the_mesh_figure_shows_all_ranks_and_nodes() -> None:
     from pipeline.parallel.mesh import Layout
 
-    sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "tp": 2, "ranks_per_node": 4}
-    other_fields = dict.fromkeys(("micro_batches", "virtual_stages", "zero"), 1) | {
-        "schedule": "1f1b",
-        "stage_layers": (),
-    }
-    figure = draw_mesh(
-        Layout(**sizes, **other_fields, fsdp=False, reduce_each_micro_batch=False, sequence_parallel=False)
-    )  # type: ignore[arg-type]
+    layout = Layout(
+        pp=2,
+        dp_replicate=1,
+        dp_shard=2,
+        tp=2,
+        ranks_per_node=4,
+        micro_batches=1,
+        virtual_stages=1,
+        zero=1,
+        schedule="1f1b",
+        stage_layers=(),
+        fsdp=False,
+        reduce_each_micro_batch=False,
+        sequence_parallel=False,
+    )
+    figure = draw_mesh(layout)
     assert re.findall(r"rank (\d): pipeline (\d), data (\d), tensor (\d)", figure) == [
         tuple(map(str, (rank, rank // 4, rank // 2 % 2, rank % 2))) for rank in range(8)
     ]
