@@ -163,9 +163,9 @@ class DataConfig(Section):
     are chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3 and smollm2. null: use the
     template of the tokenizer."""
     long_dialogues: Literal["split", "truncate", "drop"] = "split"
-    """What happens to `prompts` and `messages` with more than `sequence_length` tokens. `split`: the remaining tokens
-    go into the next samples, without their context. `truncate`: omit the remaining tokens. `drop`: omit the whole
-    dialogue."""
+    """What happens to a document of `prompts` or `messages` with more than `sequence_length` tokens. `split`: the
+    remaining tokens go into the next samples, without the beginning of the document. `truncate`: omit the remaining
+    tokens. `drop`: omit the whole document."""
     document_mask: Annotated[bool, Policy.KEEPS_SHARDS] = False
     """Mask attention across document boundaries, and restart positions at each document."""
     tokenizer: TokenizerConfig = TokenizerConfig()

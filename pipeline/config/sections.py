@@ -350,7 +350,8 @@ class OptimizerConfig(Section):
     """Weight decay of matrices. `adamw` and `muon` decouple it from the gradient; `sgd` adds it to the gradient.
     Vectors (norms, biases) have no weight decay."""
     state: StateConfig = StateConfig()
-    """Data types in which `adamw` stores weights and moments between steps. Other optimizers ignore this section."""
+    """Data types in which `adamw` stores weights and moments between steps. If another optimizer is selected, this
+    section must not be set."""
     freeze: list[str] = Field(default_factory=list)
     """Patterns (`*`, `?`, `[…]`) for the names of parameters that are not trained, such as `model.embed_tokens.*` or
     `model.layers.[0-3].*`."""
@@ -390,7 +391,7 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = 100
     """Number of steps between two checkpoints. The last step is always saved."""
     keep: PositiveInt = 3
-    """Number of the newest checkpoints to keep. Older ones are deleted."""
+    """Number of the newest checkpoints to keep. Older checkpoints are deleted."""
     mode: Literal["sync", "async"] = "async"
     """`async`: write in the background while training continues. `sync`: wait until the checkpoint is written."""
 

@@ -238,8 +238,8 @@ class SiteConfig(Request):
     and `resume` fail."""
     export: Literal["all", "none"] = "all"
     """Which other environment variables of the submitting shell jobs receive. `none` is for sites that require
-    `--export=NONE`. A job then starts with the environment of a login shell. If `pass` is set, it starts with HOME,
-    PATH, USER and the variables of `pass`."""
+    `--export=NONE`. A job then starts with the environment of a login shell. If `pass` is also set, the job starts only
+    with HOME, PATH, USER and the variables of `pass`."""
 
     @model_serializer(mode="wrap")
     def _remove_underscore(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

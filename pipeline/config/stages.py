@@ -155,7 +155,7 @@ class StagesConfig(Section):
     publish: Annotated[
         Resources, Stage("pipeline.publish.publish_stage", depends_on=("evaluate",), section="publish")
     ] = Resources()
-    """The stage that publishes the model. It exists only if the config has a section `publish`."""
+    """The stage that publishes the model. A run has this stage only if its config has a section `publish`."""
 
     def get_resources(self, stage: str) -> Resources:
         """Return the resources of `stage`."""
