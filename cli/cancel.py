@@ -1,4 +1,4 @@
-"""`cancel RUN`: end a run."""
+"""`cancel RUN`: stop a run until `resume`."""
 
 from __future__ import annotations
 

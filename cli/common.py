@@ -21,14 +21,15 @@ Overrides = Annotated[
 Step = Annotated[str | None, typer.Option(help="step of the checkpoint; default: the newest checkpoint")]
 
 console = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
-"""Output of all commands. Without a terminal, rich would wrap at 80 columns."""
+"""The console to which commands print. The width is set because rich would wrap at 80 columns without a terminal."""
 
 
 def prepare_for_torch() -> None:
-    """Set up this process for a command that imports torch or h5py. Call it before the import.
+    """Set up this process for a command that imports torch or h5py. Call this function before the import.
 
-    Such a command changes files only atomically. Ctrl-C may therefore end it at any point, even inside a library. If
-    its output is piped into `head`, which closes the pipe early, the command exits without a traceback.
+    Ctrl-C then ends the command at once, even inside a library. This is safe because such a command changes files only
+    atomically. If the output is piped into a program that closes the pipe early, such as `head`, the command exits
+    without a traceback.
     """
     from pipeline.run.code import CODE_ROOT, make_code_env
 
@@ -36,7 +37,7 @@ def prepare_for_torch() -> None:
     raise_open_file_limit()
     signal.signal(signal.SIGINT, _exit_at_once)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if str(CODE_ROOT) not in sys.path[:1]:  # another package called `pipeline` may precede ours on PYTHONPATH
+    if str(CODE_ROOT) not in sys.path[:1]:  # PYTHONPATH may contain another package called `pipeline`
         sys.path.insert(0, str(CODE_ROOT))
     os.environ.update(make_code_env(os.environ, CODE_ROOT))  # for the processes that torch and h5py start
 

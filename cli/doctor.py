@@ -1,10 +1,10 @@
 """`doctor`: print what this cluster or machine supports, and how that affects a run.
 
 Facts are read with Slurm's own commands (`scontrol show config`, `scontrol show partition`, `sinfo`,
-`srun --mpi=list`) and parsed into plain values. :func:`assess_cluster`, a pure function, assesses them: `ok`, `note`
-(works, with a restriction) or `problem` (something will fail). The assessments follow slurm.conf(5) and tests on a real
-Slurm. Facts that the user cannot change are left out. If Slurm does not respond, this machine is examined instead:
-cores, memory, MPI, and torch with its GPUs.
+`srun --mpi=list`) and parsed into plain values. The pure function :func:`assess_cluster` gives each fact a verdict:
+`ok`, `note` (works, with a restriction) or `problem` (something will fail). The verdicts follow slurm.conf(5) and tests
+on a real Slurm. Facts that the user cannot change are left out. If Slurm does not respond, this machine is examined
+instead: cores, memory, MPI, and torch with its GPUs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ NETWORK_FILE_SYSTEMS = {
     "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "dvs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
     "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "virtiofs", "wekafs",
 }  # fmt: skip
+"""Types of file systems that several machines can share, as df(1) prints them."""
 Verdict = Literal["ok", "note", "problem"]
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 _NODE_WAIT_S = 60
 """How long `srun` may wait for nodes."""
 _TIMEOUT_S = 120
-"""Time limit of one check."""
+"""Time limit of the check of compute nodes, and of the import of torch."""
 _TORCH_PROGRAM = """\
 import json, torch
 gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
@@ -84,30 +85,37 @@ class ClusterFacts:
     config: Mapping[str, str]
     """slurm.conf, as the controller reports it."""
     partitions: Sequence[Mapping[str, str]]
-    """One mapping per partition, with Slurm's names."""
+    """The settings of each partition, with Slurm's names."""
     gres: Mapping[str, str]
-    """Generic resources (GPUs) of the nodes of each partition that has any."""
+    """Generic resources (GPUs) of the nodes, by partition. Partitions without generic resources are left out."""
     mpi_plugins: Sequence[str]
-    """Plugins of `srun --mpi`."""
+    """The plugins that `srun --mpi=list` prints."""
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
-    """Parse the output of `scontrol --oneliner show partition` into one mapping for each partition."""
+    """Parse the output of `scontrol --oneliner show partition` into the settings of each partition."""
     return [partition for line in text.splitlines() if "PartitionName" in (partition := parse_key_values(line))]
 
 
 def parse_gres(text: str) -> dict[str, str]:
-    """Parse `sinfo --noheader --format=%R|%G` into partition → resources; partitions without any are left out."""
-    gres_of: dict[str, str] = {}
+    """Parse the output of `sinfo --noheader --format=%R|%G` into the generic resources of each partition.
+
+    Partitions without generic resources are left out. Different resources of a partition are separated by `; `.
+    """
+    gres_by_partition: dict[str, str] = {}
     for line in dict.fromkeys(text.splitlines()):
         partition, _, gres = line.partition("|")
         if gres not in ("", "(null)"):
-            gres_of[partition] = f"{gres_of[partition]}; {gres}" if partition in gres_of else gres
-    return gres_of
+            previous = f"{gres_by_partition[partition]}; " if partition in gres_by_partition else ""
+            gres_by_partition[partition] = previous + gres
+    return gres_by_partition
 
 
 def parse_mpi_plugins(text: str) -> list[str]:
-    """Parse `srun --mpi=list`: one plugin per line; older versions of Slurm print `srun: ` first."""
+    """Parse the output of `srun --mpi=list` into the names of the plugins.
+
+    Each line contains one plugin; older versions of Slurm print `srun: ` before the name.
+    """
     names = (line.removeprefix("srun:").strip() for line in text.splitlines())
     return [name for name in names if re.fullmatch(r"[a-z]\w*", name)]
 
@@ -119,7 +127,7 @@ def parse_leading_number(settings: Mapping[str, str], name: str) -> int:
 
 
 def assess_cluster(facts: ClusterFacts) -> Iterator[Finding]:
-    """Yield what the facts of a cluster mean for a run."""
+    """Yield the findings about a cluster: preemption, limits, accounting and MPI."""
     config = facts.config
     version = config.get("SLURM_VERSION", "?")
     is_tested = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (22, 5)
@@ -148,7 +156,7 @@ def assess_cluster(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _assess_preemption(facts: ClusterFacts) -> Iterator[Finding]:
-    """Yield a finding for each partition, with what preemption means there, and one for the signal at preemption."""
+    """Yield a finding about each partition and its preemption, and a finding about the signal at a preemption."""
     config = facts.config
     preempt_type = config.get("PreemptType", "preempt/none")
     for partition in facts.partitions:
@@ -175,7 +183,7 @@ def _assess_preemption(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _assess_preempted_jobs(subject: str, fact: str, mode: str, grace_s: int) -> Finding:
-    """Return the finding of a partition whose jobs can be preempted.
+    """Return the finding about a partition whose jobs can be preempted.
 
     Args:
         subject: the name of the partition.
@@ -196,7 +204,7 @@ def _assess_preempted_jobs(subject: str, fact: str, mode: str, grace_s: int) -> 
 
 
 def describe_machine() -> Iterator[Finding]:
-    """Yield what this machine has for runs without Slurm."""
+    """Yield the findings about this machine, for runs without Slurm."""
     meaning = (
         "the train stage uses stages.train.tasks_per_node × train.threads of them; more threads than cores are slower"
     )
@@ -206,7 +214,7 @@ def describe_machine() -> Iterator[Finding]:
     meaning = f"`{format_command('plan', 'CONFIG')}` predicts the memory of each rank"
     yield Finding("memory", f"{size_gb:.1f} GB, {free_gb:.1f} GB of it free", meaning)
     yield from _describe_torch()
-    # the mpirun of this Python's environment comes first, as in slurm/supervise/launch.py
+    # the mpirun in the folder of this Python is preferred, as in slurm/supervise/launch.py
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     if mpirun := shutil.which("mpirun", path=path):
         version = (run_slurm_command(mpirun, "--version") or "unknown version").splitlines()[0]
@@ -216,7 +224,7 @@ def describe_machine() -> Iterator[Finding]:
 
 
 def _describe_torch() -> Iterator[Finding]:
-    """Yield torch's version and the GPUs that torch sees. A child process imports torch."""
+    """Yield findings about torch and its GPUs. A child process imports torch."""
     output = run_slurm_command(sys.executable, "-c", _TORCH_PROGRAM, timeout_s=_TIMEOUT_S)
     if output is None:
         meaning = f"training is impossible; `{sys.executable} -c 'import torch'` shows the reason"
@@ -228,34 +236,35 @@ def _describe_torch() -> Iterator[Finding]:
     yield Finding("GPUs", "; ".join(gpus) or "none that torch can use", ranks)
 
 
-def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -> Iterator[Finding]:
-    """Yield whether a folder can hold runs.
+def check_file_system(folder: Path, nodes: int, file_system: str, sharing_problem: str | None) -> Iterator[Finding]:
+    """Yield findings about a folder for runs: whether compute nodes share the folder, and whether file locks work.
 
     Args:
         folder: the folder for runs.
         nodes: the number of compute nodes; 0 without Slurm.
-        kind: the type of the folder's file system, such as `nfs`.
-        unseen: why compute nodes do not see the folder; "" if they see it; None if this was not checked.
+        file_system: the type of the folder's file system, such as `nfs`; "" if unknown.
+        sharing_problem: why compute nodes do not see the folder; "" if they see the folder; None if this was not
+            checked.
     """
     verdict: Verdict = "ok"
-    if unseen:
+    if sharing_problem:
         verdict = "problem"
-        meaning = f"compute nodes do not share it: {unseen}"
-    elif unseen is not None:
+        meaning = f"compute nodes do not share it: {sharing_problem}"
+    elif sharing_problem is not None:
         meaning = "compute nodes see it"
-    elif kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse."):
+    elif file_system in NETWORK_FILE_SYSTEMS or file_system.startswith("fuse."):
         meaning = "a network file system; --check-nodes checks that compute nodes see it"
     elif not nodes:
         meaning = "runs stay on this machine"
     else:
         verdict = "problem"
         meaning = "jobs cannot start if compute nodes do not share this folder; --check-nodes checks this"
-    yield Finding("run.root", f"{folder}: {kind or 'unknown file system'}", meaning, verdict)
+    yield Finding("run.root", f"{folder}: {file_system or 'unknown file system'}", meaning, verdict)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         meaning = "on one machine, two jobs cannot run the same stage at once"
-        if kind in NETWORK_FILE_SYSTEMS:
+        if file_system in NETWORK_FILE_SYSTEMS:
             meaning += (
                 "; on two nodes only if the mount shares locks (Lustre: flock, not localflock): ask your administrators"
             )
@@ -266,7 +275,10 @@ def check_file_system(folder: Path, nodes: int, kind: str, unseen: str | None) -
 
 
 def check_parent_folders(folder: Path) -> Iterator[Finding]:
-    """Yield `folder` and the parent folders in which other users can replace a run while its jobs are pending."""
+    """Yield a finding for each folder above a run in which other users can replace the run while its jobs are pending.
+
+    These may be `folder` itself and its parent folders.
+    """
     for parent, reason in find_unsafe_ancestors(folder / "RUN"):
         meaning = (
             "other users can replace a run there, and your jobs would execute their code; the owner of the folder can "
@@ -281,11 +293,11 @@ def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[
     Args:
         folder: the folder for runs.
         nodes: the number of nodes of the cluster.
-        site: srun uses its partition, account, QOS and constraint.
+        site: the site profile; srun uses the partition, account, QOS and constraint of this profile.
 
     Returns:
-        Two values. The first is why the nodes do not see the file; "" if they see it; None if no node was reached. The
-        second is Slurm's message if no node was reached, otherwise "".
+        The problem and Slurm's message. The problem is why the nodes do not see the file; "" if they see the file; None
+        if srun reached no node. The message is Slurm's reason if srun reached no node, otherwise "".
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".sluice-doctor-") as probe:
         probe.write(b"seen\n")
@@ -309,15 +321,20 @@ def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[
 def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Finding]:
     """Return all findings for runs in `folder`.
 
+    Args:
+        folder: the folder for runs; it may not exist yet.
+        check_nodes: whether to check with srun that compute nodes see the folder.
+        site: the site profile for this check.
+
     Raises:
-        UserError: `folder` is not a folder.
+        UserError: if `folder`, or its nearest parent that exists, is not a folder.
     """
     while not folder.exists() and folder != folder.parent:
-        folder = folder.parent  # the first run creates `runs`
+        folder = folder.parent  # the first run creates the missing folders
     if not folder.is_dir():
         raise UserError("cli.not_a_folder", f"{folder} is not a folder; give the folder for runs (run.root)")
     folder = folder.resolve()
-    kind = read_file_system_type(folder)
+    file_system = read_file_system_type(folder)
     config = run_slurm_command("scontrol", "show", "config")
     if config is None:
         meaning = "runs use this machine (--executor local); on a cluster, run doctor on a login node"
@@ -325,19 +342,22 @@ def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Findin
         if shutil.which("scontrol"):
             meaning = "`scontrol show config` fails: the controller is down, or this machine has no access to it"
             slurm = Finding("Slurm", "no response", meaning, "problem")
-        return [slurm, *describe_machine(), *check_file_system(folder, 0, kind, None), *check_parent_folders(folder)]
+        findings = [slurm, *describe_machine()]
+        return [*findings, *check_file_system(folder, 0, file_system, None), *check_parent_folders(folder)]
     partitions = parse_partitions(run_slurm_command("scontrol", "--oneliner", "show", "partition") or "")
     gres = parse_gres(run_slurm_command("sinfo", "--noheader", "--format=%R|%G") or "")
     mpi_plugins = parse_mpi_plugins(run_slurm_command("srun", "--mpi=list") or "")
     facts = ClusterFacts(parse_slurm_config(config), partitions, gres, mpi_plugins)
     nodes = max((parse_leading_number(partition, "TotalNodes") for partition in partitions), default=0)
-    unseen: str | None = None
+    sharing_problem: str | None = None
     srun_message = ""
     if check_nodes and nodes:
-        unseen, srun_message = check_nodes_see_folder(folder, nodes, site)
+        sharing_problem, srun_message = check_nodes_see_folder(folder, nodes, site)
     findings = [
-        *assess_cluster(facts), *check_file_system(folder, nodes, kind, unseen), *check_parent_folders(folder)
-    ]  # fmt: skip
+        *assess_cluster(facts),
+        *check_file_system(folder, nodes, file_system, sharing_problem),
+        *check_parent_folders(folder),
+    ]
     if srun_message:
         meaning = "no node was reached; try again later, or with --site PROFILE (its partition, account, QOS)"
         findings.append(Finding("--check-nodes", srun_message, meaning, "note"))

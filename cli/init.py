@@ -15,8 +15,8 @@ from pipeline.run.code import CODE_ROOT
 _TEMPLATES = CODE_ROOT / "slurm/templates"
 _TEXT_FILES = {"my_text.yaml": "my_text.yaml"}
 _MODEL_FILES = {"my_model.yaml": "my_model.yaml", "my_model.py": "my_model.txt"}
-"""File to write → template. The template of the Python file ends in .txt, because tools would check a .py file as code
-of Sluice."""
+"""Name of the template, by name of the file to write. The name of the Python template ends in .txt, because tools would
+check a .py file as code of Sluice."""
 
 
 def init(
@@ -29,10 +29,14 @@ def init(
 
 
 def write_starter(folder: Path, model: bool) -> str:
-    """Write the starter files into `folder`, and return what to do next.
+    """Write a config to start from into `folder`. Return a message that says what to do next.
+
+    Args:
+        folder: the folder.
+        model: whether to write the files for a custom model: a config and a Python module.
 
     Raises:
-        UserError: one of the files exists. Nothing is written then.
+        UserError: if one of the files exists. In this case, nothing is written.
     """
     files = _MODEL_FILES if model else _TEXT_FILES
     if existing := [name for name in files if (folder / name).exists()]:

@@ -1,7 +1,8 @@
 """`logs RUN STAGE`: print the log of a rank, or of the supervisor, also while the stage runs.
 
-`jobs/STAGE/rank-N.log` contains all attempts of the stage; in the job array of shard, N is the task. The log of a
-supervisor is the output file of its job, `JOB_0_log.out`. Slurm appends to this file if it requeues the job.
+`jobs/STAGE/rank-N.log` contains the output of rank N in all attempts of the stage. In the job array of the stage shard,
+N is the index of the task. The log of a supervisor is the output file of its job, `JOB_0_log.out`. If Slurm requeues
+the job, it appends to this file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from slurm.query.status import MAX_IDLE_POLLS, POLL_INTERVAL_S, StageStatus, Sta
 
 SUPERVISOR = "supervisor"
 _READ_INTERVAL_S = 0.3
+"""Pause between two checks for new output, with `--follow`."""
 
 
 def logs(
@@ -38,7 +40,7 @@ def logs(
 
 
 def find_log_file(run: Run, stage: str, source: str) -> Path | None:
-    """Return the newest log of a rank or of the supervisor; None if there is none yet.
+    """Return the newest log of a rank or of the supervisor; None if there is no such log yet.
 
     Args:
         run: the run.
@@ -64,8 +66,8 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
         follow: whether to keep printing until the stage ends, also after a requeue or in a successor job.
 
     Raises:
-        UserError: if the stage does not exist, or there is no log and it is not awaited with `follow`. The message
-            contains the state of the stage.
+        UserError: if there is no such stage, `source` is invalid, or there is no log. With `follow`, a missing log is
+            only an error if the stage neither runs nor may still start.
     """
     stages.load_stage_module(stage)  # raises UserError for an unknown stage
     if stage not in stages.list_run_stages(run):
@@ -78,7 +80,7 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
         if not (follow and _can_continue(statuses, stage)):
             raise UserError("cli.no_log", reason)
         print(reason, file=sys.stderr)
-    printed: Path | None = None
+    printed_file: Path | None = None
     offset = 0
     idle_polls = 0
     next_poll_time = 0.0
@@ -87,14 +89,14 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
             if follow and time.monotonic() >= next_poll_time:
                 next_poll_time = time.monotonic() + POLL_INTERVAL_S
                 idle_polls = 0 if _can_continue(poller.poll(), stage) else idle_polls + 1
-            # find the log after the poll, so that everything that was written before the poll is printed
-            newest = find_log_file(run, stage, source)
-            # first the rest of the previous log, then the newest one, which may be the same file
-            for path in filter(None, dict.fromkeys((printed, newest))):
-                if path != printed:
-                    if printed is not None:
+            # the log is read after the poll, so that all output from before the poll is printed
+            newest_file = find_log_file(run, stage, source)
+            # print the rest of the previous log, then the newest log, which may be the same file
+            for path in filter(None, dict.fromkeys((printed_file, newest_file))):
+                if path != printed_file:
+                    if printed_file is not None:
                         print(f"--- {path}", flush=True)
-                    printed = path
+                    printed_file = path
                     offset = 0
                 offset = _print_from(path, offset)
             if not follow or idle_polls >= MAX_IDLE_POLLS:
@@ -103,25 +105,32 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
 
 
 def _print_from(path: Path, offset: int) -> int:
-    """Print a file, starting at byte `offset`, without control characters. Return the offset of its end."""
+    """Print a file from byte `offset` to its end, without control characters. Return the offset of the end."""
     with open_regular_file(path) as file:
         file.seek(offset)
         text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="\n")
-        while part := text.read(1 << 16):
+        while block := text.read(1 << 16):
             # carriage returns are kept, because progress bars use them
-            sys.stdout.buffer.write("\r".join(map(make_printable, part.split("\r"))).encode())
+            sys.stdout.buffer.write("\r".join(map(make_printable, block.split("\r"))).encode())
         sys.stdout.flush()
         return file.tell()
 
 
 def _can_continue(statuses: list[StageStatus], stage: str) -> bool:
-    """Return True if the stage is active, or may still start."""
+    """Return True if the stage is active, or waits for another stage that is active."""
     status = next(status for status in statuses if status.stage == stage)
     return status.is_active or (status.state == "waiting" and any(other.is_active for other in statuses))
 
 
 def _explain_missing_log(run: Run, stage: str, source: str, statuses: list[StageStatus]) -> str:
-    """Return why there is no log of a rank or of the supervisor."""
+    """Return a message that says why there is no log of a rank or of the supervisor.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        source: the number of a rank, or `supervisor`.
+        statuses: the statuses of all stages of the run.
+    """
     status = next(status for status in statuses if status.stage == stage)
     if existing := sorted(path.name for path in (run.jobs_dir / stage).glob("rank-*.log")):
         return f"{stage} has no log of rank {source}; existing logs: {', '.join(existing)}"

@@ -32,7 +32,8 @@ of a command.
     doctor [FOLDER]          check what this cluster or machine supports
     schema                   print the JSON Schema of configs, for editors
 """
-# `--help` prints the text above: grouped, with lines of at most 80 columns. click's own list would truncate lines.
+# `--help` prints the text above: commands in groups, and lines of at most 80 columns. click's own list of commands has
+# no groups and would truncate the lines.
 
 from __future__ import annotations
 
@@ -57,13 +58,14 @@ COMMANDS = (
 """Each name is a module in `cli/`. The function of the same name in that module is the command."""
 
 HELP = re.sub(r"\n\n(?=    )", "\n\n\b\n", __doc__ or "")
-"""The text above for click, which re-wraps indented lines unless `\\b` precedes them."""
+"""The module docstring with `\\b` before each block of indented lines. Without `\\b`, click would join the lines."""
 
 
 class CommandGroup(typer.core.TyperGroup):
     """The commands; `submit.py CONFIG` is short for `submit.py submit CONFIG`.
 
-    The module of a command is imported when the command is used: imports from a cluster's shared file system are slow.
+    The module of a command is imported only when the command is used, because imports from a cluster's shared file
+    system are slow.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -79,10 +81,10 @@ class CommandGroup(typer.core.TyperGroup):
         return typer.main.get_command(command)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `submit` if the first argument that is not an option is not a command.
+        """Insert `submit` before the arguments if the first argument that is not an option is not a command.
 
         Raises:
-            UserError: that argument is not a config either.
+            UserError: if the first of all arguments is neither a command nor a config.
         """
         positional = [arg for arg in args if not arg.startswith("-")]
         if positional and positional[0] not in COMMANDS:
@@ -92,11 +94,11 @@ class CommandGroup(typer.core.TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Print nothing: the help text lists the commands in groups."""
+        """Print no list of commands, because the help text already contains one."""
 
 
 def _check_is_config(argument: str) -> None:
-    """Raise UserError if an argument is probably a mistyped command: only letters and hyphens, and not a file."""
+    """Raise UserError if an argument is probably a mistyped command: only letters and hyphens, and no such file."""
     from difflib import get_close_matches
 
     if Path(argument).exists() or not argument.replace("-", "").isalpha():
@@ -112,6 +114,7 @@ app = typer.Typer(
 
 
 def _print_version(is_requested: bool) -> None:
+    """Print the version and exit, if the option `--version` was given."""
     if is_requested:
         print(f"sluice {VERSION}")
         raise typer.Exit()
@@ -123,12 +126,12 @@ def handle_global_options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
     ] = False,
 ) -> None:
-    """Handle options that precede the command."""
+    """Accept options that precede the command. `--version` is handled by its callback."""
 
 
 def main() -> None:
-    """Run a command. For a user error, print one message without a traceback."""
-    gc.disable()  # the garbage collector would take a sixth of the time of the imports in this short process
+    """Run the command in `sys.argv`. For a user error or a storage error, print a message without a traceback."""
+    gc.disable()  # garbage collection would take a sixth of the import time, and this process is short
     try:
         app()
     except (UserError, OSError) as error:

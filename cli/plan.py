@@ -55,16 +55,8 @@ def plan(
             f"plan --measure was replaced: run `python -m planning.calibrate {config} --out {measure}`, inside an "
             "allocation to measure its nodes",
         )
-    chosen = [
-        option
-        for option, is_chosen in {
-            "--best": best,
-            "--goodput": goodput,
-            "--rehearse": rehearse is not None,
-        }.items()
-        if is_chosen
-    ]
-    if len(chosen) > 1 or (chosen and html is not None):
+    mode_count = best + goodput + (rehearse is not None)
+    if mode_count > 1 or (mode_count and html is not None):
         raise UserError("plan.conflict", "plan: use only one of --best, --goodput, --rehearse and --html")
     if write and not best:
         raise UserError("plan.conflict", "plan: --write requires --best")
@@ -91,7 +83,18 @@ def _print_layout(
     rehearsed_rank: int | None,
     html: Path | None,
 ) -> None:
-    """Print the plan of one layout, the best layouts, or the rehearsal of a rank."""
+    """Print the plan of the config's layout, the best layouts, or the rehearsal of a rank.
+
+    Args:
+        path: a config file or a run directory.
+        overrides: changes of the config as `KEY=VALUE`.
+        machine_name: the name of a machine, or a file that describes one; None for `site.machine`.
+        best: whether to print the best layouts.
+        write: whether to also write the best layout as a config.
+        node_ranges: the numbers of nodes for the best layouts, such as `2,4` or `2..8`; None for those of the config.
+        rehearsed_rank: the rank to rehearse; None to print a plan.
+        html: the file to which to write the plan with charts; None to write no file.
+    """
     prepare_for_torch()
     from planning.machine import load_machine
 
@@ -99,7 +102,7 @@ def _print_layout(
         from planning.plan import check_page_path
 
         check_page_path(html)
-    config, problem = _load(path, overrides, any_layout=best)
+    config, layout_problem = _load(path, overrides, any_layout=best)
     name = machine_name or config.site.machine
     memory_gib = config.site.gpu_memory_gib
     machine = load_machine(name) if name else None
@@ -119,7 +122,9 @@ def _print_layout(
             raise UserError(
                 "plan.conflict", f"plan: --write requires a CONFIG; {path} is a run, and its config is frozen"
             )
-        _print_lines(describe_best_layouts(config, machine, node_ranges, path if write else None, overrides, problem))
+        _print_lines(
+            describe_best_layouts(config, machine, node_ranges, path if write else None, overrides, layout_problem)
+        )
     else:
         from planning.plan import describe_plan
 
@@ -131,7 +136,7 @@ def _print_layout(
         figures = compute_plan_figures(config, machine)
         try:
             _print_lines(describe_plan(config, machine))
-        finally:  # also if the memory does not suffice, because the page shows how much is missing
+        finally:  # the page is also written if the memory does not suffice, because it shows how much is missing
             write_plan_page(config, figures, f"the plan of {path}", html)
             print(f"with figures: {html}", flush=True)
 
@@ -139,9 +144,14 @@ def _print_layout(
 def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Config, str | None]:
     """Load the config of a file or a run.
 
+    Args:
+        path: a config file or a run directory.
+        overrides: changes of the config as `KEY=VALUE`.
+        any_layout: whether to also load a config file whose layout is invalid. The keys that `--best` searches are then
+            reset (`planning.search.ANY_LAYOUT`).
+
     Returns:
-        The config, and None. With `any_layout`, a config whose own layout is invalid is loaded without it, and the
-        problem is returned.
+        The config, and why its layout is invalid; None if the layout is valid.
     """
     if path.is_dir():
         values = dump_values(Run.open(path).config)
@@ -160,5 +170,6 @@ def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Confi
 
 
 def _print_lines(lines: Iterable[str]) -> None:
+    """Print each line as soon as it is available."""
     for line in lines:
         print(line)

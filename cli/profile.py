@@ -1,8 +1,9 @@
 """`profile RUN`: record the next steps of a running train stage, and merge the traces of all ranks.
 
-The ranks write `profiles/step-N/rank-R.json.gz` and `parts.json` (pipeline/train/profiler.py). This command, outside
-of the ranks, merges them into `profiles/step-N/trace.json.gz`, which https://ui.perfetto.dev opens: one process for
-each rank, with times by the clock of rank 0. The format is Chrome's "Trace Event Format".
+The ranks write the traces `profiles/step-N/rank-R.json.gz`, and `parts.json` with the time by category
+(pipeline/train/profiler.py). This command runs outside of the ranks. It merges the traces into
+`profiles/step-N/trace.json.gz`, in Chrome's "Trace Event Format". https://ui.perfetto.dev shows this file with one
+process for each rank, and with times by the clock of rank 0.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_json, replace_atomically, write_json
 from pipeline.run.directory import Run
 from pipeline.train.step_trace import average_parts_over_ranks, describe_parts
-from slurm.query.run_jobs import list_running_work
+from slurm.query.run_jobs import describe_running_stages
 
 _STATUS_CHECK_S = 5.0
 """How often this command checks that the train stage is still running."""
-_DAMAGED = (
+_DAMAGE_ERRORS = (
     gzip.BadGzipFile, FileNotFoundError, zlib.error, EOFError, AttributeError, LookupError, TypeError, ValueError,
     RecursionError,
 )  # fmt: skip
@@ -52,10 +53,11 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
     Args:
         run: the run.
         ranks: ranks to record, such as `0,4-7`; "" for all.
-        steps: number of steps; 0 to merge and describe what was recorded before.
+        steps: number of steps; 0 to merge and describe the steps that were recorded before.
 
     Raises:
-        UserError: the train stage is not running, it ends before the steps are recorded, or a profile is damaged.
+        UserError: if `ranks` is malformed, the train stage is not running or ends before the steps are recorded, no
+            step was recorded, or a profile is damaged.
     """
     try:
         rank_numbers = [int(rank) for rank in expand_hostlist(f"[{ranks}]")] if ranks else None
@@ -71,16 +73,16 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
         if time.monotonic() > last_check + _STATUS_CHECK_S:
             _require_training(run)
             last_check = time.monotonic()
-    new = [path for path in _list_profiles(run) if path.stat().st_mtime_ns != old_times.get(path)]
-    if not new:
+    new_profiles = [path for path in _list_profiles(run) if path.stat().st_mtime_ns != old_times.get(path)]
+    if not new_profiles:
         hint = f"perhaps the ranks {ranks} do not exist; " if ranks else ""
         raise UserError("run.no_profile", f"{run.name}: no step was recorded; {hint}see the log of rank 0")
-    for path in new:
+    for path in new_profiles:
         try:
             parts_by_rank = read_json(path)
             trace, clock_error_ms = merge_traces(path.parent, sorted(map(int, parts_by_rank)))
             description = describe_parts(average_parts_over_ranks(list(parts_by_rank.values())))
-        except _DAMAGED as error:
+        except _DAMAGE_ERRORS as error:
             message = f"{path.parent} is damaged ({error!r}): remove this folder, or the damaged file in it"
             raise UserError("run.damaged_profile", message) from None
         count = len(parts_by_rank)
@@ -89,13 +91,13 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
 
 
 def _list_profiles(run: Run) -> list[Path]:
-    """Return the parts.json of each profiled step."""
+    """Return the path of the file parts.json of each profiled step."""
     return sorted(run.profiles_dir.glob("step-*/parts.json"))
 
 
 def _require_training(run: Run) -> None:
     """Raise UserError if the train stage is not running."""
-    if not any(name.startswith("train") for name in list_running_work(run)):
+    if not any(name.startswith("train") for name in describe_running_stages(run)):
         raise UserError(
             "run.not_training", f"{run.name} is not training now; --steps 0 prints the steps that were recorded before"
         )
@@ -104,13 +106,18 @@ def _require_training(run: Run) -> None:
 def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
     """Merge the traces of a profiled step, one rank at a time to save memory.
 
+    Args:
+        folder: the folder of the step, with the traces of the ranks.
+        ranks: the ranks whose traces are merged.
+
     Returns:
-        The path of the trace, and the largest possible difference between two ranks' clocks in milliseconds.
+        The path of the merged trace, and the largest possible difference between the clocks of two ranks in
+        milliseconds.
     """
-    origin_ns = 0  # the begin of the first rank's trace: time 0 of the merged trace
+    origin_ns = 0  # time 0 of the merged trace is the begin of the first rank's trace
     clock_errors_ns = [0]
     last_row = 0
-    with replace_atomically(folder / "trace.json.gz") as new, gzip.open(new, "wt", 1) as file:
+    with replace_atomically(folder / "trace.json.gz") as new_file, gzip.open(new_file, "wt", 1) as file:
         for rank in ranks:
             trace = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
             clock_errors_ns.append(trace["clock_error_ns"])
@@ -119,15 +126,20 @@ def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
                 last_row = max(last_row, event["tid"])
                 file.write(("," if file.tell() else '{"displayTimeUnit": "ms", "traceEvents": [') + json.dumps(event))
         file.write("]}\n")
-    two_largest_ns = sorted(clock_errors_ns)[-2:]
+    two_largest_ns = sorted(clock_errors_ns)[-2:]  # the errors of two clocks may point in opposite directions
     return folder / "trace.json.gz", sum(two_largest_ns) / 1e6
 
 
 def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of one rank, shifted by `offset_us`, in rows numbered from `last_row + 1`.
+    """Yield the events of one rank in Chrome's format.
 
-    Operations of a process group may overlap, but a row of Perfetto shows only one at a time. Such a group therefore
-    gets several rows. Perfetto reserves process 0 for the kernel, so rank 0 is process 1.
+    Communication operations of a process group may overlap, but a row of Perfetto shows only one operation at a time.
+    Such a group therefore gets several rows. Perfetto reserves process 0 for the kernel, so rank 0 is process 1.
+
+    Args:
+        trace: the trace of the rank, as the profiler wrote it.
+        offset_us: the microseconds to add to all times.
+        last_row: the number of rows that the traces of other ranks use.
     """
     coordinates = ", ".join(f"{name} {number}" for name, number in trace["place"].items())
     process_id = trace["rank"] + 1
@@ -136,7 +148,8 @@ def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -
     for kind, row, name, start, end in sorted(trace["spans"], key=lambda span: (span[3], -span[4])):
         if kind == "communication":
             candidates = (f"communication {row}{f' ({n})' if n else ''}" for n in range(len(trace["spans"])))
-            row = next(candidate for candidate in candidates if end_times.get(candidate, 0.0) <= start)  # a free row
+            # the first row in which no operation is active at this time
+            row = next(candidate for candidate in candidates if end_times.get(candidate, 0.0) <= start)
             end_times[row] = end
         number = row_numbers.setdefault(row, last_row + 1 + len(row_numbers))
         yield {

@@ -1,7 +1,7 @@
 """`resume RUN`: continue a run, optionally with a changed config or updated code.
 
-`--dry-run` prints what would change and what would be submitted. It calls the same functions as `resume`, so it
-reports the same errors and warnings.
+`--dry-run` prints what would change and what would be submitted. It calls the same functions as a `resume` without this
+option, and therefore reports the same errors and warnings.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import CodeUpdated
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import require_response
-from slurm.query.run_jobs import SubmittedJob, find_run_jobs, list_running_work
+from slurm.query.run_jobs import SubmittedJob, describe_running_stages, find_run_jobs
 from slurm.submit.chain import Chain, reset_for_resume
 from slurm.submit.executor import Executor, choose_executor
+from slurm.submit.sbatch import render_batch_script
 
 
 def resume(
@@ -51,13 +52,13 @@ def resume(
     # a second `resume` waits for the lock, and then finds what the first one changed
     with nullcontext() if dry_run else run.lock_exclusively():
         if replaces_jobs or update_code:
-            run.check_not_running(list_running_work(run))
+            run.check_not_running(describe_running_stages(run))
         if update_code:
             run.code_notes = run.check_model_code()
         if dry_run:
             preview_resume(run, changes, update_code, chosen, replaces_jobs, console, scripts=scripts)
             return
-        if chosen == "slurm":  # before the changes are recorded
+        if chosen == "slurm":  # checked before the changes are written, so that an error leaves the run unchanged
             check_jobs(run.with_config(run.preview_overrides(changes, update_code)))
         for each in (run, *create_points(run)):
             each.apply_overrides(changes, update_code)
@@ -75,7 +76,7 @@ resume.__doc__ = (
 
 
 class PreviewChain(Chain):
-    """A chain that prints which jobs it would submit and cancel, and does neither.
+    """A chain that only prints which jobs would be submitted and cancelled.
 
     Args:
         run: the run.
@@ -87,7 +88,7 @@ class PreviewChain(Chain):
     def __init__(self, run: Run, console: Console, sweep_points: Sequence[Run], replaces_pending: bool) -> None:
         super().__init__(run, console, True, sweep_points)
         self.replaces_pending = replaces_pending
-        self.submitted: list[tuple[str, int]] = []
+        self.planned_jobs: list[tuple[str, int]] = []
         """Stage and number of tasks of each job that would be submitted."""
 
     def _find_jobs(self) -> list[SubmittedJob]:
@@ -105,10 +106,11 @@ class PreviewChain(Chain):
         for job in jobs:
             self.say(f"{job.stage:9} job {job.job_id} would be cancelled")
 
-    def _sbatch(self, stage: str, after: Sequence[str], dependency_type: str, **more: Any) -> str:
-        """Record a job that would be submitted, and return a made-up id."""
-        self.submitted.append((stage, max(more.get("tasks", 1), len(more.get("points", ())))))
-        return f"new-{len(self.submitted)}"
+    def _sbatch(self, stage: str, after: Sequence[str], dependency_type: str, **options: Any) -> str:
+        """Record a job that would be submitted, and return a placeholder for its id, such as `new-1`."""
+        tasks = max(options.get("tasks", 1), len(options.get("points", ())))
+        self.planned_jobs.append((stage, tasks))
+        return f"new-{len(self.planned_jobs)}"
 
 
 def preview_resume(
@@ -125,27 +127,28 @@ def preview_resume(
 
     Args:
         run: the run.
-        overrides: `key=value` to change.
+        overrides: the changes of the config, as `KEY=VALUE`.
         update_code: whether the run's copy of the code would be replaced.
         executor: where the stages would run.
-        replaces_pending: whether the changes would replace pending jobs.
+        replaces_pending: whether all pending jobs would be cancelled and submitted again.
         console: where to print.
         scripts: whether to also print the sbatch scripts.
 
     Raises:
         UserError: in the same cases as `resume`.
     """
-    changed = run.with_config(run.preview_overrides(overrides, update_code))
-    changed.code_notes = run.code_notes
+    changed_run = run.with_config(run.preview_overrides(overrides, update_code))
+    changed_run.code_notes = run.code_notes
     sweep_points = [
         point.with_config(point.preview_overrides(overrides, update_code)) if point.config_file.exists() else point
-        for point in list_points(changed)
+        for point in list_points(changed_run)
     ]
 
     def print_lines(*lines: str) -> None:
+        """Print lines without markup."""
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
-    changes = [f"{key}: {change}" for key, change in describe_changes(run.config, changed.config).items()]
+    changes = [f"{key}: {change}" for key, change in describe_changes(run.config, changed_run.config).items()]
     if update_code:
         changes.append(f"code: {run.code_dir} would be replaced with the current code")
     for file in (run.cancelled_file, run.stop_file):
@@ -153,17 +156,17 @@ def preview_resume(
             changes.append(f"{file.name}: the request would be removed")
     print_lines("# ---- what would change", *(changes or ["nothing"]))
     if executor == "slurm":
-        _preview_jobs(changed, sweep_points, replaces_pending, console, print_lines, scripts)
+        _preview_jobs(changed_run, sweep_points, replaces_pending, console, print_lines, scripts)
     else:
         print_lines("", "# ---- what would run here")
-        runs = [("", changed, stages.list_run_stages(changed))]
+        runs = [("", changed_run, stages.list_run_stages(changed_run))]
         runs += [(f"point {point.path.name} ", point, stages.list_point_stages()) for point in sweep_points]
         for prefix, each, names in runs:
             for stage in names:
                 stage_module = stages.load_stage_module(stage)
                 state = "done" if stage_module.describe_missing_outputs(each) is None else "would run"
                 print_lines(f"{prefix}{stage:9} {state}: {stage_module.progress(each).description}".removesuffix(": -"))
-    print_lines("", *list_warnings(changed, executor), "nothing was written or submitted")
+    print_lines("", *list_warnings(changed_run, executor), "nothing was written or submitted")
 
 
 def _preview_jobs(
@@ -184,8 +187,6 @@ def _preview_jobs(
         print_lines: prints lines.
         scripts: whether to also print the sbatch scripts.
     """
-    from slurm.submit.sbatch import render_batch_script
-
     check_jobs(run)
     print_lines("", "# ---- what would be submitted")
     chain = PreviewChain(run, console, sweep_points, replaces_pending)
@@ -194,7 +195,7 @@ def _preview_jobs(
     for stage in run.config.active_stages:
         chain.submit(stage)
     masked_config = Config.model_validate(mask_secrets(run.config.model_dump(mode="json")))
-    print_lines("", *describe_stages(masked_config, len(sweep_points), True, dict(chain.submitted)))
-    for stage, tasks in dict.fromkeys(chain.submitted) if scripts else ():
+    print_lines("", *describe_stages(masked_config, len(sweep_points), True, dict(chain.planned_jobs)))
+    for stage, tasks in dict.fromkeys(chain.planned_jobs) if scripts else ():
         heading = f"{stage}, {tasks} tasks" if tasks > 1 else stage
         print_lines("", f"# ---- on Slurm: {heading}", render_batch_script(run, masked_config, stage, tasks).rstrip())

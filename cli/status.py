@@ -1,9 +1,9 @@
 """`status`: the stages of one run, live with `--watch`, or one line for each run below `runs/`.
 
 slurm/query/status.py determines the state of a stage. `--watch` uses the terminal's alternate screen, as an editor
-does. The screen never scrolls, and the previous screen is restored at the end. Only changed lines are sent, so a slow
-connection carries a few hundred bytes per second. If the output is not a terminal (a pipe, a log), the table is printed
-each time that a state changes.
+does. The screen never scrolls, and the previous screen is restored at the end. Only changed lines are sent. A slow
+connection is therefore sufficient: the output is a few hundred bytes per second. If the output is not a terminal (a
+pipe, a log), the table is printed each time that a state changes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _RESIZE_CHECK_S = 0.25
 """How often the size of the terminal is checked."""
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_HOSTS = 4
+"""Maximum number of hosts whose telemetry is shown."""
 
 
 def status(
@@ -74,22 +75,22 @@ def status(
 
 
 def print_runs(root: Path, console: Console) -> None:
-    """Print one line for each run below `root`, the last changed run last; name runs that cannot be read.
+    """Print one line for each run below `root`, the last changed run last. Also name runs that cannot be read.
 
     Slurm is queried once, for the jobs of all runs that are not done.
 
     Raises:
-        OSError: `root` exists and cannot be listed.
+        OSError: if `root` exists and cannot be listed.
     """
     statuses: dict[Run, list[StageStatus]] = {}
-    unreadable: list[Text] = []
+    error_lines: list[Text] = []
     for folder in _list_folders(root):
         try:
             run = Run(folder)
             if run.config_file.exists():
                 statuses[run] = _read_statuses(run, [])
         except (UserError, OSError) as error:
-            unreadable.append(Text(f"{folder} cannot be read: {find_storage_error(error) or error}", style="red"))
+            error_lines.append(Text(f"{folder} cannot be read: {find_storage_error(error) or error}", style="red"))
     unfinished = [
         run for run, each in statuses.items() if uses_slurm(run) and any(stage.state != "done" for stage in each)
     ]
@@ -97,19 +98,20 @@ def print_runs(root: Path, console: Console) -> None:
     statuses |= {run: _read_statuses(run, jobs) for run in unfinished}
     rows = [_summarize_run(run, statuses[run]) for run in sorted(statuses, key=_last_change)]
     if rows:
-        head = ["run", "stage", "state", "step", "loss", "last stop", "changed"]
-        columns = [column for column in zip(head, *rows, strict=True) if any(column[1:]) or column[0] != "last stop"]
+        header = ["run", "stage", "state", "step", "loss", "last stop", "changed"]
+        columns = [column for column in zip(header, *rows, strict=True) if any(column[1:]) or column[0] != "last stop"]
         console.print(build_table([*zip(*columns, strict=True)], console.width), soft_wrap=True)
-    elif not unreadable:
+    elif not error_lines:
         console.print(f"no runs below {root}; to make one: {format_command('CONFIG.yaml')}", soft_wrap=True)
-    for message in unreadable:
+    for message in error_lines:
         console.print(message, soft_wrap=True)
 
 
 def _list_folders(root: Path) -> list[Path]:
-    """Return the folders and links in `root`; [] if there is no `root`.
+    """Return the paths in `root` that are not files; [] if `root` does not exist.
 
-    `Path.glob` would return nothing for a folder that cannot be read.
+    Raises:
+        OSError: if `root` cannot be read. `Path.glob` would instead return no path.
     """
     try:
         return sorted(path for path in root.iterdir() if not path.is_file())
@@ -118,15 +120,18 @@ def _list_folders(root: Path) -> list[Path]:
 
 
 def _read_statuses(run: Run, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
-    """Return the status of each stage of a run, and one for each point of a sweep."""
+    """Return the status of each stage of a run, and one status for each point of a sweep.
+
+    `jobs` may contain jobs of other runs. Slurm is not queried.
+    """
     poller = StatusPoller(run)
-    return [*poller.statuses_from(jobs), *poller.point_statuses]
+    return [*poller.read_statuses(jobs), *poller.point_statuses]
 
 
 def _summarize_run(run: Run, statuses: Sequence[StageStatus]) -> list[str]:
-    """Return the cells of one run. They describe its first stage that is not done, or its last stage if all are done.
+    """Return the cells of a run, which describe the first stage that is not done, or the last stage if all are done.
 
-    If that stage belongs to a point of a sweep, the step is the number of points that are done.
+    If this stage belongs to a point of a sweep, the cell `step` contains the number of points that are done.
     """
     current = next((status for status in statuses if status.state != "done"), statuses[-1])
     point_statuses = [status for status in statuses if status.run is not run]
@@ -140,7 +145,7 @@ def _summarize_run(run: Run, statuses: Sequence[StageStatus]) -> list[str]:
 
 
 def _last_change(run: Run) -> float:
-    """Return when the events of a run, or its config, were last written, in seconds since 1970."""
+    """Return when the events of a run were last written, in seconds since 1970; without events, when the config was."""
     return (run.events_file if run.events_file.exists() else run.config_file).stat().st_mtime
 
 
@@ -150,18 +155,19 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._size = (0, 0)
-        self._shown: list[str] = []
+        self._lines: list[str] = []
         """The lines on the screen."""
-        self._keyboards = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        self._input_fds = [sys.stdin.fileno()] if sys.stdin.isatty() else []
         """The descriptor of the terminal's input; empty if the input is not a terminal."""
-        self._saved_modes = [termios.tcgetattr(fd) for fd in self._keyboards]
+        self._saved_modes = [termios.tcgetattr(fd) for fd in self._input_fds]
 
     def __enter__(self) -> Screen:
         """Switch to the alternate screen."""
-        for fd in self._keyboards:
+        for fd in self._input_fds:
             mode = termios.tcgetattr(fd)
-            mode[3] &= ~(termios.ICANON | termios.ECHO)  # receive each key at once, and do not print keys
-            mode[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on the alternate screen
+            mode[3] &= ~(termios.ICANON | termios.ECHO)  # local modes: receive each key at once, and do not print keys
+            # control characters: ignore Ctrl-Z, because the shell would continue on the alternate screen
+            mode[6][termios.VSUSP] = b"\0"
             termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         self._send("\x1b[?1049h\x1b[?25l\x1b[?7l")  # alternate screen, no cursor, no wrapping
         return self
@@ -169,7 +175,7 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         """Restore the previous screen."""
         self._send("\x1b[?7h\x1b[?25h\x1b[?1049l")
-        for fd, mode in zip(self._keyboards, self._saved_modes, strict=True):
+        for fd, mode in zip(self._input_fds, self._saved_modes, strict=True):
             termios.tcsetattr(fd, termios.TCSAFLUSH, mode)
 
     def _send(self, text: str) -> None:
@@ -178,10 +184,14 @@ class Screen:
         self.console.file.flush()
 
     def show(self, draw: Callable[[int, int], Sequence[str]], duration_s: float) -> bool:
-        """Show the lines that `draw(width, height)` returns for a while; draw again if the terminal is resized.
+        """Draw the screen, and wait for `duration_s` seconds or until the user presses q.
+
+        Args:
+            draw: returns the lines of the screen for a width and height. Called again if the terminal is resized.
+            duration_s: how long to wait, in seconds.
 
         Returns:
-            Whether the user pressed q.
+            Whether the user pressed q, or closed the terminal's input.
         """
         end_time = time.monotonic() + duration_s
         is_drawn = False
@@ -189,76 +199,89 @@ class Screen:
             size = os.get_terminal_size(self.console.file.fileno())
             if size != self._size:
                 self._size = size
-                self._shown = []
+                self._lines = []
                 is_drawn = False
-                self._send("\x1b[2J")
+                self._send("\x1b[2J")  # clear the screen
             if not is_drawn:
                 width = size.columns or 80
                 height = size.lines or 24
-                new = [*draw(width, height), *[""] * height][:height]
-                old = self._shown or [""] * height
-                changed = [n for n in range(height) if new[n] != old[n]]
-                self._send("".join(f"\x1b[{n + 1}H{new[n]}\x1b[K" for n in changed))
-                self._shown = new
+                new_lines = [*draw(width, height), *[""] * height][:height]
+                old_lines = self._lines or [""] * height
+                changed = [n for n in range(height) if new_lines[n] != old_lines[n]]
+                # for each changed line: move the cursor, print the line, erase the rest of the row
+                self._send("".join(f"\x1b[{n + 1}H{new_lines[n]}\x1b[K" for n in changed))
+                self._lines = new_lines
                 is_drawn = True
-            if select.select(self._keyboards, [], [], min(remaining_s, _RESIZE_CHECK_S))[0]:
-                pressed = os.read(self._keyboards[0], 100)
-                if not pressed or b"q" in pressed.lower():
+            if select.select(self._input_fds, [], [], min(remaining_s, _RESIZE_CHECK_S))[0]:
+                keys = os.read(self._input_fds[0], 100)
+                if not keys or b"q" in keys.lower():
                     return True
         return False
 
 
 def watch(run: Run, console: Console) -> None:
-    """Show a run until it is done, none of its stages is active any more, or the user presses q or Ctrl-C.
+    """Show the status of a run until the run is done or inactive, or the user presses q or Ctrl-C.
 
-    q and Ctrl-C do not stop the run.
+    q and Ctrl-C end only this command, not the run.
     """
     poller = StatusPoller(run)
     is_live = supports_live_output(console)
     history = LineHistory(run.metrics_file, is_step_line)
     idle_polls = 0
-    shown: list[tuple[str, str, str]] = []
+    printed_states: list[tuple[str, str, str]] = []
     render: Callable[[int], Group] | None = None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also restores the previous screen
+    # with this handler, SIGTERM raises KeyboardInterrupt, so that the previous screen is restored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Screen(console) if is_live else nullcontext() as screen, suppress(KeyboardInterrupt):
         while idle_polls < MAX_IDLE_POLLS:
-            stages = poller.poll()
-            everything = [*stages, *poller.point_statuses]
-            states = [(status.state, status.problem, status.missing_jobs) for status in everything]
-            render = partial(render_status, run, stages, poller.point_statuses)
-            if screen is None and states != shown:
+            stage_statuses = poller.poll()
+            all_statuses = [*stage_statuses, *poller.point_statuses]
+            states = [(status.state, status.problem, status.missing_jobs) for status in all_statuses]
+            render = partial(render_status, run, stage_statuses, poller.point_statuses)
+            if screen is None and states != printed_states:
                 console.print(render(console.width), soft_wrap=True)
-            shown = states
-            if all(status.state == "done" for status in everything):
+            printed_states = states
+            if all(status.state == "done" for status in all_statuses):
                 break
-            idle_polls = 0 if any(status.is_active for status in everything) else idle_polls + 1
+            idle_polls = 0 if any(status.is_active for status in all_statuses) else idle_polls + 1
             if screen is None:
                 time.sleep(POLL_INTERVAL_S)
             elif screen.show(partial(_draw_screen, console, render, run, history.read_new_lines()), POLL_INTERVAL_S):
                 break
-    if is_live and render is not None:  # leave the last table below the command
+    if is_live and render is not None:  # the alternate screen is gone, so print the last table below the command
         console.print(render(console.width), soft_wrap=True)
 
 
 def _draw_screen(
     console: Console, render: Callable[[int], Group], run: Run, history: LineHistory, width: int, height: int
 ) -> list[str]:
-    """Return the lines of the screen: the tables, and the progress below. Tables that are too long are truncated."""
-    upper = _render_lines(console, width, render(width))
-    lower = _render_lines(console, width, *(Text(line) for line in _describe_progress(run, history, width)))
-    available = height - len(lower)
-    return [*(upper if len(upper) <= available else [*upper[: available - 1], "…"]), *lower]
+    """Return the lines of the screen: the status, and the progress below. A status that is too long is truncated.
+
+    Args:
+        console: the console, which decides about colors.
+        render: returns the status for a width.
+        run: the run.
+        history: the lines of metrics.jsonl that were read so far.
+        width: the width of the screen.
+        height: the height of the screen.
+    """
+    status_lines = _render_lines(console, width, render(width))
+    progress_lines = _render_lines(console, width, *(Text(line) for line in _describe_progress(run, history, width)))
+    available = height - len(progress_lines)
+    if len(status_lines) > available:
+        status_lines = [*status_lines[: available - 1], "…"]
+    return [*status_lines, *progress_lines]
 
 
-def _render_lines(console: Console, width: int, *parts: Group | Text) -> list[str]:
-    """Render parts as lines of terminal output, in the colors of `console`."""
+def _render_lines(console: Console, width: int, *contents: Group | Text) -> list[str]:
+    """Return contents as lines of terminal output, in the colors of `console`. A text is truncated to one line."""
     output = io.StringIO()
     plain = PlainConsole(file=output, width=width, force_terminal=True, color_system=console.color_system)
-    for part in parts:
-        if isinstance(part, Text):
-            plain.print(part, no_wrap=True, overflow="ellipsis")
+    for content in contents:
+        if isinstance(content, Text):
+            plain.print(content, no_wrap=True, overflow="ellipsis")
         else:
-            plain.print(part)
+            plain.print(content)
     return output.getvalue().split("\n")[:-1]
 
 
@@ -270,7 +293,8 @@ def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[s
         means = [fmean(losses[n * len(losses) // count : (n + 1) * len(losses) // count]) for n in range(count)]
         low = min(means)
         span = (max(means) - low) or 1.0
-        bars = "".join(_BARS[int(7.999 * (mean - low) / span)] for mean in means)  # indices 0 to 7
+        # 7.999 instead of 8, so that the highest mean also has an index from 0 to 7
+        bars = "".join(_BARS[int(7.999 * (mean - low) / span)] for mean in means)
         yield f"loss   {bars} {losses[-1]:.4f}"
     unit = "tokens" if history.values("tokens_per_s") else "samples"
     if rates := history.values(f"{unit}_per_s"):
@@ -287,7 +311,10 @@ def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[s
 
 
 def _describe_hosts(run: Run) -> Iterator[str]:
-    """Yield the newest telemetry of each host, if there is any: the mean over its GPUs, or its own values."""
+    """Yield a line for each host with its newest telemetry: the means over its GPUs.
+
+    A host without GPUs has the values of CPUs, memory and disks instead.
+    """
     files = sorted(run.path.glob("telemetry-*.jsonl"))
     for file in files[:_MAX_HOSTS]:
         sample = read_last_object(file, is_telemetry_line) or {}

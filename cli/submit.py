@@ -2,8 +2,11 @@
 
 All errors that can be detected early are reported before anything is created or queued (:func:`check_submission`).
 `--dry-run` makes the same checks, and then prints what would run (:func:`print_plan`). Users paste this output into
-tickets and chats. Values that may be secret are therefore masked (pipeline/config/masking.py). Except for the masking,
-the printed scripts are those that would be submitted.
+tickets and chats. Values that may be secret are therefore masked (pipeline/config/masking.py). Except for the masked
+values, the printed scripts are those that would be submitted.
+
+A user may also correct a config and submit it again. If the run already exists, the changes of its config are called
+corrections (`Run.corrections`).
 """
 
 from __future__ import annotations
@@ -33,16 +36,17 @@ from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from planning.memory_check import check_memory, memory_warnings
 from slurm.query.capacity import check_capacity
-from slurm.query.run_jobs import list_running_work, uses_slurm
+from slurm.query.run_jobs import describe_running_stages, uses_slurm
 from slurm.query.slurm_commands import is_slurm_responding
 from slurm.submit.chain import reset_for_resume, submit_chain
 from slurm.submit.executor import Executor, choose_executor
+from slurm.submit.sbatch import build_sbatch_parameters, render_batch_script
 from slurm.submit.site_environment import check_job_environment
 from slurm.supervise.decision import SIGNAL_EARLY_S
 from tracking.tracker import check_tracker_packages
 
 _MAX_POINTS_SHOWN = 3
-"""Number of points of a sweep that a dry run prints."""
+"""Maximum number of points of a sweep that a dry run prints."""
 STARTUP_ALLOWANCE_S = 60
 """Seconds that an attempt may take to start: imports from a shared file system, rendezvous, loading a checkpoint."""
 
@@ -77,31 +81,37 @@ def submit(
     chosen = executor
     if executor != "slurm" or not dry_run:  # a dry run for Slurm also works without a controller
         chosen = choose_executor(executor, existing if existing.config_file.exists() and uses_slurm(existing) else None)
-    checked = check_submission(loaded, chosen == "slurm")
-    corrections = checked.corrections
+    checked_run = check_submission(loaded, chosen == "slurm")
+    corrections = checked_run.corrections
     if dry_run:
-        notes = [*describe_inputs(checked), *checked.code_notes]
+        # unlike `loaded`, this config includes the changes that `resume` has made to the run
+        planned = checked_run.config
+        notes = [*describe_inputs(checked_run), *checked_run.code_notes]
         if chosen == "local":
-            notes += note_oversubscription(checked.config)
-        # checked.config includes the changes that `resume` has made to the run
-        print_plan(checked.config, chosen, console, notes, scripts=scripts, machine=machine, corrections=corrections)
+            notes += note_oversubscription(planned)
+        print_plan(planned, chosen, console, notes, scripts=scripts, machine=machine, corrections=corrections)
         return
     if corrections:
-        existing.check_not_running(list_running_work(existing))
+        existing.check_not_running(describe_running_stages(existing))
     run = Run.create(loaded)
     if corrections:
         for key, change in corrections.items():
             console.print(f"corrected {key}: {change}", soft_wrap=True)
         reset_for_resume(run, replaces_jobs=True)
-    run.code_notes = checked.code_notes
+    run.code_notes = checked_run.code_notes
     start_run(run, chosen, is_resumed=bool(corrections))
 
 
 def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:
-    """Submit the chain of a run, or run it on this machine until it ends.
+    """Submit the missing jobs of a run, or run its stages on this machine until they end.
+
+    Args:
+        run: the run.
+        executor: where the stages run; not `auto`.
+        is_resumed: whether to submit failed stages again.
 
     Raises:
-        typer.Exit: with the exit code of the first stage that failed, if the stages ran on this machine.
+        typer.Exit: if the stages ran on this machine, with the exit code of `run_chain_locally`.
     """
     console.print(f"run {run.name}", soft_wrap=True)
     for warning in list_warnings(run, executor):
@@ -120,14 +130,18 @@ def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:
 
 
 def check_submission(config: Config, on_slurm: bool) -> Run:
-    """Return the run of `config`, which may not exist yet, after all checks.
+    """Check a config, and return its run. The run may not exist on disk yet.
 
-    Inputs are checked only if they have not been read yet. Inside a container they are not checked, because paths
-    there differ.
+    The inputs of a stage are checked only if the stage has not read them yet. If `site.container` is set, they are not
+    checked, because paths inside the container differ from the paths here.
+
+    Args:
+        config: the config.
+        on_slurm: whether the stages will run as Slurm jobs, which are then also checked.
 
     Raises:
-        UserError: the run cannot be created or corrected, its inputs cannot be used, its jobs cannot be written, or a
-            library that `track` requires is not installed.
+        UserError: if the run cannot be created, or the config cannot be applied to the existing run. Also if the inputs
+            cannot be used, a job cannot be submitted, or a package that `track` requires is not installed.
     """
     run = Run.preview(config)
     check_tracker_packages(config)
@@ -136,19 +150,16 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
     if on_slurm:
         check_jobs(run)
     if run.will_copy_code:
-        run.code_notes = run.check_model_code()  # last, because it may take seconds
+        run.code_notes = run.check_model_code()  # the last check, because it may take seconds
     return run
 
 
 def check_jobs(run: Run) -> None:
     """Raise UserError if a job of the run cannot be submitted.
 
-    That is the case if sbatch cannot represent its options, or if a variable of `site.pass` is not set in this shell.
-    It is also the case if the job requests more than any node has.
+    Possible reasons are options that sbatch cannot represent, a variable of `site.pass` that is not set in this shell,
+    a file `site.secrets` that other users can read, and a request that no partition can satisfy.
     """
-    # imported here, because this imports submitit, which local runs and dry runs do not need
-    from slurm.submit.sbatch import build_sbatch_parameters
-
     check_job_environment(run.config.site, os.environ)
     for stage in run.config.active_stages:
         build_sbatch_parameters(run, run.config, stage, None)
@@ -156,7 +167,7 @@ def check_jobs(run: Run) -> None:
 
 
 def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
-    """Yield what the user should know when the run starts or resumes."""
+    """Yield the warnings and notes to print when a run starts or resumes."""
     yield from filter(None, (describe_exposed_setup(run.config), describe_replacement_risk(run.path)))
     yield from stages.list_resume_notes(run)
     yield from run.code_notes
@@ -169,9 +180,9 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
 
 
 def describe_short_time_limit(config: Config, stage: str) -> str | None:
-    """Return a description of a stage's time limit if it is too short to start and save; otherwise None.
+    """Return a description of a stage's time limit if the limit is too short to start and save; otherwise None.
 
-    The time before Slurm's signal counts (`site.signal_s`).
+    Only the time before Slurm's signal counts, because the stage then saves and exits (`site.signal_s`).
     """
     signal_s = config.site.signal_s
     remaining_s = parse_time_limit(config.stages.get_resources(stage).time) - signal_s - SIGNAL_EARLY_S
@@ -192,7 +203,7 @@ def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
 
 
 def describe_inputs(run: Run) -> Iterator[str]:
-    """Yield the number and size of the input files, unless they were read already or are inside a container."""
+    """Yield a line with the number and total size of the input files; nothing if the files cannot be listed here."""
     from data_prep.prepare import open_data_folder
 
     try:
@@ -234,19 +245,19 @@ def print_plan(
     machine: str | None = None,
     corrections: Mapping[str, str] | None = None,
 ) -> None:
-    """Print what a config would run, and whether it fits: problems, jobs, memory and layout first, on one screen.
+    """Print what a config would run, and whether it fits. Problems, jobs, memory and layout come first, on one screen.
 
     Args:
         config: the config.
-        executor: where its jobs would run; not `auto`.
+        executor: where the stages would run; not `auto`.
         console: where to print.
         notes: more lines about the run, such as the size of its inputs.
         scripts: whether to also print the resolved config and, for Slurm, the sbatch scripts.
         machine: as in `check_memory`.
-        corrections: changes that submitting the config would make to an existing run: dotted key → description.
+        corrections: descriptions of the changes that submitting this config would make to an existing run, by key.
 
     Raises:
-        UserError: a script cannot be written, or `machine` is unknown.
+        UserError: if a script cannot be written, or `machine` is unknown.
     """
     verdicts = check_memory(config, executor, machine)
     warning = describe_exposed_setup(config)
@@ -256,6 +267,7 @@ def print_plan(
     done_stages = [] if corrections else list(_list_done_stages(run))
     jobs = [job for job in _list_jobs(config, len(sweep_points)) if job.stage not in done_stages]
     on_slurm = executor == "slurm"
+    # the changes that this command would make to an existing run, or else the changes that were made before
     changes = [f"corrects  {key}: {change}" for key, change in (corrections or {}).items()]
     if not corrections and run.config_file.exists():
         changes = [line for line in (run.describe_changes(),) if line]
@@ -294,8 +306,6 @@ def print_plan(
         return
     lines = ["", "# ---- config, resolved", dump_config(config).rstrip()]
     if on_slurm:
-        from slurm.submit.sbatch import render_batch_script
-
         for job in jobs:
             lines += [
                 "",
@@ -314,7 +324,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
-    """Yield the jobs of a config; `point_count`: number of points of its sweep, or 0."""
+    """Yield the jobs of a config. `point_count` is the number of points of its sweep; 0 if there is no sweep."""
     for stage, definition in config.active_stages.items():
         tasks = (point_count or 1) if definition.is_per_point else config.stages.get_resources(stage).array_tasks
         yield _Job(stage, stage, tasks)
@@ -325,14 +335,14 @@ def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
 
 
 def _list_done_stages(run: Run) -> Iterator[str]:
-    """Yield the stages of a run that are done. For a sweep, these are only stages that its points share."""
+    """Yield the stages of a run that are done. For a sweep, only the stages that its points share are examined."""
     for stage in stages.list_run_stages(run) if run.config_file.exists() else ():
         if stages.describe_missing_outputs_quickly(run, stage) is None:
             yield stage
 
 
 def _check_controller() -> Iterator[str]:
-    """Yield why jobs could not be submitted from this machine now, if they could not."""
+    """Yield a problem if jobs cannot be submitted from this machine now."""
     try:
         if not is_slurm_responding():
             yield "submitting would fail here: no Slurm controller responds (scontrol ping)"
@@ -341,14 +351,14 @@ def _check_controller() -> Iterator[str]:
 
 
 def _check_time_limits(config: Config) -> Iterator[str]:
-    """Yield the stages whose time limit leaves no time to work."""
+    """Yield a problem for each stage whose time limit is too short to start and save."""
     for stage in config.active_stages:
         if problem := describe_short_time_limit(config, stage):
             yield f"stages.{stage}.time: {config.stages.get_resources(stage).time} is {problem}"
 
 
 def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> Iterator[str]:
-    """Yield the number of jobs, and the nodes, GPUs and hours that they use at most."""
+    """Yield a line with the number of jobs, and the largest number of nodes, GPUs and hours that they may use."""
     if not jobs:
         yield "jobs      none: all stages are done"
         return
@@ -363,7 +373,7 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
     )
     hours = {"node": 0.0, "GPU": 0.0}
     for stage, heading, tasks in jobs:
-        if stage == heading:  # the other jobs only complete the work of these
+        if stage == heading:  # the other jobs only complete what the first job of the stage has left
             node_hours = (
                 tasks
                 * config.stages.get_resources(stage).max_nodes
@@ -382,7 +392,7 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
 
 
 def _describe_training(config: Config, run: Run) -> Iterator[str]:
-    """Yield the data, the model, the batches and the layout of the training."""
+    """Yield a line each about the data, the model, the batches and the layout of the train stage."""
     train = config.train
     model = config.model
     length = config.data.sequence_length
@@ -407,18 +417,18 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
 
 
 def describe_stages(
-    config: Config, point_count: int, on_slurm: bool, chosen: Container[str] | None = None
+    config: Config, point_count: int, on_slurm: bool, selected_stages: Container[str] | None = None
 ) -> Iterator[str]:
     """Yield a line for each stage: its processes, time limit, parent stages, and what it requests from Slurm.
 
     Args:
         config: the config.
-        point_count: number of points of its sweep, or 0.
+        point_count: the number of points of the sweep; 0 if there is no sweep.
         on_slurm: whether the stages run on Slurm.
-        chosen: the stages to describe; None for all.
+        selected_stages: the stages to describe; None for all.
     """
     for stage, definition in config.active_stages.items():
-        if chosen is not None and stage not in chosen:
+        if selected_stages is not None and stage not in selected_stages:
             continue
         resources = config.stages.get_resources(stage)
         site = config.resolve_site(stage)
@@ -437,7 +447,7 @@ def describe_stages(
 
 
 def _list_slurm_options(site: SiteConfig) -> list[str]:
-    """Return what a stage's jobs request from Slurm, as `key value`."""
+    """Return the options that a stage's jobs request from Slurm, each as `KEY VALUE`."""
     keys = ["partition", "account", "qos", "constraint", "cpus_per_task", "mem_gb"]
     if site.gpus_per_node:
         keys += ["gpus_per_node", "gpu_type"]

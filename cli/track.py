@@ -1,4 +1,4 @@
-"""`track RUN`: send to experiment trackers what they do not have yet."""
+"""`track RUN`: send new metrics and events of a run to experiment trackers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Check before submission that the cluster can run what a run's stages request.
+"""Check before submission that the cluster can satisfy the resource requests of a run's stages.
 
-If sbatch refuses a job in the middle of a chain, the jobs before it are already queued. It also accepts some requests
-that no node can ever satisfy; such jobs wait forever. Three checks find such requests early:
+If sbatch refuses a job in the middle of a chain, the jobs before it are already queued. sbatch also accepts some
+requests that no node can ever satisfy, and such jobs wait forever. Three checks find these requests early:
 
 - :func:`check_capacity`: enough nodes of one partition have the requested resources (`sinfo`).
 - :func:`check_limits`: array sizes and the number of jobs are within the limits of the cluster and the user's QOS.
-- :func:`find_placement_problem`: the ranks of a tensor parallel group share a node. It also runs at the start of a job.
+- :func:`find_planned_placement_problem`: the ranks of a tensor parallel group share a node. At the start of a job,
+  :func:`find_placement_problem` checks this again for the granted nodes.
 
-If Slurm does not answer a query, the check that needs the answer is skipped, and sbatch decides.
+If Slurm does not respond to a query, the check that needs the response is skipped, and sbatch decides.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.slurm_commands import cluster_settings, parse_key_values, read_slurm_config, run_slurm_command
 
-TIMEOUT_S = 5.0
+_NODE_QUERY_TIMEOUT_S = 5.0
+"""Time limit of each query of nodes and of the controller's configuration."""
 _FORMAT = "%P|%D|%c|%m|%f|%G"
 """sinfo's columns: partition, number of nodes, CPUs and memory (MB) of each node, features, generic resources."""
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes of a partition that have the same resources on each node.
+    """Nodes of a partition that all have the same resources.
 
-    A resource is infinite if sinfo prints only a lower bound, or something that cannot be parsed.
+    The amount of a resource is infinite if sinfo prints only a lower bound, or a text that cannot be parsed.
     """
 
     partition: str
@@ -46,7 +48,7 @@ class NodeGroup:
     memory_mb: float
     features: frozenset[str]
     gpus: Mapping[str, float]
-    """Type of GPU in lower case ("" for GPUs without a type) → number on each node."""
+    """Number of GPUs on each node, by type in lower case; the type is "" for GPUs without a type."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class _Requirement:
 
     is_met: Callable[[NodeGroup], bool]
     description: str
-    """The amount and the config keys that request it: `8 CPUs (…)`."""
+    """The amount, and the config keys that request this amount: `8 CPUs (site.cpus_per_task: 8)`."""
     amount: Callable[[NodeGroup], float] | None
     """Returns how much of the resource a node has; None for features, which have no amount."""
     keys: str
@@ -63,7 +65,7 @@ class _Requirement:
 
 
 def parse_nodes(output: str) -> list[NodeGroup]:
-    """Parse the output of `sinfo --exact` with the columns `_FORMAT`; malformed lines are left out."""
+    """Parse the output of `sinfo --exact` with the format `_FORMAT`; malformed lines are left out."""
     rows = [cells for line in output.splitlines() if len(cells := line.strip().split("|")) == 6]
     return [
         NodeGroup(
@@ -96,9 +98,9 @@ def _parse_gpus(gres: str) -> dict[str, float]:
 def has_features(constraint: str, features: frozenset[str]) -> bool:
     """Return True if a node with these features may be part of an allocation with this constraint (sbatch(1)).
 
-    If the constraint has counts (`[a*2&b*4]`), one of the features is enough, because other nodes may have the others.
-    Brackets without counts (`[a|b]`) are treated as parentheses. If the constraint cannot be parsed, the result is
-    True.
+    If the constraint has counts (`[a*2&b*4]`), a node needs only one of the features, because other nodes may have the
+    other features. Brackets without counts (`[a|b]`) are treated as parentheses. If the constraint cannot be parsed,
+    the result is True.
     """
     text = re.sub(r"\*\d+", "", constraint).translate(str.maketrans("[],", "()&"))
     if re.search(r"\*\d+", constraint):
@@ -138,12 +140,14 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
 
 
 def check_capacity(run: Run) -> None:
-    """Raise UserError if a stage requests more than the nodes have according to sinfo.
+    """Raise UserError if no partition can satisfy the request of a stage, according to sinfo.
 
     Stages that are done are not checked, except in a sweep. No error is raised if sinfo fails, or if Slurm can power on
     cloud nodes, which sinfo does not show while they are powered off.
     """
-    output = run_slurm_command("sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=TIMEOUT_S)
+    output = run_slurm_command(
+        "sinfo", "--noheader", "--all", "--exact", f"--format={_FORMAT}", timeout_s=_NODE_QUERY_TIMEOUT_S
+    )
     node_groups = parse_nodes(output or "")
     if not node_groups:
         return
@@ -151,18 +155,21 @@ def check_capacity(run: Run) -> None:
         reason = find_unsatisfiable_request(run.config, stage, node_groups)
         if reason is None:
             continue
-        # in a sweep, the outputs of some stages are in the points, so `run` does not show whether they are done
+        # in a sweep, the directories of the points contain the outputs of some stages, and `run` does not
         is_done = run.config.sweep is None and stages.load_stage_module(stage).describe_missing_outputs(run) is None
         if is_done:
             continue
-        can_power_on_nodes = read_slurm_config(TIMEOUT_S).get("ResumeProgram", "(null)") not in ("", "(null)")
+        resume_program = read_slurm_config(_NODE_QUERY_TIMEOUT_S).get("ResumeProgram", "(null)")
+        can_power_on_nodes = resume_program not in ("", "(null)")
         if can_power_on_nodes:
             return
         raise UserError("slurm.unsatisfiable_request", reason)
 
 
 def find_unsatisfiable_request(config: Config, stage: str, node_groups: Sequence[NodeGroup]) -> str | None:
-    """Return why no partition can satisfy the request of a stage, with the keys to change; None if one may.
+    """Return why no partition can satisfy the request of a stage, with the config keys to change.
+
+    The result is None if a partition may satisfy the request, or if sinfo does not show a requested partition.
 
     Args:
         config: the config.
@@ -179,14 +186,15 @@ def find_unsatisfiable_request(config: Config, stage: str, node_groups: Sequence
         name: [group for group in non_empty_groups if group.partition == name] for name in partitions
     }
     if not all(groups_by_partition.values()):
-        return None  # sinfo does not show one of the partitions
+        return None
     requirements = _list_requirements(config, stage)
 
     def count_matching_nodes(groups: Sequence[NodeGroup]) -> int:
         """Return how many nodes meet all requirements."""
         return sum(group.count for group in groups if all(each.is_met(group) for each in requirements))
 
-    max_matching = max(map(count_matching_nodes, groups_by_partition.values()))  # a job runs in one partition
+    # all nodes of a job are in one partition
+    max_matching = max(map(count_matching_nodes, groups_by_partition.values()))
     if max_matching >= min_nodes:
         return None
     location = f"partition {requested}" if requested else "the cluster"
@@ -248,9 +256,9 @@ def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
 
 
 def _find_key(config: Config, stage: str, name: str) -> str:
-    """Return the config key that sets a resource of a stage: `stages.STAGE.X`, `site.data_jobs.X` or `site.X`.
+    """Return the config key that sets a resource of a stage.
 
-    `name` is the last part of the key, such as `mem_gb`.
+    The key is `stages.STAGE.NAME`, `site.data_jobs.NAME` or `site.NAME`. `name` is its last part, such as `mem_gb`.
     """
     if getattr(config.stages.get_resources(stage), name) is not None:
         return f"stages.{stage}.{name}"
@@ -262,8 +270,8 @@ def _find_key(config: Config, stage: str, name: str) -> str:
 def assign_ranks_to_nodes(tasks: Sequence[int], distribution: str) -> list[int]:
     """Return the index of the node of each rank, by the rules of srun(1), `--distribution`.
 
-    `block` fills a node before the next one. `plane=N` assigns N ranks to each node in turn, and `cyclic` assigns one
-    rank to each node in turn.
+    `plane=N` assigns N ranks to each node in turn, and `cyclic` assigns one rank to each node in turn. With `block` and
+    all other values, each node is filled before the next node.
 
     Args:
         tasks: how many ranks each node can run.
@@ -290,15 +298,16 @@ def _parse_plane_size(distribution: str) -> int | None:
 def describe_placement_problem(
     stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
 ) -> str | None:
-    """Return why the ranks of a stage do not fit the granted nodes; None if they fit.
+    """Return why the ranks of a stage do not fit the granted nodes, or why a tensor parallel group needs several nodes.
 
-    The allocation may have more nodes than necessary; srun then uses the first nodes.
+    The result is None if there is no problem. If the allocation has more nodes than necessary, srun uses the first
+    nodes.
 
     Args:
         stage: the stage.
         nodes: the number of nodes that the stage uses.
         per_node: the number of ranks on each node.
-        tensor: the number of ranks in a tensor-parallel group. It divides `per_node`.
+        tensor: the number of ranks in a tensor parallel group. This number divides `per_node`.
         tasks: how many tasks each granted node can run.
         distribution: the value of `--distribution`; None for the default (block).
     """
@@ -309,7 +318,7 @@ def describe_placement_problem(
             f"stages.{stage}.nodes and stages.{stage}.tasks_per_node to what was granted"
         )
     plane_size = _parse_plane_size(distribution or "")
-    # with planes of 3, srun would put the 4 ranks of two nodes as 3 and 1 instead of 2 and 2
+    # for example, with planes of 3, srun would divide 4 ranks among two nodes as 3 and 1 instead of 2 and 2
     if plane_size and per_node % plane_size:
         return (
             f"--distribution={distribution} makes planes that do not divide the ranks per node ({per_node}): request "
@@ -327,7 +336,10 @@ def describe_placement_problem(
 
 
 def find_planned_placement_problem(config: Config) -> str | None:
-    """Return why the ranks of the train stage would not fit the nodes that its job requests; None if they fit."""
+    """Return why the ranks of the train stage would not fit the nodes that its job requests; None if they fit.
+
+    The rules are those of :func:`describe_placement_problem`.
+    """
     train = config.stages.train
     tasks = [train.tasks_per_node] * train.max_nodes
     return describe_placement_problem(
@@ -338,7 +350,8 @@ def find_planned_placement_problem(config: Config) -> str | None:
 def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
     """Return why `size` ranks of a stage do not fit this job's allocation; None if they fit.
 
-    The result is also None for a stage without a process group, and if the allocation is unknown.
+    The rules are those of :func:`describe_placement_problem`. The result is also None for a stage without a process
+    group, and if the environment does not describe an allocation.
     """
     granted = read_granted_tasks(os.environ)
     if not STAGES[stage].is_distributed or granted is None:
@@ -348,8 +361,8 @@ def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
     return describe_placement_problem(stage, size // per_node, per_node, tensor, *granted)
 
 
-_TIMEOUT_S = 10.0
-"""Time limit of each query of a limit."""
+_LIMIT_QUERY_TIMEOUT_S = 10.0
+"""Time limit of each query of a limit on jobs."""
 
 
 def check_limits(config: Config, planned: Mapping[str, Sequence[int]]) -> None:
@@ -392,8 +405,13 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
     """Raise UserError if the user would have more jobs in the queue than MaxSubmitJobs allows.
 
     The limit of the job's QOS applies (MaxSubmitJobsPerUser). If the QOS has no limit, the limit of the user's
-    association with the account applies. No error is raised if the job's partition has a QOS: its limits take
-    precedence, and they are not read.
+    association with the account applies. No error is raised if a job's partition has a QOS: the limits of this QOS take
+    precedence, and they are not queried.
+
+    Args:
+        config: the config.
+        planned: as in :func:`check_limits`.
+        cluster: the name of the local cluster.
     """
     columns = "DefaultAccount,Account,Partition,DefaultQOS,MaxSubmitJobs"
     associations = _read_sacctmgr(
@@ -411,7 +429,8 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
             qos = requested["qos"] or default_qos or "normal"
             key = ("QOS", qos)
             text = limit_by_qos.get(qos, "")
-            # an account's limit does not count jobs in partitions for which the user has separate associations
+            # if the user has separate associations for some partitions, their jobs do not count for the limit of the
+            # account; the limit is then not checked, because squeue's rows are counted only by account
             if not text and not any(row[1] == account and row[2] for row in associations):
                 key = ("account", account)
                 text = limit
@@ -423,7 +442,7 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
     if not limits:
         return
     output = run_slurm_command(
-        "squeue", "--me", "-h", "-r", "-t", "PENDING,RUNNING,SUSPENDED", "-o", "%q|%a", timeout_s=_TIMEOUT_S
+        "squeue", "--me", "-h", "-r", "-t", "PENDING,RUNNING,SUSPENDED", "-o", "%q|%a", timeout_s=_LIMIT_QUERY_TIMEOUT_S
     )
     queued = Counter[tuple[str, str]]()
     for line in (output or "").splitlines():
@@ -441,9 +460,9 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
 
 
 def _find_requested(config: Config, stage: str, name: str) -> str | None:
-    """Return the account, partition or QOS (`name`) that a stage's job requests; None for Slurm's default.
+    """Return the account, partition or QOS that a stage's job requests; None for Slurm's default.
 
-    Options of the config take precedence over SBATCH_* variables.
+    Options of the config take precedence over SBATCH_* variables. `name` is `account`, `partition` or `qos`.
     """
     site = config.resolve_site(stage)
     value = getattr(site, name) or site.sbatch.get(name) or os.environ.get(f"SBATCH_{name.upper()}")
@@ -451,16 +470,18 @@ def _find_requested(config: Config, stage: str, name: str) -> str | None:
 
 
 def _has_partition_qos(partition: str | None) -> bool:
-    """Return True if a partition has a QOS of its own (None: if any partition has one), or if Slurm does not respond.
+    """Return True if a partition has a QOS, whose limits take precedence over the limits of the job's QOS.
 
-    The limits of a partition's QOS take precedence over those of the job's QOS.
+    If `partition` is None, any partition of the cluster counts. The result is also True if Slurm does not respond.
     """
     output = run_slurm_command("scontrol", "--oneliner", "show", "partition", *([partition] if partition else []))
     return any(parse_key_values(line).get("QoS", "N/A") != "N/A" for line in (output or "QoS=unknown").splitlines())
 
 
 def _read_sacctmgr(*arguments: str, columns: str) -> list[list[str]]:
-    """Return the rows of `sacctmgr show`; empty if sacctmgr is missing or the user may not run it."""
-    output = run_slurm_command("sacctmgr", "-n", "-P", "show", *arguments, f"format={columns}", timeout_s=_TIMEOUT_S)
+    """Return the rows of `sacctmgr show`; empty if sacctmgr is missing or the user may not run this command."""
+    output = run_slurm_command(
+        "sacctmgr", "-n", "-P", "show", *arguments, f"format={columns}", timeout_s=_LIMIT_QUERY_TIMEOUT_S
+    )
     rows = [line.split("|") for line in (output or "").splitlines()]
     return [row for row in rows if len(row) == columns.count(",") + 1]

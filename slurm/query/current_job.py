@@ -1,16 +1,16 @@
-"""What Slurm knows about the job of this process, and how to requeue it without its bad nodes.
+"""Query the state of this process's job, requeue the job, and exclude bad nodes from jobs.
 
-`scontrol show job` is read when a stage ends, to find out why (seen on Slurm 22.05):
+When a stage ends, the output of `scontrol show job` shows the cause (seen on Slurm 22.05):
 
-- It shows a `PreemptTime` from the start of a preemption's grace period.
+- From the start of a preemption's grace period, the output contains `PreemptTime`.
 - Once the job is requeued, `Restarts` is one more than at the start of this process, and `PreemptTime` is gone.
-- After a plain `scancel`, `PreemptTime` is not shown and `Restarts` is unchanged.
-- The state is COMPLETING until the last process is gone, whatever the cause. Only accounting then distinguishes a
-  preemption with PreemptMode=CANCEL from `scancel` in the grace period. It also shows a TIMEOUT before the job's own
-  time limit, such as at the end of a reservation.
+- After a plain `scancel`, there is no `PreemptTime`, and `Restarts` is unchanged.
+- The state is COMPLETING until the last process has exited, whatever the cause. Only accounting then distinguishes a
+  preemption with PreemptMode=CANCEL from `scancel` in the grace period. Accounting also shows TIMEOUT if the job ended
+  before its own time limit, for example at the end of a reservation.
 
-Nodes that failed are recorded in `bad_nodes.jsonl` of the run. For `recovery.exclude_hours`, new jobs exclude them by
-`--exclude`, and requeued jobs by `scontrol update` of their ExcNodeList.
+Nodes that failed are recorded in `bad_nodes.jsonl` of the run. For `recovery.exclude_hours`, new jobs exclude these
+nodes by `--exclude`, and requeued jobs by `scontrol update` of their ExcNodeList.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ CAUSE_BY_STATE = {
     "CANCELLED": ExitCode.CANCELLED,
     "OUT_OF_MEMORY": ExitCode.OUT_OF_MEMORY,
 }
-"""Causes by the states in which Slurm ends jobs, as accounting names them."""
+"""Cause of a stop, by the final state of the job in accounting."""
 UNUSABLE_NODE_STATES = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
-"""Prefixes of the states of nodes on which no job can start (sinfo(1))."""
+"""Prefixes of the states of nodes on which no job can start (sinfo(1), NODE STATE CODES)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class JobInfo:
 def read_job_info(job_id: str, timeout_s: float = 0.5) -> JobInfo | None:
     """Return what the controller shows about a job.
 
-    A busy controller refuses some queries, so a failed query is repeated for `timeout_s` seconds. Without an answer,
+    A busy controller refuses some queries, so a failed query is repeated for `timeout_s` seconds. Without a response,
     the supervisor could report a wrong cause for a stop. While the job is COMPLETING, its state is replaced by the
     final state in accounting, if there is one.
 
@@ -84,7 +84,7 @@ def read_job_info(job_id: str, timeout_s: float = 0.5) -> JobInfo | None:
         timeout_s: how long to repeat a query that fails.
 
     Returns:
-        The job; None if the controller does not respond in time.
+        The state of the job; None if no query succeeds in time.
     """
     deadline = time.monotonic() + timeout_s
     while (output := run_slurm_command("scontrol", "show", "job", job_id)) is None:
@@ -94,7 +94,7 @@ def read_job_info(job_id: str, timeout_s: float = 0.5) -> JobInfo | None:
         time.sleep(0.5)
     info = parse_job_info(output)
     if info.state == "COMPLETING":
-        # sacct prints, for example, `CANCELLED by 0`; accounting may lag and still show RUNNING, which is ignored
+        # sacct prints, for example, `CANCELLED by 0`; a state such as RUNNING is ignored, because accounting lags
         states = (run_slurm_command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State") or "").split()
         if states and states[0] in CAUSE_BY_STATE:
             info = replace(info, state=states[0])
@@ -115,7 +115,7 @@ def parse_job_info(output: str) -> JobInfo:
         restarts=int(fields["Restarts"]) if fields.get("Restarts", "").isdigit() else 0,
         is_preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in ("None", "Unknown", "(null)"),
         time_left_s=time_left_s,
-        is_batch=fields.get("BatchFlag", "0") != "0",  # more than 1 if Slurm has requeued the job after its end
+        is_batch=fields.get("BatchFlag", "0") != "0",  # may be more than 1, after Slurm has requeued a job that ended
         start=fields.get("StartTime", ""),
         partition=fields.get("Partition", ""),
         qos=fields.get("QOS", ""),
@@ -127,11 +127,14 @@ def parse_job_info(output: str) -> JobInfo:
 
 
 def query_accounted_state(job_id: str, start: str) -> str | None:
-    """Return the state of one run of a job in accounting, such as PREEMPTED or REQUEUED; None if it is not recorded.
+    """Return the state in which one execution of a job ended, such as PREEMPTED or REQUEUED.
 
     Args:
-        job_id: a job, or a task of an array, that has been requeued. Accounting has a row for each of its runs.
-        start: when that run of the job started, as Slurm writes times.
+        job_id: a job, or a task of an array, that has been requeued. Accounting has one row for each execution.
+        start: when the execution started, as Slurm writes times.
+
+    Returns:
+        The state in accounting; None if accounting has no execution with this start.
     """
     output = run_slurm_command("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Start,State") or ""
     rows = (line.split("|") for line in output.splitlines())
@@ -140,12 +143,12 @@ def query_accounted_state(job_id: str, start: str) -> str | None:
 
 
 def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
-    """Return the nodes that are down or do not respond to the controller; none if the controller does not respond.
+    """Return the nodes that are down or do not respond to the controller; [] if the controller does not respond.
 
     Args:
         nodes: the nodes to check, as a host list; "" for none.
-        since: a time as Slurm writes times. If given, the result also contains nodes on which slurmd started after
-            `since`: these nodes failed and are up again.
+        since: a time as Slurm writes times; "" for none. If given, the result also contains nodes on which slurmd
+            started after `since`: these nodes have failed and are up again.
     """
     failed = set()
     output = run_slurm_command("scontrol", "show", "node", "--oneliner", nodes) if nodes else None
@@ -163,9 +166,9 @@ def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
 def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
     """Requeue the job of this process.
 
-    Slurm then ends this run of the job: it sends SIGTERM, and SIGKILL after KillWait. The SIGTERM may kill `scontrol`
-    before it reports success. If `scontrol` fails, the job's number of restarts therefore decides whether the job was
-    requeued. The list of excluded nodes can only be changed before the SIGKILL.
+    Slurm then ends all processes of the job: it sends SIGTERM, and SIGKILL after KillWait. The SIGTERM may kill
+    `scontrol` before `scontrol` reports success. If `scontrol` fails, the job's number of restarts therefore decides
+    whether the job was requeued. The list of excluded nodes can only be changed before the SIGKILL.
 
     Args:
         job_id: the id of the job.
@@ -188,7 +191,15 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
 
 
 def record_bad_node(run: Run, host: str, cause: str) -> None:
-    """Record a node that failed the health check at the start of a job. Slurm itself avoids nodes that are down."""
+    """Record a node that failed the health check at the start of a job.
+
+    Nodes that are down need no record, because Slurm starts no jobs on them.
+
+    Args:
+        run: the run.
+        host: the hostname of the node.
+        cause: why the node is bad.
+    """
     append_line(run.path / "bad_nodes.jsonl", json.dumps({"time": time.time(), "host": host, "cause": cause}))
 
 
@@ -202,9 +213,10 @@ def select_bad_nodes(
     Args:
         runs: the runs with the records of bad nodes. The config of the first run is used.
         now: the current time, in seconds since 1970.
-        nodes: the nodes of the partition, and whether jobs can start on them. Slurm refuses a list with other nodes.
+        nodes: the nodes of the partition, and whether jobs can start on them. Other nodes are not returned, because
+            Slurm refuses a list that contains them.
         already_excluded: nodes that are excluded anyway.
-        min_nodes: the number of nodes that the job needs. At least this many usable nodes are never excluded.
+        min_nodes: the number of nodes that the job needs. At least this many usable nodes remain.
     """
     limits = runs[0].config.recovery
     records = sorted((record for run in runs for record in _read_bad_nodes(run)), key=lambda record: -record["time"])
@@ -220,15 +232,19 @@ def select_bad_nodes(
 
 
 def excluded_nodes_at_submission(runs: Sequence[Run], stage: str) -> str | None:
-    """Return the `--exclude` option of a new job for `stage` of `runs`; None if the job excludes no nodes.
+    """Return the value of `--exclude` for a new job; None if the job excludes no nodes.
 
-    The option contains `site.sbatch.exclude` and the bad nodes. If `site.sbatch.exclude` is a file, no bad nodes are
+    The value contains `site.sbatch.exclude` and the bad nodes. If `site.sbatch.exclude` is a file, no bad nodes are
     added.
+
+    Args:
+        runs: the run, or the sweep points for which the job is submitted.
+        stage: the stage that the job runs.
     """
     site = runs[0].config.resolve_site(stage)
     configured = str(site.sbatch.get("exclude") or "")
     bad_nodes: list[str] = []
-    is_file = "/" in configured  # a file with node names (sbatch(1), --exclude)
+    is_file = "/" in configured  # by the rule of sbatch(1), --exclude
     if not is_file and any((run.path / "bad_nodes.jsonl").exists() for run in runs):
         already_excluded = expand_hostlist(configured) if configured else []
         nodes = _list_nodes(site.partition)
@@ -241,9 +257,14 @@ def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None
 
     Nodes that the user excludes stay in the list. Bad nodes are removed from the list after `recovery.exclude_hours`.
 
+    Args:
+        run: the run.
+        stage: the stage that the job runs.
+        info: the job.
+
     Returns:
-        The new list, "" if no node is excluded any more; None if the list does not change, no bad node was ever
-        recorded, or Slurm does not respond.
+        The nodes, separated by commas; "" if no node is excluded any more. None if the list does not change, no bad
+        node was ever recorded, or Slurm does not respond.
     """
     current = expand_hostlist(info.excluded_nodes) if info.excluded_nodes else []
     records = list(_read_bad_nodes(run))
@@ -251,25 +272,26 @@ def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None
         return None
     recorded = {_node_name(record["host"], nodes) for record in records}
     configured = str(run.config.resolve_site(stage).sbatch.get("exclude") or "")
-    by_user = expand_hostlist(configured) if configured and "/" not in configured else []
-    kept = list(dict.fromkeys([*by_user, *(node for node in current if node not in recorded)]))
-    new_list = kept + select_bad_nodes([run], time.time(), nodes, kept, _min_nodes(run, stage))
+    nodes_of_user = expand_hostlist(configured) if configured and "/" not in configured else []
+    kept_nodes = list(dict.fromkeys([*nodes_of_user, *(node for node in current if node not in recorded)]))
+    new_list = kept_nodes + select_bad_nodes([run], time.time(), nodes, kept_nodes, _min_nodes(run, stage))
     return None if set(new_list) == set(current) else ",".join(dict.fromkeys(new_list))
 
 
 def _is_bad_node(line: Any) -> bool:
-    """Return True for a line of bad_nodes.jsonl."""
+    """Return True if a parsed line of bad_nodes.jsonl is valid."""
     return has_fields(line, {"time": is_number, "host": is_text}, {})
 
 
 def _read_bad_nodes(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the records of bad nodes of a run, oldest first."""
     return read_valid_lines(run.path / "bad_nodes.jsonl", _is_bad_node)
 
 
 def _list_nodes(partition: str | None) -> dict[str, bool]:
-    """Return the nodes of a partition (None: the default one), and whether jobs can start on each.
+    """Return the nodes of a partition, and whether jobs can start on each node. Empty if Slurm does not respond.
 
-    The result is empty if Slurm does not respond.
+    If `partition` is None, these are the nodes of the default partition.
     """
     command = ["sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N|%T|%P"]
     rows = [line.split("|") for line in (run_slurm_command(*command) or "").splitlines()]
@@ -281,9 +303,10 @@ def _list_nodes(partition: str | None) -> dict[str, bool]:
 
 
 def _node_name(host: str, nodes: Mapping[str, bool]) -> str:
-    """Return Slurm's name of a host, whose hostname may be longer (`n1.cluster` for the node `n1`)."""
+    """Return Slurm's name of a host. The hostname may be longer, such as `n1.cluster` for the node `n1`."""
     return host if host in nodes else host.partition(".")[0]
 
 
 def _min_nodes(run: Run, stage: str) -> int:
+    """Return the smallest number of nodes with which a stage can run."""
     return run.config.stages.get_resources(stage).min_nodes

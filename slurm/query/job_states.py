@@ -1,22 +1,23 @@
 """Query the states of a run's jobs, and decide which of the jobs that Slurm shows belong to the run.
 
-A job id alone identifies nothing: a controller that lost its state counts from 1 again, and two clusters that share a
-file system use the same ids. Callers therefore pass a :class:`RecordedJob`. What Slurm shows is matched in two ways:
+A job id alone does not identify a job: a controller that lost its state starts again with id 1, and two clusters that
+share a file system use the same ids. Callers therefore pass a :class:`RecordedJob`. Slurm's jobs are matched with it in
+two ways:
 
 - Proven: squeue shows a job with this id, on this cluster, with the run's comment. Only such a job is cancelled,
   changed or waited for. A requeue changes the job's times, but neither its id nor its comment.
 - Similar: only cluster, id, user, name and submit time agree, because many sites keep no comments in accounting. A
   similar job is enough to find out how the recorded job ended.
 
-One query costs one `squeue -t all --me`, which shows jobs until MinJobAge after their end. The controller applies only
-the filter `--me` (or a single id) itself; with a list of ids it sends the whole queue. `sacct` then shows the jobs that
-squeue does not; it lags by about a second. A second `squeue` is needed for jobs of another user. A job that neither
-command shows is UNKNOWN, and so are all jobs if the controller does not respond. The state of an UNKNOWN job's stage is
-then taken from the run directory. All commands of a query share one time limit.
+A query first calls `squeue -t all --me`, which shows jobs until MinJobAge after their end. The controller applies only
+the filter `--me` (or a single id) itself; for a list of ids, it sends the whole queue. `sacct` is called for jobs that
+squeue does not show; accounting lags by about a second. A second `squeue` is needed for jobs of another user. A job
+that neither command shows is UNKNOWN, and so are all jobs if the controller does not respond. The state of the stage of
+an UNKNOWN job is then taken from the run directory. All commands of a query share one time limit.
 
-A submission writes the event `submitting` with a random key before it calls sbatch, and `submitted` with the job's id
-afterwards. A submission that has only the first event is unconfirmed: its job may exist. The job is found by the key,
-which is an argument of its batch script (squeue's `%o`, accounting's SubmitLine).
+For a submission, the event `submitting` with a random key is written before sbatch is called, and `submitted` with the
+job's id afterwards. A submission that has only the first event is unconfirmed: its job may exist. The job is found by
+the key, which is an argument of its batch script (squeue's `%o`, accounting's SubmitLine).
 """
 
 from __future__ import annotations
@@ -42,24 +43,28 @@ from slurm.query.slurm_commands import (
 SUBMIT_TIME_TOLERANCE_S = 300.0
 """How far the time of an event may be from Slurm's submit time: clocks differ, and sbatch takes time."""
 UNKNOWN = "UNKNOWN"
+"""The state of a job that Slurm does not show, or if Slurm does not respond. Slurm itself has no such state."""
 FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 }  # fmt: skip
-"""States that a job does not leave. In all other states it runs or may still run. There are many, some for moments
-only: a running job that Slurm notifies of its time limit or preemption is SIGNALING (seen on Slurm 22.05).
-Source: https://slurm.schedmd.com/job_state_codes.html"""
+"""States of a job that has ended. A job in any other state runs or may still run. The other states are not listed,
+because there are many, and some are short: a running job is SIGNALING while Slurm notifies it of its time limit or
+preemption (seen on Slurm 22.05). Source: https://slurm.schedmd.com/job_state_codes.html"""
 COMMENT_PREFIX = "sluice "
 """The comment of a job is this prefix and the path of its run."""
 _MAX_IDS_OF_SQUEUE = 500
-"""With more ids than this, squeue is called without ids: an argument holds 128 KiB (execve(2), MAX_ARG_STRLEN)."""
+"""From this number of ids on, squeue is called without ids, because the length of an argument is limited to 128 KiB
+(execve(2), MAX_ARG_STRLEN)."""
 _IDS_PER_SACCT = 5_000
+"""Maximum number of ids in one call of sacct, because of the same limit."""
 _KEY = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
-"""The end of a batch script's command: the submission's key in the name of the script and as its argument."""
+"""Matches the end of the command of a batch job. The key of the submission is part of the script's name, and also the
+argument of the script."""
 _COMMENT_END = "\x1f"
-"""Separates comment and command in squeue's rows. Neither contains it (slurm/submit/sbatch.py)."""
+"""Separates comment and command in squeue's rows. Neither contains this character (slurm/submit/sbatch.py)."""
 _STATES_BEFORE_RESTART = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
-"""States in accounting of one run of a job that may be followed by another run, because Slurm requeued the job."""
+"""States in accounting after which Slurm may have requeued the job, so that the job was executed again."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,10 @@ class JobState:
     job_id: str
     state: str
     reason: str = ""
-    """Slurm's reason. For an UNKNOWN job, why it is unknown; "" if there is nothing to add."""
+    """Slurm's reason for the state. For an UNKNOWN job, why the state is unknown; "" if Slurm just does not show the
+    job."""
     nodes: str = ""
+    """The nodes of the job, as a host list."""
     cluster: str | None = None
     uid: int | None = None
     submit_time: float = 0.0
@@ -93,7 +100,7 @@ class JobState:
 
     @property
     def is_unsatisfiable(self) -> bool:
-        """Whether the job stays pending forever: its dependency can no longer be satisfied, and Slurm keeps it."""
+        """Whether the job stays pending forever, because its dependency can no longer be satisfied."""
         return self.state == "PENDING" and DEPENDENCY_NEVER_SATISFIED.search(self.reason) is not None
 
 
@@ -103,7 +110,7 @@ class RecordedJob:
 
     job_id: str
     comments: tuple[str, ...] = ()
-    """The comments that prove that a job is this one. A job of a sweep point has the comment of the sweep
+    """The comments that this job may have in Slurm. A job of a sweep point has the comment of the sweep
     (slurm/submit/chain.py). If the point was submitted separately, the job has the comment of the point."""
     cluster: str | None = None
     """None if the event has no cluster. Id and comment are then enough to prove the job."""
@@ -120,24 +127,33 @@ class RecordedJob:
         return not self.job_id
 
     def resolve_job_id(self, row: JobState) -> str:
-        """Return the id of this job in the form that events use. `row`: this job, or one of its tasks."""
+        """Return the id of this job as events contain it: `12`, or `12_3` for an array task.
+
+        `row` is this job or one of its tasks, as Slurm shows it.
+        """
         return array_job_id(row.job_id) + ("" if self.array_task is None else f"_{self.array_task}")
 
     def is_proven_by(self, row: JobState) -> bool:
-        """Return True if `row`, which has this job's id, or in an unconfirmed submission any id, is this job."""
+        """Return True if `row` certainly is this job or one of its tasks.
+
+        If the id of this job is known, the caller must have checked that `row` has the same id. Cluster and comment
+        then prove the job. If this is an unconfirmed submission, `row` may have any id. Cluster, script and key then
+        prove the job.
+        """
         if self.cluster not in (None, row.cluster):
             return False
         if not self.is_unconfirmed:
             return row.comment in self.comments
         is_task = self.array_task is None or row.job_id == self.resolve_job_id(row)
+        # a copy of the run has the same key, but another path
         script_dirs = (f" {comment.removeprefix(COMMENT_PREFIX)}/jobs/" for comment in self.comments)
-        is_of_this_run = any(folder in f" {row.command}" for folder in script_dirs)  # not of a copy of the run
-        return is_task and is_of_this_run and self.key == row.key
+        is_script_of_run = any(folder in f" {row.command}" for folder in script_dirs)
+        return is_task and is_script_of_run and self.key == row.key
 
     def is_similar_to(self, row: JobState) -> bool:
         """Return True if `row` may be this job: cluster, user, name and submit time agree.
 
-        The comment of `row` may be missing, truncated, or replaced by one that is not of Sluice.
+        The comment of `row` may be missing, truncated, or replaced by a comment that Sluice did not write.
         """
         has_sluice_comment = row.comment.startswith(COMMENT_PREFIX)
         if has_sluice_comment and not any(comment.startswith(row.comment) for comment in self.comments):
@@ -162,12 +178,13 @@ def query_job_states(
 ) -> dict[RecordedJob, JobState]:
     """Return the state of each job.
 
-    An array counts as one job: it has the state of a task that may still run, otherwise the state of a failed task.
+    An array counts as one job: it has the state of a task that may still run, otherwise the state of a task that did
+    not complete. Only if all tasks completed, the array is COMPLETED.
 
     Args:
         jobs: the jobs.
-        final_states: a cache for callers that query repeatedly. The final states of jobs that squeue no longer shows
-            are added. Jobs in this dictionary are not queried again.
+        final_states: a cache for callers that query repeatedly; None for no cache. Jobs in the cache are not queried
+            again. This function adds the states of jobs that squeue no longer shows, because they do not change.
     """
     return find_jobs(jobs, frozenset(), final_states)[0]
 
@@ -183,8 +200,8 @@ def find_jobs(
         final_states: see :func:`query_job_states`.
 
     Returns:
-        The state of each job, and a list of other jobs of this user: those that have one of `comments`, have not ended
-        and are not among `jobs`. The list is None if the controller does not respond.
+        The state of each job, and a list of other jobs. The list contains jobs of this user that have one of
+        `comments`, have not ended and are not among `jobs`. It is None if the controller does not respond.
     """
     is_in_job = bool(os.environ.get("SLURM_JOB_ID"))
     deadline = time.monotonic() + (TIMEOUT_S if is_in_job else slurm_commands.INTERACTIVE_TIMEOUT_S)
@@ -202,8 +219,9 @@ def find_jobs(
         query.query_sacct(unmatched)
     if unconfirmed := [job for job in query.unmatched_jobs() if job.is_unconfirmed]:
         query.query_sacct_by_key(unconfirmed)
-    if of_other_users := [job for job in query.unmatched_jobs() if job.uid != os.getuid() and not job.is_unconfirmed]:
-        query.query_squeue(of_other_users)
+    recorded = [job for job in query.unmatched_jobs() if not job.is_unconfirmed]
+    if jobs_of_other_users := [job for job in recorded if job.uid != os.getuid()]:
+        query.query_squeue(jobs_of_other_users)
     states = {job: query.get_state(job) for job in remaining}
     jobs_of_other_clusters = set(remaining) - query.matches.keys()
     for job in jobs_of_other_clusters | set(unmatched):
@@ -211,12 +229,13 @@ def find_jobs(
             final_states[job] = states[job]
     if query.unclaimed is None:
         return {**final_states, **states}, None
-    commented = (row for row in query.unclaimed if row.comment in comments and row.state not in FINAL_STATES)
-    other_jobs = [row for row in commented if not any(_is_same_job(job, row) for job in final_states)]
+    candidates = (row for row in query.unclaimed if row.comment in comments and row.state not in FINAL_STATES)
+    other_jobs = [row for row in candidates if not any(_is_same_job(job, row) for job in final_states)]
     return {**final_states, **states}, other_jobs
 
 
 def _is_same_job(job: RecordedJob, row: JobState) -> bool:
+    """Return True if `row` is the recorded job, or a task of the same array, with the comment of its run."""
     return array_job_id(job.job_id) == array_job_id(row.job_id) and job.is_proven_by(row)
 
 
@@ -239,29 +258,35 @@ class _Query:
         }
         self._unconfirmed = [job for job in self.matches if job.is_unconfirmed]
         self.unclaimed: list[JobState] | None = []
-        """Rows of squeue that are none of the jobs; None if squeue did not respond."""
+        """Rows of squeue that show none of the jobs; None if squeue did not respond."""
 
     def unmatched_jobs(self) -> list[RecordedJob]:
         """Return the jobs that no command has shown yet."""
         return [job for job, rows in self.matches.items() if not rows]
 
     def _find_by_id(self, job_id: str) -> list[RecordedJob]:
-        """Return the recorded jobs with this id; for an array task that is not recorded, those with the array's id."""
+        """Return the recorded jobs with the id `job_id`.
+
+        If `job_id` is an array task that is not recorded, return the recorded jobs with the id of the array.
+        """
         return self._jobs_by_id.get(job_id, self._jobs_by_id.get(array_job_id(job_id), []))
 
     def _find_unconfirmed(self, row: JobState) -> list[RecordedJob]:
+        """Return the unconfirmed submissions whose job or task is `row`."""
         return [job for job in self._unconfirmed if job.is_proven_by(row)]
 
     def _time_remaining_s(self) -> float:
+        """Return the seconds until the deadline of the query; 0 if it has passed."""
         return max(0.0, self._deadline - time.monotonic())
 
     def query_squeue(self, jobs: Iterable[RecordedJob], *filters: str, includes_other_jobs: bool = False) -> None:
-        """Call squeue, and assign its rows to the jobs. If squeue does not respond, `jobs` are UNKNOWN.
+        """Call squeue, and assign its rows to the jobs. If squeue does not respond, all of `jobs` become UNKNOWN.
 
         Args:
             jobs: the jobs to find.
             filters: arguments of squeue, such as `--me`.
-            includes_other_jobs: whether to also list jobs that are not in `jobs`, in `unclaimed`.
+            includes_other_jobs: whether squeue must also list jobs that are not in `jobs`. They are added to
+                `unclaimed`.
         """
         jobs = dict.fromkeys(jobs)
         columns = f"%i|%T|%r|%N|{self.cluster}|%U|%V|%j|%k{_COMMENT_END}%o"
@@ -278,14 +303,15 @@ class _Query:
             self._match_squeue_row(row)
 
     def _match_squeue_row(self, row: JobState) -> None:
-        """Assign one row of squeue: to the job that the row proves, to an unconfirmed submission, or to `unclaimed`.
+        """Assign one row of squeue to the recorded job or unconfirmed submission of which it certainly is the job.
 
-        A row without proof is also assigned to similar jobs. If that row is active, the state of the job is UNKNOWN.
+        Without such a job, add the row to `unclaimed`, and assign it to all similar jobs. If the job in the row has not
+        ended, the state of the similar jobs is UNKNOWN.
         """
         candidates = self._find_by_id(row.job_id)
-        if proven := [job for job in candidates if job.is_proven_by(row)]:
+        if proven_jobs := [job for job in candidates if job.is_proven_by(row)]:
             # two jobs of a run may have had the same id: the row shows the job that was submitted last
-            self.matches[max(proven, key=lambda job: job.submit_time)].append(row)
+            self.matches[max(proven_jobs, key=lambda job: job.submit_time)].append(row)
             return
         if unconfirmed := self._find_unconfirmed(row):
             for job in unconfirmed:
@@ -302,28 +328,29 @@ class _Query:
             self.matches[job].append(row if has_ended else replace(row, state=UNKNOWN, reason=problem))
 
     def query_sacct(self, jobs: Iterable[RecordedJob]) -> None:
-        """Call sacct with job ids, and assign its rows to the jobs. Each run of a requeued job has a row.
+        """Call sacct with job ids, and assign its rows to the jobs.
 
-        Rows of jobs that have not ended are ignored, because accounting never learns of jobs that a controller lost.
-        sacct may use half of the remaining time; the other half is left for another squeue.
+        sacct prints one row for each execution of a requeued job; the newest row counts. Jobs that have not ended
+        according to accounting are ignored: if a controller lost a job, accounting never learns of the job's end. sacct
+        may use half of the remaining time; the other half is left for another squeue.
         """
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,Comment"
-        newest_runs: dict[RecordedJob, dict[str, JobState]] = {}
+        newest_rows: dict[RecordedJob, dict[str, JobState]] = {}
         output = query_accounting(_join_ids(jobs), columns, timeout_s=self._time_remaining_s() / 2)
         for row in sorted(_parse_rows(output), key=lambda row: row.submit_time):
             for job in self._find_by_id(row.job_id):
-                previous = newest_runs.setdefault(job, {}).get(row.job_id)
-                # the submit time of a later run is the time of the requeue; only that of the first run must agree
-                compared = row if previous is None else replace(row, submit_time=job.submit_time)
-                is_first_or_later_run = previous is None or previous.state in _STATES_BEFORE_RESTART
-                if job.is_similar_to(compared) and is_first_or_later_run:
-                    newest_runs[job][row.job_id] = row
-        for job, tasks in newest_runs.items():
+                previous = newest_rows.setdefault(job, {}).get(row.job_id)
+                # after a requeue, a row has the time of the requeue; only the time in the first row must agree
+                compared_row = row if previous is None else replace(row, submit_time=job.submit_time)
+                may_follow_previous = previous is None or previous.state in _STATES_BEFORE_RESTART
+                if job.is_similar_to(compared_row) and may_follow_previous:
+                    newest_rows[job][row.job_id] = row
+        for job, tasks in newest_rows.items():
             if all(task.state in FINAL_STATES for task in tasks.values()):
                 self.matches[job] += tasks.values()
 
     def query_sacct_by_key(self, jobs: Sequence[RecordedJob]) -> None:
-        """Call sacct for unconfirmed submissions, and assign the ended jobs that have their keys."""
+        """Call sacct for unconfirmed submissions, and assign rows of ended jobs whose scripts have the same keys."""
         since = datetime.fromtimestamp(min(job.submit_time for job in jobs) - SUBMIT_TIME_TOLERANCE_S)
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,SubmitLine"
         names = ",".join(sorted({job.name for job in jobs}))
@@ -338,7 +365,8 @@ class _Query:
     def get_state(self, job: RecordedJob) -> JobState:
         """Return the state of a job. For an array, this is the state of one task.
 
-        A running task is preferred, then another active task, then a task that did not complete.
+        A running task is preferred, then another active task, then a task that did not complete. The state is UNKNOWN
+        if no command has shown the job, or if the job belongs to another cluster.
         """
         if job not in self.matches:
             return JobState(job.job_id, UNKNOWN, f"jobs of cluster {job.cluster} are not visible on {self.cluster}")
@@ -353,10 +381,11 @@ class _Query:
 
 
 def query_accounting(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Return the output of sacct about jobs: a row for each run of each job. The result is "" if sacct fails.
+    """Return the output of sacct about jobs, without a header: one row for each execution of each job.
 
     Args:
-        ids: job ids, separated by commas. More than `_IDS_PER_SACCT` ids are queried in several calls.
+        ids: job ids, separated by commas. More than `_IDS_PER_SACCT` ids are queried in several calls. If a call fails,
+            its rows are missing.
         columns: sacct's columns.
         timeout_s: the time limit for all calls together.
     """
@@ -372,14 +401,17 @@ def query_accounting(ids: str, columns: str, timeout_s: float = TIMEOUT_S) -> st
 
 
 def cancel_jobs(jobs: Iterable[JobState]) -> None:
-    """Cancel the jobs that have not ended. The caller must just have checked that all of them belong to the run."""
+    """Cancel the jobs that have not ended. The caller must have checked just before that all jobs belong to the run."""
     if ids := [job.job_id for job in jobs if job.is_active or job.is_unsatisfiable]:
         slurm_commands.run_slurm_command("scancel", *ids)
 
 
 def _parse_rows(output: str | None) -> list[JobState]:
-    """Parse the rows of squeue or sacct. Users choose the text of the last cell, so it may contain the separator."""
-    # not splitlines(), which also splits at other characters that a path may contain
+    """Parse the rows of squeue or sacct; rows without nine cells are left out.
+
+    Users choose the text of the last cell. It may therefore contain the separator `|`.
+    """
+    # splitlines() is not used, because it also splits at other characters that a path may contain
     rows = [cells for line in (output or "").split("\n") if len(cells := line.split("|", 8)) == 9]
     states: list[JobState] = []
     for job_id, state, reason, nodes, cluster, uid, submit_time, name, text in rows:
@@ -402,9 +434,10 @@ def _parse_rows(output: str | None) -> list[JobState]:
 
 
 def _join_ids(jobs: Iterable[RecordedJob]) -> str:
+    """Return the distinct ids of the jobs, separated by commas."""
     return ",".join(dict.fromkeys(job.job_id for job in jobs))
 
 
 def array_job_id(job_id: str) -> str:
-    """Return the id of the array to which a task belongs; for a job that is not a task, its own id."""
+    """Return the id of the array to which a task belongs: `12` for `12_3`. The id of any other job is unchanged."""
     return job_id.split("_")[0]

@@ -1,22 +1,22 @@
-"""Whether Slurm requeues a preempted job that exits in its grace period.
+"""Determine whether Slurm requeues a preempted job that exits in its grace period.
 
-The answer depends on the controller's version:
+This depends on the controller's version:
 
 - Until 23.11, the job has ended. To continue, it must request a requeue (`scontrol requeue`) before it exits.
 - Since 24.05, slurmctld requeues the job, whatever its exit code, if PreemptMode is REQUEUE and the job may be
-  requeued. It marks the job at the start of the grace period, and requeues a marked job at its end (commit a689104d15,
-  GRACE_PREEMPT in proc_req.c).
+  requeued. It marks the job at the start of the grace period, and requeues a marked job when the job ends (commit
+  a689104d15, GRACE_PREEMPT in proc_req.c).
 
 Only an exit of the job removes the mark. The mark remains after `scontrol requeue`, or if Slurm requeues the job at the
 end of the grace period. The next exit of the job, maybe hours later, then causes one surplus requeue (ticket 25682,
-fixed during 26.05). Therefore a job should exit in its grace period. A job must also expect that it is started although
-its stage has already ended (:func:`requeues_preempted_jobs`).
+fixed during 26.05). Therefore a job should exit in its grace period. Because of a surplus requeue, a job may also start
+after its stage has ended (:func:`requeues_preempted_jobs`).
 
 However, each exit in a grace period counts as a failed launch. The fifth exit (MaxBatchRequeue) leaves the job held
 forever (`launch failure limit exceeded requeued held`; seen on 24.11). A job therefore exits only a few times without
 `scontrol requeue`. Later it requests the requeue: one surplus start is better than a job that is held forever.
 
-    python -m slurm.query.preemption JOB    # for batch scripts: fails if this job must request a requeue
+    python -m slurm.query.preemption JOB    # for batch scripts: exits with 1 if this job must request a requeue
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from slurm.query.slurm_commands import parse_key_values, read_slurm_config, run_
 REQUEUES_SINCE = (24, 5)
 """From this version on, Slurm requeues a preempted job that exits in its grace period."""
 MIN_REMAINING_EXITS = 2
-"""The number of exits that must remain before the limit: this exit, and one for a surplus requeue at the end."""
+"""How many more exits MaxBatchRequeue must allow: this exit, and the exit that causes a surplus requeue."""
 
 
 def controller_version(config: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the controller's version from its configuration, such as (24, 11); () if the version is unknown."""
+    """Return the controller's version from its configuration, such as (24, 11); () if it has no version."""
     return tuple(int(part) for part in re.findall(r"\d+", config.get("SLURM_VERSION", ""))[:2])
 
 
@@ -48,7 +48,7 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
         info: the job.
     """
     limit = config.get("MaxBatchRequeue", "5")
-    # every restart counts as an exit in a grace period, although some were not: the estimate is on the safe side
+    # some restarts had other causes than an exit in a grace period; counting all of them is on the safe side
     remaining_exits = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts
     is_requeue_mode = set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
     will_be_requeued = info.is_preempted and info.may_requeue and is_requeue_mode
@@ -57,7 +57,7 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
 
 
 def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
-    """Return True if Slurm requeues this job when it exits; False if the controller does not respond.
+    """Return True if Slurm requeues this job when it exits. The result is False if the controller does not respond.
 
     Args:
         info: the job.
@@ -71,12 +71,15 @@ def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
 
 
 def requeues_preempted_jobs() -> bool:
-    """Return True if this controller may start a job again after its stage ended, because of an earlier preemption."""
+    """Return True if this controller may start a job after its stage has ended, because of a surplus requeue."""
     return controller_version(read_slurm_config()) >= REQUEUES_SINCE
 
 
 def _read_preempt_mode(config: Mapping[str, str], info: JobInfo) -> str:
-    """Return the PreemptMode of the job's partition or QOS (slurm.conf(5), PreemptType); "" if nothing is preempted."""
+    """Return the PreemptMode of the job's partition or QOS (slurm.conf(5), PreemptType).
+
+    The result is "" if the cluster preempts no jobs or Slurm does not respond.
+    """
     preempt_type = config.get("PreemptType")
     if preempt_type == "preempt/partition_prio":
         output = run_slurm_command("scontrol", "--oneliner", "show", "partition", info.partition)

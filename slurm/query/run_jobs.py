@@ -1,7 +1,7 @@
-"""Find the jobs of a run: the jobs that its events name, which of them exist now, and jobs that no event names.
+"""Find the jobs of a run, and their states: the jobs in its events, and jobs that Slurm shows but no event contains.
 
-A submission is unconfirmed while its events do not name a job (slurm/query/job_states.py). A stray job has the comment
-of the run, but belongs to none of its submissions.
+A submission is unconfirmed until an event contains the id of its job (slurm/query/job_states.py). A stray job has the
+comment of the run, but belongs to none of the run's submissions.
 """
 
 from __future__ import annotations
@@ -50,14 +50,20 @@ def job_comment(run: Path) -> str:
 
 
 def job_identity(job_name: str, **fields: Any) -> dict[str, Any]:
-    """Return the fields of an event that distinguish its job from other jobs with the same id, and `fields`."""
+    """Return the fields of an event that distinguish its job from other jobs with the same id.
+
+    Args:
+        job_name: the name of the job.
+        **fields: further fields, which are added to the result.
+    """
     return {"cluster": slurm_commands.cluster_name(), "uid": os.getuid(), "job_name": job_name, **fields}
 
 
 def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> RecordedJob:
     """Return the job that an event describes.
 
-    The comments contain the current path of the run. A copied run therefore does not take the jobs of the original.
+    The comments of the returned job contain the current path of the run. If a run directory was copied, the copy
+    therefore does not take the jobs of the original run as its own.
     """
     job_id: str | None = None
     key: str | None = None
@@ -89,13 +95,13 @@ def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> Reco
 def list_submissions(
     run: Run, events: Sequence[SubmissionEvent] | None = None
 ) -> list[tuple[Submitting | Submitted, RecordedJob]]:
-    """Return the submissions of a run to Slurm, oldest first. Each has its newest event and its job.
+    """Return the newest event and the job of each submission of a run to Slurm, oldest submission first.
 
     Unconfirmed submissions are included; submissions that failed (`not_submitted`) are not.
 
     Args:
         run: the run.
-        events: the run's submission events, if they were already read.
+        events: the run's submission events; None to read them.
     """
     newest: dict[str | int, Submitting | Submitted] = {}
     for number, event in enumerate(run.read_events(None, SubmissionEvent) if events is None else events):
@@ -110,32 +116,31 @@ def list_submissions(
 
 
 def list_recorded_jobs(run: Run) -> list[tuple[Submitting | Submitted, RecordedJob]]:
-    """Return the jobs that events of a run name, oldest first, with these events.
-
-    Unconfirmed submissions are left out.
-    """
+    """Return the event and the job of each confirmed submission of a run to Slurm, oldest first."""
     return [(event, job) for event, job in list_submissions(run) if not job.is_unconfirmed]
 
 
 def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
-    """Return the events that may concern the job that now has this id on this cluster.
+    """Return the events from the last submission of a job with this id on this cluster; all events if there is none.
 
-    Events before the last submission with this id concern another job, and so do events of other clusters.
+    Earlier events may concern another job that had the same id. Events of other clusters are left out.
     """
     cluster = slurm_commands.cluster_name()
     array_id = array_job_id(job_id)
-    local = [event for event in events if cluster is None or getattr(event, "cluster", None) in (None, cluster)]
+    local_events = [event for event in events if cluster is None or getattr(event, "cluster", None) in (None, cluster)]
     submissions = [
-        index for index in find_first_submissions(local) if array_job_id(get_job_id(local[index]) or "") == array_id
+        index
+        for index in find_first_submissions(local_events)
+        if array_job_id(get_job_id(local_events[index]) or "") == array_id
     ]
-    return local[max(submissions, default=0) :]
+    return local_events[max(submissions, default=0) :]
 
 
 def find_first_submissions(events: Sequence[Event]) -> list[int]:
-    """Return the indices of the first `submitted` event of each submission key in `events`.
+    """Return the index of the first `submitted` event of each submission in `events`.
 
-    A submission may have two such events: if the event is missing when a job starts, the job writes the event, and
-    submit.py may write the event later.
+    A submission may have two of these events: a job writes the event if it is missing when the job starts, and
+    submit.py may still write its own event afterwards.
     """
     first: dict[str | int, int] = {}
     for number, event in enumerate(events):
@@ -145,13 +150,13 @@ def find_first_submissions(events: Sequence[Event]) -> list[int]:
 
 
 def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
-    """Return True if a job that Slurm still lists will end, and its stage will not be retried.
+    """Return True if a job that Slurm still lists is about to end, and will not be requeued.
 
-    That is the case if a user requested a stop, if the job is COMPLETING, or if its attempt has an end event. A pending
-    job, and a job whose last attempt will be retried, will not end.
+    That is the case if a user requested a stop, if the job is COMPLETING, or if its last attempt has ended. The result
+    is always False for a pending job, and for a job whose last attempt will be retried.
     """
     events = events_since_submission(run.read_events(stage), job.job_id)
-    # an event of the job itself, or of a task of this array
+    # the events of the job itself; for an array, also the events of its tasks
     job_events = (event for event in events if f"{get_job_id(event)}_".startswith(f"{job.job_id}_"))
     state = read_stage_state(job_events)
     if job.state == "PENDING" or state.retry_event is not None:
@@ -164,39 +169,41 @@ def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job that was submitted for a run and was not seen to end."""
+    """A submission of a run with its job, or a job with the comment of the run."""
 
-    run: Path
+    run_path: Path
     stage: str
     """Empty if the stage of a stray job is unknown."""
     job_id: str
-    """Empty if the submission is unconfirmed and no job of it was found."""
+    """Empty if the submission is unconfirmed and Slurm shows no job with its key."""
     state: JobState
     step: int | None = None
-    """If the job evaluates a checkpoint during the run (slurm/supervise/background.py), the step of that checkpoint. No
-    job in the chain depends on this job."""
+    """If the job evaluates a checkpoint while the train stage runs (slurm/supervise/background.py), the step of that
+    checkpoint. No job in the chain depends on this job."""
     event: Submitting | Submitted | None = None
-    """The event of its submission: `Submitting` if the submission is unconfirmed. None if no event names the job."""
+    """The event of the submission: `Submitting` if no `submitted` event has the job's id. None for a stray job."""
     is_stray: bool = False
     """Whether the job has the run's comment, but belongs to no submission of the run."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a `submitted` event names the job."""
+        """Whether a `submitted` event contains the id of the job."""
         return not isinstance(self.event, Submitting) and not self.is_stray
 
     @property
     def is_array_of_parts(self) -> bool:
-        """Whether the job is an array of tasks that share the work of one stage. Another job completes the stage."""
+        """Whether the job is an array whose tasks share the work of one stage. Another job completes the stage."""
         return self.event is not None and (self.event.tasks or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
 def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
-    """Return the jobs of `runs`, oldest first, with their states from one query.
+    """Return the jobs of `runs`, oldest first, with their states from one query of Slurm.
 
-    These are the jobs of all submissions, also unconfirmed ones, and jobs that have the comment of a run but that no
-    event names. Jobs without an event are left out if the runs were last executed without Slurm. If Slurm does not
-    respond and no submission is recorded, the result is one job in the state UNKNOWN.
+    These are the jobs of all submissions, including unconfirmed submissions, and active jobs that have the comment of a
+    run but no event of a submission. The latter are left out if the runs were last executed without Slurm.
+
+    If Slurm does not respond, all states are UNKNOWN. If all submissions to Slurm have failed, the result is then one
+    job without an id, so that the caller can see that Slurm does not respond.
 
     Args:
         runs: a run, or a sweep and its points.
@@ -217,7 +224,7 @@ def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]
     ]
     if unclaimed is None and executor == "slurm" and not submitted:
         return [SubmittedJob(runs[0].path, "", "", JobState("", UNKNOWN, NOT_RESPONDING))]
-    # unclaimed tasks of an array count as one job, unless an event names another task of the array
+    # unrecorded tasks of an array count as one job, unless an event contains another task of the array
     unrecorded: dict[str, JobState] = {}
     recorded_arrays = {array_job_id(job.job_id) for *_, job in submissions if job.job_id}
     for listed in unclaimed or ():
@@ -232,14 +239,15 @@ def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]
 
 
 def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, listed: JobState) -> SubmittedJob:
-    """Return a job that no submission event names.
+    """Return a job for which no event of a submission was found.
 
-    If an attempt of the job has started, its `started` event has the run and the stage, and the job counts as
-    unconfirmed. Otherwise the job is a stray job. Its stage is taken from its script or its name.
+    If the job has written a `started` event, the event contains the run and the stage, and the job counts as the job of
+    an unconfirmed submission. Otherwise the job is a stray job. The stage of a stray job is taken from the path of its
+    script or from its name.
 
     Args:
         comment_run: the run in the job's comment.
-        runs: the runs to search for a `started` event of the job.
+        runs: the runs in which to look for a `started` event of the job.
         job_id: the id of the job; if tasks of an array count as one job, the id of the array.
         listed: the job, or a task of the array, as squeue shows it.
     """
@@ -247,7 +255,8 @@ def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, lis
     for run in runs:
         for event in run.read_events(None, Started):
             started_id = event.slurm_job or ""
-            # an array over the points of a sweep starts in the runs of the points, and counts there as single tasks
+            # if the tasks of an array belong to sweep points, each task writes `started` into the run of its point, and
+            # counts as a job of its own
             is_task_of_array = run is comment_run and job_id == array_job_id(started_id)
             if started_id != listed.job_id and not is_task_of_array:
                 continue
@@ -282,16 +291,16 @@ def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob
         active: the active jobs of the stage, oldest first.
 
     Returns:
-        The job; None if no job is active. The result is also None if only the array that shares the stage's work is
-        active, without the job after the array that completes the stage.
+        The job; None if no job is active. The result is also None if the only active job is an array whose tasks share
+        the work of the stage: later stages wait for the job after the array.
     """
-    if STAGES[stage].is_training:  # later jobs of this stage are successor jobs
+    if STAGES[stage].is_training:  # all jobs of this stage except the first are successor jobs
         return next(iter(active), None)
     return next((job for job in reversed(active) if not job.is_array_of_parts), None)
 
 
 def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> SubmittedJob | None:
-    """Return the successor job among `active`, which continues the stage if `job` fails; None if there is none."""
+    """Return the job in `active` that is the successor job of `job`; None if there is none."""
     for candidate in active:
         event = candidate.event
         if event is not None and event.is_successor and job.job_id in (event.after or ()):
@@ -300,23 +309,27 @@ def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> Submitt
 
 
 def describe_stray_job(job: SubmittedJob) -> str:
-    """Return a message about a stray job."""
+    """Return a message about a stray job for the user."""
     state = job.state.state.lower()
     return f"job {job.job_id} ({state}) has the comment of this run, but no submission of the run made it"
 
 
 def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
-    """Return why the states of jobs are unknown, each reason once, such as a job that only may belong to the run."""
+    """Return why the states of some jobs are UNKNOWN, each reason once.
+
+    For example, Slurm does not respond, or a job only may belong to the run.
+    """
     return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == UNKNOWN and job.state.reason))
 
 
-def list_running_work(run: Run) -> list[str]:
-    """Return descriptions of the stages that run now, in a run and its sweep points.
+def describe_running_stages(run: Run) -> list[str]:
+    """Return descriptions of the stages of a run and its sweep points that run now, such as `train of my-run`.
 
-    These are the stages that hold a lock. If no stage holds one, these are the running jobs.
+    These are the stages whose lock is held. If no lock is held, the running jobs are described instead, because a
+    supervisor that is still starting has no lock yet.
 
     Raises:
-        UserError: the controller does not respond.
+        UserError: if the controller does not respond.
     """
     runs = (run, *list_points(run))
     locked = [f"{stage} of {each.name}" for each in runs for stage in STAGES if each.lock_holder(stage)]
@@ -327,12 +340,12 @@ def list_running_work(run: Run) -> list[str]:
 
 
 def uses_slurm(run: Run) -> bool:
-    """Return True if the run was last submitted to Slurm. `resume` then submits it to Slurm again."""
+    """Return True if the run was last submitted to Slurm. `resume` then submits jobs again."""
     events = (event for each in (run, *list_points(run)) for event in each.read_events(None, SubmissionEvent))
     return _find_last_executor(events) == "slurm"
 
 
 def _find_last_executor(events: Iterable[SubmissionEvent]) -> str | None:
-    """Return the executor of the last submission; None if there is none."""
+    """Return the executor of the last submission in `events`; None if `events` is empty."""
     last = max(events, key=lambda event: event.time, default=None)
     return None if last is None else last.executor

@@ -1,7 +1,8 @@
 """Slurm's commands: run them, parse what they print, and recognize messages that have no machine-readable form.
 
-Every call has a time limit, because the commands block while the controller is down. If a command has columns,
-`Key=value` fields or an exit code, these are used. Otherwise its messages are matched with the patterns at the end.
+Every call has a time limit, because the commands block while the controller is down. If a command prints columns or
+`Key=value` fields, or if its exit code is sufficient, no message is parsed. Otherwise the messages of the command are
+matched with the patterns at the end of this module.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from datetime import datetime
 from pipeline.base.errors import UserError
 
 TIMEOUT_S = 30
+"""The time limit of a command, unless the caller sets another one."""
 INTERACTIVE_TIMEOUT_S = 10.0
-"""The time limit if a user waits for the command. After it, the controller counts as not responding."""
+"""The time limit of a command for which a user waits. After this time, the controller counts as not responding."""
 NOT_RESPONDING = "no Slurm controller answers here"
 _USER_VARIABLES = ("SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT")
-"""Prefixes of variables with which users filter and format the output of Slurm's commands. They are removed, because
-the output is parsed."""
+"""Prefixes of environment variables with which users filter and format the output of Slurm's commands. These variables
+are not passed to the commands, because the output is parsed."""
 _RETRY_DELAY_S = 30.0
 """The pause before a controller that did not respond is queried for its settings again."""
 
@@ -40,8 +42,8 @@ def run_slurm_command(
     Args:
         command: the command and its arguments.
         timeout_s: the time limit; `TIMEOUT_S` if None.
-        nothing_found: a pattern of error messages. If one matches, the command has only found nothing and counts as
-            successful.
+        nothing_found: matches the error message with which the command reports that nothing was found. If it matches,
+            the command counts as successful.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(_USER_VARIABLES)}
     try:
@@ -58,8 +60,8 @@ def is_slurm_responding() -> bool:
     """Return True if a Slurm controller responds, False if this machine belongs to no Slurm cluster.
 
     Raises:
-        UserError: if this machine belongs to a cluster, but the controller does not respond. The caller must then not
-            run the stages on this machine instead.
+        UserError: if this machine belongs to a cluster, but the controller does not respond. An error is raised so that
+            the caller does not run the stages on this machine instead.
     """
     if shutil.which("sbatch") is None:
         return False
@@ -77,25 +79,24 @@ def is_slurm_responding() -> bool:
             "slurm.not_responding",
             f"{NOT_RESPONDING} (scontrol ping): try again later, or use --executor local to train on this machine",
         )
-    return is_up  # on a machine that only has Slurm's commands, scontrol reports no controller
+    return is_up  # on a machine that has Slurm's commands but no cluster, scontrol reports no controller
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------
 
 _settings_by_conf: dict[str | None, dict[str, str]] = {}
-"""Settings of the controllers, by the value of SLURM_CONF."""
+"""Cached settings of a cluster, by the value of SLURM_CONF."""
 _retry_times: dict[str | None, float] = {}
 """When a controller that did not respond may be queried again, by the value of SLURM_CONF."""
 
 
 def cluster_name() -> str | None:
-    """Return the name of the local cluster, from this job's environment or from the controller.
+    """Return the name of the local cluster; None if the controller does not respond.
 
-    Returns:
-        The name; None if the controller does not respond.
+    In a job, the name is taken from the environment, and the controller is not queried.
 
     Raises:
-        UserError: if the environment sends Slurm's commands to another cluster.
+        UserError: if this process is not in a job, and the environment sends Slurm's commands to another cluster.
     """
     if os.environ.get("SLURM_JOB_ID") and (name := os.environ.get("SLURM_CLUSTER_NAME")):
         return name
@@ -119,7 +120,7 @@ def cluster_settings() -> dict[str, str]:
     """Return the settings of the local cluster (slurm.conf); empty if the controller does not respond.
 
     The settings are queried once and then cached. If the controller does not respond, it is not queried again for
-    `_RETRY_DELAY_S`. A caller that polls therefore does not wait for the time limit each time.
+    `_RETRY_DELAY_S`. A caller that polls therefore does not wait for the time limit at each poll.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf not in _settings_by_conf and time.monotonic() >= _retry_times.get(conf, 0.0):
@@ -142,7 +143,8 @@ def read_slurm_config(timeout_s: float | None = None) -> dict[str, str]:
 def parse_key_values(text: str) -> dict[str, str]:
     """Parse the `Key=value` fields of one job, node or partition in the output of `scontrol show`.
 
-    The first value of each key counts, because fields with text that users choose (comment, command, paths) come last.
+    If a key occurs several times, its first value counts. The fields whose text users choose (comment, command, paths)
+    come last in the output, so that this text cannot replace a value.
     """
     return dict(reversed(re.findall(r"(?<!\S)([^\s=]+)=(\S*)", text)))
 
@@ -165,7 +167,7 @@ def parse_slurm_time(text: str) -> float:
 # differently, the pattern does not match. The reported cause is then less specific, but not wrong.
 
 SRUN_TASK = re.compile(r"srun: error: (\S+): tasks? (\d+)[-\d,]*: (.*)")
-"""How a task of a step ended: host, task number and a description. If several tasks ended, the number is the first one.
+"""How a task of a step ended: host, task number and description. If several tasks ended, the number of the first task.
 
 Seen: Slurm 22.05, 24.11."""
 SRUN_EXITED = re.compile(r"exit code (\d+)")
@@ -194,7 +196,6 @@ SBATCH_NO_REPLY = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nec
 """sbatch received no reply (`Socket timed out on send/recv operation`, `Unable to contact slurm controller (connect
 failure)`). The controller may have accepted the job. The other alternatives match further messages of slurm_errno.c.
 
-
 Seen: Slurm 22.05."""
 CONTROLLER_UP = re.compile(" is UP")
 """`scontrol ping`: a controller responds.
@@ -217,18 +218,18 @@ JOB_HELD = re.compile("^JobHeld(User|Admin)")
 
 Seen: Slurm 22.05."""
 MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on\s+signal (\d+)")
-"""A signal killed a rank: rank, host, signal.
+"""mpirun of Open MPI: a signal killed a rank. Groups: rank, host, number of the signal.
 
 Seen: Open MPI 4.1.4, 5.0.11."""
 MPIRUN_EXITED = re.compile(r"Process name: \[.*,(\d+)\]\s+Exit code:\s+(\d+)")
-"""A rank exited: rank and exit code.
+"""mpirun of Open MPI: a rank exited. Groups: rank and exit code.
 
 Seen: Open MPI 4.1.4, 5.0.11."""
 HYDRA_EXITED = re.compile(r"PID (\d+) RUNNING AT (\S+)\s+=\s+EXIT CODE: (\d+)")
-"""A process exited, or a signal of that number killed it: PID, host, and exit code or signal.
+"""mpirun of MPICH: a process exited, or a signal killed it. Groups: PID, host, and exit code or number of the signal.
 
 Seen: MPICH 4.0.2, 5.0.2."""
 
 SIGNAL_BY_NAME = {signal.strsignal(number) or "": number for number in range(1, 32)}
-"""The name that srun prints for the signal that killed a task → its number. srun uses the names of the C library (seen:
-Slurm 22.05 with glibc 2.36)."""
+"""Number of a signal, by the name that srun prints if the signal killed a task. srun uses the names of the C library
+(seen: Slurm 22.05 with glibc 2.36)."""

@@ -4,8 +4,8 @@
 the stage is not done, even if its job is COMPLETED. If Slurm reports nothing (no accounting, no controller), the state
 is taken from the run directory: events, locks and outputs.
 
-:class:`StatusPoller` reads the run directory at each poll, which is cheap. It queries Slurm at once if the directory
-has new events. Otherwise it waits for 2 s between queries, growing to 30 s while nothing changes.
+:class:`StatusPoller` reads the run directory at each poll, which is cheap. Slurm is queried at once if the directory
+has new events. Otherwise, the time between two queries is 2 s, and grows to 30 s while nothing changes.
 
 A stray job has the comment of the run, but belongs to none of its submissions (slurm/query/run_jobs.py).
 """
@@ -66,13 +66,16 @@ from slurm.query.run_jobs import (
 from slurm.query.slurm_commands import JOB_HELD, NOT_RESPONDING
 
 POLL_INTERVAL_S = 2.0
+"""The time between two polls of the run directory."""
 QUERY_INTERVALS_S = (2.0, 30.0)
 """The shortest and the longest time between two queries of Slurm."""
 MAX_IDLE_POLLS = 5
-"""After this many polls in a row without an active stage, a run counts as ended. No stage may be active for a moment
-between two stages. Without Slurm, this gap takes seconds on a busy machine, and file systems may show outputs late."""
+"""After this many polls in a row without an active stage, a run counts as ended. One poll is not enough, because there
+is a gap between the end of a stage and the start of the next stage. Without Slurm, this gap takes seconds on a busy
+machine, and file systems may show outputs late."""
 GPU_COMPARISON_S = 120.0
-"""GPUs are compared by their telemetry of the last two minutes, or 12 samples."""
+"""GPUs are compared by their telemetry of the last two minutes. If telemetry is sampled rarely, the period is as long
+as `DEFAULT_SAMPLE_COUNT` samples."""
 _MAX_SLOW_GPUS_SHOWN = 3
 _OPTIONAL_COLUMNS = (
     "last stop",
@@ -88,7 +91,7 @@ _OPTIONAL_COLUMNS = (
     "job",
     "step",
 )
-"""Columns that are left out if the terminal is narrow, in this order. Slurm's reason and the sum of all hours stay."""
+"""Columns that are left out if the terminal is narrow, in this order. Other columns, such as Slurm's reason, stay."""
 _END_OF_SHORT_PROGRESS = r"(?<=units): |; "
 """Pattern of the text after which a progress description is cut off in the table."""
 
@@ -128,22 +131,23 @@ _SUBMITTED_AGAIN = "submitted again"
 
 @dataclass(frozen=True)
 class LastStop:
-    """How the last attempt ended that ended before its stage was done."""
+    """How a stage last stopped before it was done."""
 
     cause: str | None
-    """An exit code's name, a signal, or what requested the stop; None if unknown."""
+    """The name of an exit code, a signal, or what requested the stop; None if unknown."""
     step: int | None
-    """The step at which the ranks stopped on request, otherwise the newest checkpoint; None if there is neither."""
+    """The step at which the ranks stopped on request, otherwise the step of the newest checkpoint; None if there is
+    neither."""
     is_graceful: bool
     """Whether the ranks stopped at a step boundary, on request, and saved this step."""
     continuation: str | None = None
-    """How the stage continues, such as `requeued`; None if it does not."""
+    """How the stage continues, such as `requeued`; None if the stage does not continue."""
     attempts: int = 1
     """Number of attempts so far."""
 
     @property
     def cause_phrase(self) -> str:
-        """The cause, such as `after preemption`; "" if unknown."""
+        """The cause, such as `after preemption`; "" if the cause is unknown or only that Slurm requeued the job."""
         if self.cause in (None, "requeued"):
             return ""
         return f"after {_CAUSE_DESCRIPTIONS.get(str(self.cause), f'a signal ({self.cause})')}"
@@ -158,13 +162,14 @@ class LastStop:
 
 
 def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
-    """Return how a stage last stopped; None if it did not stop, or is done.
+    """Return how a stage last stopped; None if the stage did not stop, or is done.
 
-    If the stage is an array, this is the stop of the task with the most attempts.
+    If the stage is an array, this is the last stop of the task that had the most attempts.
 
     Args:
         events: all events of the stage, oldest first.
-        pending_job: the id of the stage's pending job; None if there is none. While a job is pending, no attempt runs.
+        pending_job: the id of the stage's pending job; None if there is none. If an attempt has no end event, but its
+            job is pending, the attempt has stopped without writing an event.
     """
     events_of_task: dict[int | None, list[Event]] = {}
     for event in events:
@@ -180,7 +185,10 @@ def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop
 
 
 def _find_last_stop_of_task(events: Sequence[Event], pending_job: str | None) -> LastStop | None:
-    """Return how a stage, or one task of its array, last stopped; None if it did not stop, or is done."""
+    """Return how a stage, or one task of its array, last stopped; None if there was no stop, or the stage is done.
+
+    The arguments are those of :func:`find_last_stop`, with the events of one task.
+    """
     state = read_stage_state(events)
     stop = state.last_stop
     retry = None if stop is None else stop.retry
@@ -208,26 +216,28 @@ class StageStatus:
     state: str
     """Slurm's state while the job is active (running, pending …), otherwise how the stage ended (done, failed …).
 
-    held: the user or an administrator must release the job. never: the job will never start, because its dependency can
-    no longer be satisfied."""
+    In the state `held`, the user or an administrator must release the job. In the state `never`, the job will never
+    start, because its dependency can no longer be satisfied."""
     problem: str
-    """What is wrong; "" if nothing is."""
+    """What is wrong; "" if there is no problem."""
     is_active: bool
-    """Whether the stage is running, or may still start without a command of the user."""
+    """Whether the stage is running, or may still start or continue without a command of the user."""
     cells: Mapping[str, str]
-    """What the table shows besides stage and state: column → text."""
+    """The texts of the other columns of the table, by column name."""
     slowdowns: str
-    """Ranks that slow down the others, and GPUs that are slower than the rest; "" if there are none."""
+    """Ranks and GPUs that are slower than the others; "" if there are none."""
     last_stop: LastStop | None = None
-    """How the stage last stopped, if it is not done."""
+    """How the stage last stopped; None if the stage did not stop, or is done."""
     missing_jobs: str = ""
-    """Which jobs of this stage are missing in the queue; "" if none is. For the first stage, also stray jobs."""
+    """Which jobs of this stage are missing in the queue; "" if no job is missing. The text of the first stage also
+    describes the stray jobs of the run."""
 
     @property
     def last_stop_summary(self) -> str:
         """How the stage last stopped and continues: `requeued after preemption`.
 
-        "" if the stage has not stopped, is done, or ended with a `problem`, which then contains the cause.
+        The text is "" if the stage has not stopped or is done. It is also "" if the stage ended with a `problem`,
+        because the problem contains the cause.
         """
         stop = self.last_stop
         if stop is None or self.state == "done" or (self.problem and not self.is_active):
@@ -238,7 +248,7 @@ class StageStatus:
     def last_stop_sentence(self) -> str:
         """State and last stop: `train pending (Priority), requeued after preemption at step 12 (2 attempts)`.
 
-        "" in the same cases as `last_stop_summary`.
+        The text is "" in the same cases as `last_stop_summary`.
         """
         stop = self.last_stop
         if stop is None or not self.last_stop_summary:
@@ -250,6 +260,7 @@ class StageStatus:
 
 
 def _join(*parts: str) -> str:
+    """Join the parts that are not empty with spaces."""
     return " ".join(filter(None, parts))
 
 
@@ -267,7 +278,7 @@ def determine_state(
     """Return the state of a stage.
 
     Args:
-        missing: why the outputs of the stage do not validate; None if they do.
+        missing: why the outputs of the stage do not validate; None if they are valid.
         is_locked: whether a process holds the lock of the stage.
         events: the events of the stage since its last submission.
         job: the Slurm job to show for the stage; None without Slurm, or if there is no job.
@@ -297,7 +308,7 @@ def determine_state(
     if slurm_state == "CANCELLED":
         return StateSummary("cancelled", "", False)
     if job is not None and job.reason == NOT_RESPONDING:
-        return StateSummary("unknown", NOT_RESPONDING, True)  # it may be running
+        return StateSummary("unknown", NOT_RESPONDING, True)  # counts as active, because the stage may be running
     if recorded.start_event is not None:
         problem = "it ended without a final event"
         if slurm_state:
@@ -311,7 +322,11 @@ def determine_state(
 
 
 def _determine_state_so_far(run: Run, is_locked: bool, events: Sequence[Event], job: JobState | None) -> StateSummary:
-    """Return the state of a stage that is done for all checkpoints so far, while the train stage is not done."""
+    """Return the state of a stage whose outputs are complete for all checkpoints so far, before training has ended.
+
+    Such a stage is not done, because later checkpoints will need more outputs. The arguments are those of
+    :func:`determine_state`.
+    """
     if is_locked or (job is not None and (job.is_active or job.is_unsatisfiable)):
         return determine_state("the training is not done", is_locked, events, job)
     is_job_cancelled = job is not None and job.state == "CANCELLED"
@@ -325,13 +340,13 @@ class StatusPoller:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.point_statuses: list[StageStatus] = []
-        """For each point of a sweep, the status of its first stage that is not done; if all are done, of its last."""
+        """One status for each point of a sweep: the first stage that is not done, or the last stage if all are done."""
         self._final_states: dict[RecordedJob, JobState] = {}
-        """Jobs that Slurm's queue no longer shows; they are not queried again."""
+        """The states of jobs that squeue no longer shows. These jobs are not queried again."""
         self._jobs: Sequence[SubmittedJob] = ()
         """The jobs of the run and its points, from the last query."""
         self._done_statuses: dict[tuple[Path, str], StageStatus] = {}
-        """Statuses of the stages that are done, by run and stage; they are not determined again."""
+        """Statuses of the stages that are done, by run and stage. They are determined only once."""
         self._last_query_result: tuple[int, Sequence[SubmittedJob], bool] | None = None
         """Number of events, jobs, and whether a sweep point was active, at the last query."""
         self._event_count = -1
@@ -346,10 +361,13 @@ class StatusPoller:
         if event_count != self._event_count or time.monotonic() >= self._next_query_time:
             self._event_count = event_count
             self._query_slurm()
-        return self.statuses_from(self._jobs)
+        return self.read_statuses(self._jobs)
 
-    def statuses_from(self, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
-        """Return the status of each stage from the run directory and `jobs`. Slurm is not queried."""
+    def read_statuses(self, jobs: Sequence[SubmittedJob]) -> list[StageStatus]:
+        """Return the status of each stage from the run directory and `jobs`. Slurm is not queried.
+
+        For a sweep, `point_statuses` is also updated.
+        """
         self._jobs = jobs
         statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
         run_statuses = list(statuses.values())
@@ -359,7 +377,7 @@ class StatusPoller:
         ]
         is_active = any(status.is_active for each in (run_statuses, *statuses_by_point) for status in each)
         paths = {self.run.path, *(point_statuses[0].run.path for point_statuses in statuses_by_point)}
-        run_jobs = [job for job in jobs if job.run in paths]  # `jobs` may contain jobs of other runs
+        run_jobs = [job for job in jobs if job.run_path in paths]  # `jobs` may contain jobs of other runs
         is_slurm_responding = not any(job.state.reason == NOT_RESPONDING for job in run_jobs)
         if run_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
             run_statuses = self._add_missing_jobs(run_statuses)
@@ -379,8 +397,8 @@ class StatusPoller:
         return [replace(status, missing_jobs=self._find_missing_jobs(status)) for status in statuses]
 
     def _find_missing_jobs(self, status: StageStatus) -> str:
-        """Return a message if a job of a stage that is not done is missing in the queue; "" if none is missing."""
-        jobs = [job for job in self._jobs if (job.run, job.stage) == (status.run.path, status.stage)]
+        """Return a message if the queue lacks a job that the stage needs in order to be completed; "" otherwise."""
+        jobs = [job for job in self._jobs if (job.run_path, job.stage) == (status.run.path, status.stage)]
         active = [job for job in jobs if job.state.is_active and not job.is_stray]
         last = find_awaited_job(status.stage, [job for job in active if job.step is None])
         if status.state == "waiting" or (status.is_active and active and last is None):
@@ -401,23 +419,27 @@ class StatusPoller:
         """Whether any point of a sweep is active."""
         return any(status.is_active for status in self.point_statuses)
 
-    def _read_stages(self, run: Run, names: Sequence[str], shared: Mapping[str, StageStatus]) -> dict[str, StageStatus]:
-        """Return the statuses of some stages of a run.
+    def _read_stages(
+        self, run: Run, names: Sequence[str], sweep_statuses: Mapping[str, StageStatus]
+    ) -> dict[str, StageStatus]:
+        """Return the statuses of stages by name.
 
         Args:
             run: the run, or a point of a sweep.
             names: the names of the stages.
-            shared: for a point, the statuses of the sweep's stages on which these stages depend.
+            sweep_statuses: for a point, the statuses of the stages of the sweep, on which the point's stages depend.
         """
         statuses: dict[str, StageStatus] = {}
         for stage in names:
-            parents = {name: statuses.get(name) or shared[name] for name in STAGES[stage].depends_on}
-            follows_unfinished = any(self._may_change_later(name, parents[name]) for name in parents)
-            status = self._done_statuses.get((run.path, stage)) or self._read_stage(run, stage, follows_unfinished)
-            stopped = [name for name, parent in parents.items() if parent.state != "done" and not parent.is_active]
-            # Slurm reports a dependency that cannot be satisfied only for the next job in the chain
-            if status.is_active and status.cells["reason"] == "Dependency" and stopped:
-                problem = f"job {status.cells['job']} waits for {', '.join(stopped)}"
+            parents = {name: statuses.get(name) or sweep_statuses[name] for name in STAGES[stage].depends_on}
+            may_get_new_inputs = any(self._may_change_later(name, parents[name]) for name in parents)
+            status = self._done_statuses.get((run.path, stage)) or self._read_stage(run, stage, may_get_new_inputs)
+            ended_parents = [
+                name for name, parent in parents.items() if parent.state != "done" and not parent.is_active
+            ]
+            # Slurm reports DependencyNeverSatisfied only for the next job in the chain, not for the jobs after it
+            if status.is_active and status.cells["reason"] == "Dependency" and ended_parents:
+                problem = f"job {status.cells['job']} waits for {', '.join(ended_parents)}"
                 status = replace(status, state="never", is_active=False, problem=problem)
             if status.state == "done":
                 self._done_statuses[run.path, stage] = status
@@ -425,7 +447,7 @@ class StatusPoller:
         return statuses
 
     def _query_slurm(self) -> None:
-        """Query the jobs, if the run uses Slurm. Lengthen the interval of the queries if nothing has changed."""
+        """Query the jobs, if the run uses Slurm. If nothing has changed, lengthen the time until the next query."""
         runs = (self.run, *list_points(self.run))
         self._jobs = find_run_jobs(runs, self._final_states) if uses_slurm(self.run) else []
         result = (self._event_count, self._jobs, self.has_active_point)
@@ -437,18 +459,24 @@ class StatusPoller:
 
     @staticmethod
     def _may_change_later(stage: str, status: StageStatus) -> bool:
-        """Return True if later checkpoints may still change the outputs of a stage."""
+        """Return True if later checkpoints may still change the outputs of `stage`, which has the status `status`."""
         depends_on_training = any(STAGES[name].is_training for name in STAGES[stage].depends_on)
         return (STAGES[stage].is_training or depends_on_training) and status.state != "done"
 
-    def _read_stage(self, run: Run, stage: str, follows_unfinished: bool) -> StageStatus:
-        """Return the status of a stage. `follows_unfinished`: whether later checkpoints may still change its inputs."""
+    def _read_stage(self, run: Run, stage: str, may_get_new_inputs: bool) -> StageStatus:
+        """Return the status of a stage.
+
+        Args:
+            run: the run, or a point of a sweep.
+            stage: the stage.
+            may_get_new_inputs: whether later checkpoints may still change the inputs of the stage.
+        """
         stage_module = stages.load_stage_module(stage)
         events = run.read_events(stage)
         missing = stages.describe_missing_outputs_quickly(run, stage)
         lock_holder = run.lock_holder(stage)
         progress = stage_module.progress(run)
-        jobs = [job for job in self._jobs if (job.run, job.stage) == (run.path, stage) and not job.is_stray]
+        jobs = [job for job in self._jobs if (job.run_path, job.stage) == (run.path, stage) and not job.is_stray]
         jobs = [job for job in jobs if job.job_id or job.state.reason]  # an unconfirmed submission has no job yet
         shown_job = _choose_job(jobs)
         job = shown_job.state if shown_job else None
@@ -456,7 +484,7 @@ class StatusPoller:
         recent_events = events[last_submission + 1 :]
         is_locked = lock_holder is not None
         state, problem, is_active = determine_state(missing, is_locked, recent_events, job)
-        if state == "done" and follows_unfinished:
+        if state == "done" and may_get_new_inputs:
             state, problem, is_active = _determine_state_so_far(run, is_locked, recent_events, job)
         if (
             shown_job is not None
@@ -514,16 +542,16 @@ def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Even
     Args:
         run: the run.
         started: the start of the current attempt; GPU samples before it are ignored.
-        events: the events of the stage.
+        events: the events of the stage, oldest first.
     """
     ranks = [
         f"rank {event.rank} on {event.host} takes {event.ratio} × the time of its peers"
         for event in find_current_stragglers(events)
     ]
     interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / DEFAULT_SAMPLE_COUNT
-    span_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
-    begin = max(started.timestamp if started else 0.0, time.time() - span_s)
-    gpus = list_slow_gpus(run.path, begin, max_samples=math.ceil(span_s / interval_s))
+    period_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
+    begin = max(started.timestamp if started else 0.0, time.time() - period_s)
+    gpus = list_slow_gpus(run.path, begin, max_samples=math.ceil(period_s / interval_s))
     more = [f"and {len(gpus) - _MAX_SLOW_GPUS_SHOWN} more GPUs"] if len(gpus) > _MAX_SLOW_GPUS_SHOWN else []
     return "; ".join([*ranks, *gpus[:_MAX_SLOW_GPUS_SHOWN], *more])
 
@@ -531,15 +559,15 @@ def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Even
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Table:
+def build_table(rows: Sequence[Sequence[str]], width: int | None = None) -> Table:
     """Return a table for the terminal; columns of numbers are right-aligned.
 
     Args:
-        cells: rows of cells; the first row is the header.
+        rows: the texts of the cells by row; the first row is the header.
         width: the width of the terminal; None if unlimited. If the table is wider, columns are left out in the order
             of `_OPTIONAL_COLUMNS`. Cells are never truncated: print the table with `soft_wrap`.
     """
-    columns = {column[0]: column for column in zip(*cells, strict=True)}
+    columns = {column[0]: column for column in zip(*rows, strict=True)}
 
     def required_width() -> int:
         """Return the width of the remaining columns, with two spaces between them."""
@@ -558,7 +586,7 @@ def build_table(cells: Sequence[Sequence[str]], width: int | None = None) -> Tab
 
 
 def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]]:
-    """Return a table of the points of a sweep: the header, then values, state and results, best point first.
+    """Return the rows of a table of sweep points: the header, then one row for each point, the best point first.
 
     Args:
         run: the run. If it is not a sweep, the table is empty.
@@ -579,7 +607,7 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
         rows.append((main_metric, cells, get_extra_metrics(result or {})))
     main_name = "bits per byte" if run.config.model.target is None else "held-out loss"
     rows.sort(key=lambda row: row[0])
-    extra_names = list(rows[0][2])  # of the best point; if the best point was not evaluated, none was
+    extra_names = list(rows[0][2])  # those of the best point; if this point was not evaluated, no point was
     table = [["point", *values_of_points[0], "state", "steps", "loss", main_name, *extra_names]]
     for _, cells, extra in rows:
         table.append([*cells, *(f"{extra[name]:.4f}" if name in extra else "-" for name in extra_names)])
@@ -587,7 +615,11 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
 
 
 def _group_points(descriptions: Iterable[tuple[StageStatus, str]]) -> list[str]:
-    """Return each description once, with the points to which it applies. Empty descriptions are left out."""
+    """Return each distinct description once, with the names of its points. Empty descriptions are left out.
+
+    Args:
+        descriptions: pairs of the status of a point and a description.
+    """
     points_by_description: dict[str, list[str]] = {}
     for status, description in descriptions:
         if description:
@@ -599,14 +631,14 @@ def _group_points(descriptions: Iterable[tuple[StageStatus, str]]) -> list[str]:
 
 
 def describe_failures(statuses: Sequence[StageStatus]) -> list[str]:
-    """Return the problems of the points of a sweep, each once with the points to which it applies."""
+    """Return the problems of the points of a sweep. Each distinct problem is returned once, with its points."""
     return _group_points(
         (status, f"{status.stage} {status.state} {status.problem}") for status in statuses if status.problem
     )
 
 
 def describe_point_stops(statuses: Sequence[StageStatus]) -> list[str]:
-    """Return how the points of a sweep last stopped, each description once with the points to which it applies."""
+    """Return how the points of a sweep last stopped. Each distinct description is returned once, with its points."""
     return _group_points(
         (status, f"{status.stage} {status.state}, {status.last_stop_summary}")
         for status in statuses
@@ -617,8 +649,15 @@ def describe_point_stops(statuses: Sequence[StageStatus]) -> list[str]:
 def describe_missing_jobs(
     run: Run, statuses: Sequence[StageStatus], point_statuses: Sequence[StageStatus]
 ) -> list[str]:
-    """Return which jobs of the chain are missing or stray, and the command that completes the chain; [] if none is."""
+    """Return which jobs of the chain are missing or stray, and the command that completes the chain.
 
+    The result is [] if there are no such jobs.
+
+    Args:
+        run: the run.
+        statuses: the statuses of the run's stages.
+        point_statuses: one status for each point of a sweep.
+    """
     messages = [f"{status.stage}: {status.missing_jobs}" for status in statuses if status.missing_jobs]
     messages += _group_points((status, status.missing_jobs) for status in point_statuses)
     return [*messages, f"to complete the chain: {run.resume_command}"] if messages else []
@@ -630,10 +669,17 @@ def render_status(
     point_statuses: Sequence[StageStatus] = (),
     width: int | None = None,
 ) -> Group:
-    """Return the table of stages, problems, how to continue, and the table of points. Empty columns are left out."""
+    """Return the table of stages, the problems, how to continue, and the table of sweep points.
+
+    Args:
+        run: the run.
+        statuses: the statuses of the run's stages. Columns that are empty for all stages are left out.
+        point_statuses: one status for each point of a sweep.
+        width: the width of the terminal; None if unlimited.
+    """
     columns = [name for name in statuses[0].cells if any(status.cells[name] for status in statuses)]
-    cells = [["stage", "state", *columns]]
-    cells += [[status.stage, status.state, *(status.cells[name] for name in columns)] for status in statuses]
+    rows = [["stage", "state", *columns]]
+    rows += [[status.stage, status.state, *(status.cells[name] for name in columns)] for status in statuses]
     problems = [f"{status.stage} {status.state} {status.problem}" for status in statuses if status.problem]
     problems += describe_failures(point_statuses)
     stops = [status.last_stop_sentence for status in statuses if status.last_stop_sentence]
@@ -643,17 +689,20 @@ def render_status(
     lines = [Text(message, style="red") for message in problems]
     lines += [Text(message) for message in stops]
     lines += [Text(message, style="yellow") for message in warnings]
-    everything = [*statuses, *point_statuses]
-    if not any(status.is_active for status in everything) and any(status.state != "done" for status in everything):
-        failed = next((status for status in everything if status.state == "failed"), None)
-        cause, message = (failed.problem[1:].partition(")")[0], failed.problem) if failed else (None, "")
+    all_statuses = [*statuses, *point_statuses]
+    if not any(status.is_active for status in all_statuses) and any(status.state != "done" for status in all_statuses):
+        cause = None
+        message = ""
+        if failed := next((status for status in all_statuses if status.state == "failed"), None):
+            message = failed.problem  # `(CAUSE): …`
+            cause = message[1:].partition(")")[0]
         lines.append(Text(f"to continue: {retry_command(run, cause, message)}"))
     if changes := run.describe_changes():
         lines.append(Text(changes))
     if malformed_lines := describe_malformed_lines(run.events_file, is_event):
         lines.append(Text(malformed_lines, style="yellow"))
     points = tabulate_points(run, point_statuses)
-    return Group(Text(run.title), build_table(cells, width), *lines, *([build_table(points, width)] if points else []))
+    return Group(Text(run.title), build_table(rows, width), *lines, *([build_table(points, width)] if points else []))
 
 
 def print_status(run: Run, console: Console) -> None:
@@ -663,7 +712,7 @@ def print_status(run: Run, console: Console) -> None:
 
 
 def describe_outcome(run: Run) -> RenderableType:
-    """Return the newest evaluation of a run; for a sweep, its failures and the table of its points."""
+    """Return a description of the newest evaluation of a run; for a sweep, its failures and the table of its points."""
     if run.config.sweep is not None:
         poller = StatusPoller(run)
         poller.poll()
@@ -673,7 +722,7 @@ def describe_outcome(run: Run) -> RenderableType:
 
 
 def describe_result(run: Run) -> str:
-    """Return the newest evaluation in one line, or why there is none yet."""
+    """Return the newest evaluation of a run in one line, or why there is no evaluation yet."""
     if result := read_newest_result(run):
         return format_result(result)
     return (

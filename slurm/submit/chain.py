@@ -3,13 +3,13 @@
     prepare ─afterok─► shard (array) ─afterany─► shard (one task: completes what the array left, validates all,
     writes the manifest) ─afterok─► train ─afterok─► evaluate
 
-No process stays on the login node. First, all stages are checked. A stage that is done needs no dependency. The job of
-an active stage becomes a dependency. The other stages are submitted in order:
+No process stays on the login node. First, all stages are checked. A stage that is done is skipped. If a stage has an
+active job, later stages depend on this job. The other stages are submitted in order:
 
 - Jobs whose dependency can never be satisfied are cancelled and submitted again.
-- If a job is still saving because a user stopped it, another job is submitted that starts after its end.
-- If only part of a stage is in the queue, the rest is submitted. Examples are an array without the job after it, and a
-  train job without its successor job.
+- If a stage has a job that is about to end because a user stopped it, the new job starts after the end of that job.
+- If only some jobs of a stage are in the queue, the missing jobs are submitted. Examples are an array without the job
+  that follows the array, and a train job without its successor job.
 - If Slurm refuses a job, the jobs already in the queue stay. The message names them and the command that completes the
   chain.
 
@@ -18,8 +18,8 @@ In a sweep, train and evaluate are arrays with one task for each sweep point tha
     … ─afterok─► train (array over points) ─aftercorr─► evaluate (array over the same points)
 
 With `aftercorr`, each task depends on the task with the same index: a point is evaluated when its train stage is done.
-Each task supervises the run directory of its point (pipeline/run/directory.py). It requeues itself by the id
-`JOB_TASK`, because the id of the array would restart all tasks.
+Each task supervises the run directory of its point (pipeline/run/directory.py). A task is requeued by the id
+`JOB_TASK`, because `scontrol requeue` with the id of the array would restart all tasks.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from slurm.query.slurm_commands import NOT_RESPONDING
 from slurm.submit.sbatch import confirm_submissions
 
 CANCEL_WAIT_S = 60.0
-"""How long `cancel` waits for another process that is submitting jobs of the run. The other process finds the request
-to cancel before its next job, and stops."""
+"""How long `cancel` waits for another process that is submitting jobs of the run. The other process looks for a request
+to cancel before each job, and stops if there is one."""
 
 
 def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
-    """Submit the jobs that are missing.
+    """Submit the missing jobs of a run to Slurm.
 
     Args:
         run: the run.
@@ -67,7 +67,8 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
         retries_failed: whether to submit failed stages again, because the user ran `resume`.
 
     Raises:
-        UserError: if the run was cancelled, a stage failed and is not retried, or Slurm refuses a job.
+        UserError: if the run was cancelled, a stage failed and is not retried, the jobs exceed a limit of the cluster,
+            or Slurm refuses a job or does not respond.
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
@@ -92,7 +93,7 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
 class Chain:
     """The jobs of one run and its sweep points. Submits the jobs that are missing.
 
-    The keys `(path, stage)` of the dictionaries below contain the path of the run or of a sweep point.
+    The keys of most attributes are `(path, stage)`, with the path of the run or of a sweep point.
 
     Args:
         run: the run.
@@ -107,25 +108,26 @@ class Chain:
         self.retries_failed = retries_failed
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.active_jobs: dict[tuple[Path, str], list[SubmittedJob]] = {}
-        """The jobs that run or may still run. Evaluations of checkpoints during the run are left out."""
+        """The jobs that run or may still run. Jobs that evaluate a checkpoint during the run are left out."""
         self.awaited_jobs: dict[tuple[Path, str], str] = {}
         """The id of the job for which later stages wait."""
         self.ending_jobs: dict[tuple[Path, str], str] = {}
-        """The id of a job that is still saving because a user stopped it. A new job starts after its end."""
+        """The id of a job that is about to end, for example because a user stopped it. A new job of the stage starts
+        after this job has ended."""
         self.incomplete_arrays: dict[tuple[Path, str], str] = {}
         """The id of an array in the queue. The job after the array, which completes the stage, is missing."""
         self.jobs_without_successor: dict[tuple[Path, str], str] = {}
-        """The id of a train job in the queue. Its successor job is missing."""
-        self.queued: dict[str, list[str]] = {}
-        """By stage, the ids of all jobs in the queue: those that were found, and those that this chain submitted."""
-        self.needed: dict[str, list[Run]] = {}
-        """By stage, the run directories for which the stage must be submitted: the run, or sweep points."""
+        """The id of a train job in the queue whose successor job is missing."""
+        self.queued_ids: dict[str, list[str]] = {}
+        """By stage, the ids of all jobs in the queue: those that were found, and those that this object submitted."""
+        self.targets: dict[str, list[Run]] = {}
+        """By stage, the runs for which the stage must be submitted: the run itself, or sweep points."""
 
     def inspect_jobs(self) -> None:
         """Find the jobs that exist, decide what to submit, and cancel the jobs that will be replaced.
 
-        Replaced are stray jobs, jobs whose dependency can never be satisfied, and pending jobs of stages that are
-        submitted again.
+        The replaced jobs are stray jobs, jobs whose dependency can never be satisfied, and pending jobs of stages that
+        are submitted again. Jobs that are about to end are not cancelled.
 
         Raises:
             UserError: as :func:`submit_chain`.
@@ -135,38 +137,41 @@ class Chain:
             self.say(message)
         for job in jobs:
             if job.state.is_active and job.step is None and not job.is_stray:
-                self.active_jobs.setdefault((job.run, job.stage), []).append(job)
-        superseded = [job for job in jobs if job.state.is_unsatisfiable or (job.is_stray and job.state.is_active)]
-        for job in superseded:
+                self.active_jobs.setdefault((job.run_path, job.stage), []).append(job)
+        replaced_jobs = [job for job in jobs if job.state.is_unsatisfiable or (job.is_stray and job.state.is_active)]
+        for job in replaced_jobs:
             if job.is_stray:
                 self.say(describe_stray_job(job))
         for stage, stage_spec in self.run.config.active_stages.items():
-            targets = self.points if self.points and stage_spec.is_per_point else [self.run]
-            self.needed[stage] = [target for target in targets if self._needs_submission(target, stage)]
-            for target in self.needed[stage]:  # other pending jobs of the stage wait for a job that is replaced
-                array = self.incomplete_arrays.get((target.path, stage))
-                superseded += (job for job in self.active_jobs.get((target.path, stage), ()) if job.job_id != array)
+            candidates = self.points if self.points and stage_spec.is_per_point else [self.run]
+            self.targets[stage] = [target for target in candidates if self._needs_submission(target, stage)]
+            for target in self.targets[stage]:
+                array_id = self.incomplete_arrays.get((target.path, stage))
+                active = self.active_jobs.get((target.path, stage), ())
+                # the pending jobs of this stage depend on a job that is replaced; only an incomplete array is kept
+                replaced_jobs += (job for job in active if job.job_id != array_id)
         if self.points:
-            paths_to_submit = {target.path for targets in self.needed.values() for target in targets}
+            paths_to_submit = {target.path for targets in self.targets.values() for target in targets}
             other_paths = {point.path for point in self.points} - paths_to_submit
             active_paths = other_paths & {path for path, _ in self.awaited_jobs}
             done_count = len(other_paths - active_paths)
             self.say(f"sweep     {len(self.points)} points: {done_count} done, {len(active_paths)} active")
         ending_ids = set(self.ending_jobs.values())
-        cancelled_jobs = [job for job in superseded if job.job_id not in ending_ids]
+        cancelled_jobs = [job for job in replaced_jobs if job.job_id not in ending_ids]
         self._cancel(cancelled_jobs)
         cancelled_ids = {job.job_id for job in cancelled_jobs}
         for (_, stage), stage_jobs in self.active_jobs.items():
             remaining_ids = [job.job_id for job in stage_jobs if job.job_id not in cancelled_ids]
-            self.queued.setdefault(stage, []).extend(remaining_ids)
+            self.queued_ids.setdefault(stage, []).extend(remaining_ids)
 
     def count_planned_tasks(self) -> dict[str, list[int]]:
         """Return the number of tasks of each job to submit, by stage; 1 for a job without an array.
 
-        This assumes that all sweep points that need a stage wait for the same array.
+        All sweep points for which a stage must be submitted are counted as one array, although
+        :meth:`submit` may divide them into several jobs.
         """
         planned: dict[str, list[int]] = {}
-        for stage, targets in self.needed.items():
+        for stage, targets in self.targets.items():
             planned[stage] = [1] if (self.run.path, stage) in self.jobs_without_successor else []
             if targets and targets[0] is not self.run:
                 planned[stage].append(len(targets))
@@ -182,14 +187,14 @@ class Chain:
     def describe_incomplete_chain(self, remaining_stages: Sequence[str]) -> list[str]:
         """Return messages for the user after a job could not be submitted.
 
-        The messages list what is queued, what is missing, and the command that completes the chain. If nothing is
-        queued, there are no messages.
+        The messages list the jobs in the queue, the missing stages, and the commands that complete or cancel the chain.
+        If no job is in the queue, there are no messages.
 
         Args:
             remaining_stages: the stage of the failed submission, and all later stages.
         """
-        queued = [f"{stage} ({', '.join(dict.fromkeys(jobs))})" for stage, jobs in self.queued.items() if jobs]
-        missing = [stage for stage in remaining_stages if self.needed[stage]] or list(remaining_stages[:1])
+        queued = [f"{stage} ({', '.join(dict.fromkeys(jobs))})" for stage, jobs in self.queued_ids.items() if jobs]
+        missing = [stage for stage in remaining_stages if self.targets[stage]] or list(remaining_stages[:1])
         if not queued:
             return []
         return [
@@ -201,9 +206,11 @@ class Chain:
     def _needs_submission(self, target: Run, stage: str) -> bool:
         """Return True if a stage of the run or of a sweep point must be submitted.
 
-        That is the case if the stage is not done and no active job will complete it. A stage is also submitted again if
-        it depends on a stage that is submitted again. The method also fills `awaited_jobs`, `ending_jobs`,
-        `incomplete_arrays` and `jobs_without_successor`.
+        That is the case if no active job will complete the stage, and the stage is not done or depends on a stage that
+        is not done. If a stage on which this stage depends is submitted again, a pending job of this stage is replaced.
+        A job that has started is kept.
+
+        The method also fills `awaited_jobs`, `ending_jobs`, `incomplete_arrays` and `jobs_without_successor`.
 
         Raises:
             UserError: if the stage failed and failed stages are not retried.
@@ -211,7 +218,7 @@ class Chain:
         stage_module = stages.load_stage_module(stage)
         active = self.active_jobs.get((target.path, stage), [])
         has_started = any(job.state.state != "PENDING" for job in active)
-        depends_on_new_job = any(parent in self.needed[name] for parent, name in self._list_parents(target, stage))
+        depends_on_new_job = any(parent in self.targets[name] for parent, name in self._list_parents(target, stage))
         is_done = stage_module.describe_missing_outputs(target) is None
         if is_done and not depends_on_new_job and not self._list_awaited_jobs(target, stage):
             if target is self.run:  # sweep points are only counted
@@ -247,7 +254,11 @@ class Chain:
                 self.jobs_without_successor[target.path, stage] = job.job_id
 
     def _list_parents(self, target: Run, stage: str) -> list[tuple[Run, str]]:
-        """Return the stages on which a stage depends, each with its run: the same run, or the sweep."""
+        """Return the stages on which a stage of `target` depends.
+
+        Each is a pair of a run and a stage. If `target` is a sweep point, stages that all points share belong to the
+        run of the sweep.
+        """
         return [(target if STAGES[name].is_per_point else self.run, name) for name in STAGES[stage].depends_on]
 
     def _list_awaited_jobs(self, target: Run, stage: str) -> list[str]:
@@ -262,22 +273,22 @@ class Chain:
     def submit(self, stage: str) -> None:
         """Submit the missing jobs of a stage.
 
-        Sweep points that wait for the same jobs become one array. So do points that wait for all tasks of an array, in
-        the same order (`aftercorr`). Every other point gets its own job.
+        Sweep points that wait for the same jobs become one array. Points also become one array if they wait for all
+        tasks of another array, in the same order (`aftercorr`). Otherwise, each point gets its own job.
         """
         if job_id := self.jobs_without_successor.get((self.run.path, stage)):
             self._submit_successor(stage, job_id)
-        targets_by_arrays: dict[tuple[str, ...], list[Run]] = {}
-        for target in self.needed[stage]:
-            arrays = tuple(map(array_job_id, self._list_awaited_jobs(target, stage)))
-            targets_by_arrays.setdefault(arrays, []).append(target)
-        for arrays, targets in targets_by_arrays.items():
+        targets_by_array_ids: dict[tuple[str, ...], list[Run]] = {}
+        for target in self.targets[stage]:
+            array_ids = tuple(map(array_job_id, self._list_awaited_jobs(target, stage)))
+            targets_by_array_ids.setdefault(array_ids, []).append(target)
+        for array_ids, targets in targets_by_array_ids.items():
             after_by_target = [self._list_awaited_jobs(target, stage) for target in targets]
-            corresponding_tasks = [[f"{array}_{task}" for array in arrays] for task in range(len(targets))]
+            corresponding_tasks = [[f"{array_id}_{task}" for array_id in array_ids] for task in range(len(targets))]
             if all(after == after_by_target[0] for after in after_by_target):
                 self._submit(stage, targets, after_by_target[0])
             elif after_by_target == corresponding_tasks:
-                self._submit(stage, targets, arrays, "aftercorr")
+                self._submit(stage, targets, array_ids, "aftercorr")
             else:
                 for target, after in zip(targets, after_by_target, strict=True):
                     self._submit(stage, [target], after)
@@ -285,23 +296,23 @@ class Chain:
     def _submit(
         self, stage: str, targets: Sequence[Run], after: Sequence[str], dependency_type: str = "afterok"
     ) -> None:
-        """Submit the job or array of a stage for `targets`, which are the run or sweep points.
+        """Submit one job or array of a stage.
 
-        If the stage itself is an array, the job after the array is also submitted. If the site does not requeue jobs, a
-        train job gets a successor job.
+        If the tasks of an array share the work of the stage, the job that completes the stage after the array is also
+        submitted. If the site does not requeue jobs, a train job gets a successor job.
 
         Args:
             stage: the stage.
-            targets: the run, or sweep points.
+            targets: the run, or the sweep points that become one array.
             after: the ids of the jobs on which the job depends.
-            kind: the type of the dependency.
+            dependency_type: the type of this dependency.
         """
         run = self.run
         points = targets if run not in targets else ()
         if not after:
             keys = [(target.path, stage) for target in targets]
-            if ending := [self.ending_jobs[key] for key in keys if key in self.ending_jobs]:
-                after = ending
+            if ending_ids := [self.ending_jobs[key] for key in keys if key in self.ending_jobs]:
+                after = ending_ids
                 dependency_type = "afterany"
         tasks = run.config.stages.get_resources(stage).array_tasks
         suffix = f", after {', '.join(after)}" if after else ""
@@ -327,18 +338,18 @@ class Chain:
             self._submit_successor(stage, job_id)
 
     def _submit_successor(self, stage: str, job_id: str) -> None:
-        """Submit the successor job, which continues a stage if the job `job_id` does not succeed."""
+        """Submit a successor job, which continues the stage if the job `job_id` ends without finishing the stage."""
         successor_id = self._sbatch(stage, [job_id], "afternotok")
         self.say(f"{stage:9} job {successor_id}: the successor, continues if {job_id} does not succeed")
 
-    # Only these methods change anything; `resume --dry-run` overrides them (cli/resume.py).
+    # Only the methods below change jobs and events. `resume --dry-run` overrides them (cli/resume.py).
 
     def _find_jobs(self) -> list[SubmittedJob]:
-        """Return the jobs of the run and its points, after confirming unconfirmed submissions."""
+        """Confirm the unconfirmed submissions, and return the jobs of the run and its points."""
         return confirm_submissions((self.run, *self.points), self.say)
 
     def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
-        """Cancel jobs. The user is only told about stray jobs."""
+        """Cancel jobs, and print a message for each stray job."""
         for job in jobs:
             if job.is_stray:
                 self.say(f"job {job.job_id} is cancelled")
@@ -350,15 +361,15 @@ class Chain:
 
         self.run.check_not_cancelled()  # the user may have cancelled the run since the last submission
         job_id = submit_stage(self.run, stage, after, dependency_type=dependency_type, say=self.say, **options)
-        self.queued.setdefault(stage, []).append(job_id)
+        self.queued_ids.setdefault(stage, []).append(job_id)
         return job_id
 
 
 def reset_for_resume(run: Run, *, replaces_jobs: bool) -> None:
-    """Remove the requests to stop or cancel, and reset the retry budgets, because the user ran `resume`.
+    """Remove the requests to stop or cancel, and reset the retry budgets of a run and its sweep points.
 
     Args:
-        run: the run.
+        run: the run that the user resumes.
         replaces_jobs: whether to cancel the pending jobs, because the changed config requires new jobs.
     """
     for target in (run, *create_points(run)):
@@ -369,19 +380,26 @@ def reset_for_resume(run: Run, *, replaces_jobs: bool) -> None:
 
 
 def cancel_run(run: Run) -> list[str]:
-    """Cancel a run: running stages save and exit, and pending jobs are cancelled. Return messages for the user."""
+    """Cancel a run and its sweep points. Running stages save and exit, and pending jobs are cancelled.
+
+    Returns:
+        Messages for the user.
+    """
     targets = (run, *create_points(run))
     for target in targets:
         target.write_request(target.cancelled_file)
         target.append_event(CancelRequested())
-    with run.lock_exclusively(timeout_s=CANCEL_WAIT_S):  # a process that is submitting jobs stops before the next job
+    # another process that is submitting jobs holds this lock, finds the request before its next job, and stops
+    with run.lock_exclusively(timeout_s=CANCEL_WAIT_S):
         job_ids, notes = cancel_pending_jobs(run)
-    running = []
+    running_stages = []
     for target, stage in product(targets, STAGES):
         if holder := target.lock_holder(stage):
             holder.terminate()
-            running.append(stage)
-    outcome = f"{', '.join(running)} saves and exits" if running else "nothing was running on this machine"
+            running_stages.append(stage)
+    outcome = "nothing was running on this machine"
+    if running_stages:
+        outcome = f"{', '.join(running_stages)} saves and exits"
     if job_ids:
         outcome = f"jobs {', '.join(job_ids)} end"
     elif NOT_RESPONDING in notes:
@@ -395,7 +413,8 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
     Running jobs are not cancelled: their supervisors find the request to cancel in the run directory, save and exit.
 
     Returns:
-        The ids of all jobs of the run in the queue, and messages about what is unknown or unconfirmed.
+        The ids of all jobs of the run in the queue before the call, and messages. The messages tell which jobs have an
+        unknown state, and which submissions could not be confirmed.
     """
     targets = (run, *list_points(run))
     messages: list[str] = []

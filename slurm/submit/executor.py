@@ -1,6 +1,6 @@
 """Choose where the stages of a run are executed: by Slurm, in the current allocation, or on this machine.
 
-The command line imports this module before it parses anything, so slow imports are inside the function.
+The command line imports this module before it parses its arguments. Slow imports are therefore inside the function.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ if TYPE_CHECKING:
 
 
 Executor = Literal["auto", "slurm", "allocation", "local"]
-"""Where stages run. `auto`: Slurm if its controller responds, the allocation inside salloc, otherwise this machine."""
+"""Where stages run: as Slurm jobs, inside the allocation of this process, or on this machine. `auto` selects one of
+these (:func:`choose_executor`)."""
 
 
 def choose_executor(executor: Executor, run: Run | None = None) -> Executor:
-    """Return the executor to use: `executor`, or for `auto` a suitable one.
+    """Return the executor to use: `executor`, or if it is `auto`, the first of these that applies.
 
-    `auto` selects Slurm for a run that was last submitted to Slurm, otherwise the allocation of this process if there
-    is one. Without an allocation, a new run uses Slurm if it responds, and other runs use this machine.
+    1. `slurm` if `run` was last submitted to Slurm
+    2. `allocation` if this process is inside an allocation
+    3. `slurm` for a new run, if Slurm responds
+    4. `local`
 
     Args:
         executor: the executor that the user selected.
         run: an existing run; None for a new run.
 
     Raises:
-        UserError: if the selected executor is not available, or `run` was executed in an allocation that has ended.
+        UserError: if the selected executor is not available, or `run` was executed in an allocation that has ended. For
+            a new run, also if this machine belongs to a cluster whose controller does not respond.
     """
     from pipeline.base.dist_env import is_in_allocation
     from pipeline.run.directory import list_points

@@ -1,11 +1,12 @@
-"""Run the chain of stages on this machine: prepare → shard → train → evaluate, each as a detached job.
+"""Run the chain of stages on this machine: prepare → shard → train → evaluate. Each stage is a detached process.
 
 - A stage that is done is skipped. If another process runs a stage, this process follows the stage: it prints the
   progress until the stage ends.
-- Ctrl-C or SIGTERM stops the stage, for all processes that follow it. The stage saves, and the command that resumes it
-  is printed. After a second Ctrl-C this process exits, while the stage finishes its save.
-- In a batch job (chain.sbatch), Slurm sends the signal. The stage is stopped, and this process follows it to its end.
-  The stage continues when the job is requeued.
+- Ctrl-C or SIGTERM stops the stage, also for other processes that follow the stage. The stage saves, and this process
+  prints the command that resumes the run. After a second Ctrl-C, this process exits at once, and the stage finishes its
+  save.
+- In a batch job (chain.sbatch), Slurm sends the signal. The stage then saves and exits, and this process follows the
+  stage until it ends. The stage continues when the job is requeued.
 """
 
 from __future__ import annotations
@@ -46,19 +47,24 @@ from slurm.query.status import describe_outcome
 from slurm.submit.site_environment import SETUP_NOT_RUN
 
 POLL_S = 0.2
+"""Pause between two checks of whether the stage has ended."""
 LIVE_INTERVAL_S = 1.0
+"""How often the progress bar is updated if the output is a terminal."""
 PLAIN_INTERVAL_S = 10.0
 """How often progress is printed if the output is not a terminal."""
+_MAX_LOG_LINES = 15
+"""Number of lines that are printed from the end of the log of a supervisor that wrote no event."""
 
 
 def run_chain_locally(run: Run, console: Console) -> ExitCode:
-    """Run the missing stages one after the other.
+    """Run the stages of a run that are not done, one after the other.
 
-    If a sweep point fails, the other points are still run, and a table of the results is printed. A stop ends all
-    points.
+    If a sweep point fails, the other points are still run, and a table of the results is printed. If the user stops a
+    point, the remaining points are not run.
 
     Returns:
-        The exit code of the first stage that did not complete; of failed sweep points, the highest exit code.
+        DONE if all stages are done, otherwise the exit code of the first stage that did not complete. If only sweep
+        points failed, the highest of their exit codes.
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
@@ -83,7 +89,7 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
 
 
 def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:
-    """Run a stage that is not done, or follow another process that runs it. Print how the stage ended.
+    """Run a stage unless it is done, or follow the stage if another process runs it. Print how the stage ended.
 
     Args:
         run: the run.
@@ -124,8 +130,8 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if holder is None and stage_module.describe_missing_outputs(run) is None:
             say(f"{stage:9} done: {stage_module.progress(run).description}")
             return ExitCode.DONE
-        before = read_stage_state(run.read_events(stage))
-        was_stopping = before.stopping_event is not None and before.end_event is None
+        previous_state = read_stage_state(run.read_events(stage))
+        was_stopping = previous_state.stopping_event is not None and previous_state.end_event is None
         if holder:
             say(f"{stage:9} is already running ({holder}); following it")
             watch_command = format_command("status", run.sweep_or_self.name, "--watch")
@@ -136,12 +142,12 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if flag.signal_count > 1 and not is_batch:
             say(f"{stage:9} saves and ends by itself; to continue: {run.resume_command}")
             return ExitCode.STOPPED
-        events = [e for e in run.read_events(stage) if job is None or get_job_id(e) == job.job_id]
+        events = [event for event in run.read_events(stage) if job is None or get_job_id(event) == job.job_id]
         state = read_stage_state(events)
         if state.end_event is None:
             is_run_by_other = job and not state.start_event and run.lock_holder(stage)
             if is_run_by_other or stage_module.describe_missing_outputs(run) is None:
-                continue  # the stage is done, or another process started an attempt at the same moment: follow it
+                continue  # the stage is done, or another process started it at the same moment and must be followed
         if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
             continue  # the stage was already stopping before this process followed it: run the stage again
         return report_stage_end(run, stage, state, seconds, job, say)
@@ -150,11 +156,17 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
 def request_stop(run: Run, stage: str, is_batch: bool) -> bool:
     """Request that a running stage saves and exits, with the stop file and with SIGTERM to its supervisor.
 
-    The stop file also reaches a supervisor that is still starting; the signal reaches a running one at once. A batch
-    job writes no stop file: it would count as a request of the user, and the requeued job would not continue the stage.
+    The stop file also reaches a supervisor that is still starting. The signal reaches a running supervisor at once. In
+    a batch job, no stop file is written: the file would count as a request of the user, and the requeued job would not
+    continue the stage.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        is_batch: whether this process is part of a batch job.
 
     Returns:
-        True if the request will reach the supervisor.
+        Whether the request will reach the supervisor.
     """
     if not is_batch:
         run.write_request(run.stop_file)
@@ -164,7 +176,7 @@ def request_stop(run: Run, stage: str, is_batch: bool) -> bool:
 
 
 def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, job: Any, say: Any) -> ExitCode:
-    """Print how a stage ended and what to do next. Return its exit code.
+    """Print how a stage ended and what to do next. Return the exit code of the stage.
 
     Args:
         run: the run.
@@ -181,7 +193,7 @@ def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, jo
         say(f"{stage:9} ended, and its supervisor wrote no event; its log: {log}", style="red")
         if log.is_file():
             output = log.read_text(errors="replace").splitlines()
-            say("\n".join([line for line in output if not line.startswith("submitit ")][-15:]), style="red")
+            say("\n".join([line for line in output if not line.startswith("submitit ")][-_MAX_LOG_LINES:]), style="red")
         say(f"to try again: {run.resume_command}")
         return ExitCode.CRASHED
     if isinstance(end, Done):
@@ -196,7 +208,7 @@ def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, jo
 
 
 def _describe_event(event: Event) -> str | None:
-    """Return the line to print for a new event; None if nothing is printed."""
+    """Return the message to print for an event while the stage runs; None for events that are not printed."""
     if isinstance(event, Restored):
         repeated = f"; repeated steps: {event.lost_steps}" if event.lost_steps else ""
         return f"restored step {event.step}{repeated}"
@@ -208,7 +220,7 @@ def _describe_event(event: Event) -> str | None:
 
 
 def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: Console) -> float:
-    """Print the progress of a stage while `is_running()` returns True. Return the seconds that this took."""
+    """Print the progress of a stage while `is_running()` returns True. Return how long this took, in seconds."""
     start_time = time.monotonic()
     is_live = supports_live_output(console)
     columns = (

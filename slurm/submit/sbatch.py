@@ -1,9 +1,9 @@
 """Submit one stage with sbatch, and make sure that no job is lost if a submission is interrupted.
 
 The batch step runs one process, the supervisor, which starts the ranks with srun inside the job's allocation. submitit
-writes the script (slurm/submit/submitit_job.py). Values of the config never become shell code, except `site.setup` and
-the file `site.secrets`: submitit quotes options, this module quotes the set-up lines, and :func:`_check_representable`
-rejects values that sbatch would still misread.
+writes the script (slurm/submit/submitit_job.py). Only `site.setup` and the file `site.secrets` are run as shell code.
+All other values of the config are quoted: options by submitit, and the values in shell lines by this module.
+:func:`_check_representable` rejects values that sbatch would misread although they are quoted.
 
 Each submission has a random key. The event `submitting` is written before sbatch is called, and `submitted` after it.
 If the second event is missing, submit.py was killed or sbatch did not respond. The submission is then unconfirmed: its
@@ -59,17 +59,19 @@ MAX_SBATCH_CALLS = 2
 SBATCH_TIMEOUT_S = 300.0
 """How long sbatch may take. It retries for two minutes if the controller is busy."""
 JOB_SBATCH_TIMEOUT_S = 60.0
-"""The same limit if a job calls sbatch, or waits for another process that calls it. The job has other work to do."""
+"""The shorter limit if a job of the run calls sbatch, or waits for another process that calls sbatch. The job has other
+work to do."""
 RECHECK_DELAYS_S = (1.0, 2.0, 3.0)
-"""Pauses between the queries that must show no job before a submission counts as failed. A controller that was
-suspended may accept the job of a killed sbatch a moment after it responds again."""
+"""Pauses between the queries of Slurm before an unconfirmed submission counts as failed. One query is not enough: a
+controller that was suspended may accept the job of a killed sbatch a moment after it responds again."""
 MAX_QUERIES = 20
-"""Maximum number of queries. Other processes may keep submitting jobs of the run; jobs that appear after the last query
-are ignored."""
+"""Maximum number of repeated queries in one call of :func:`confirm_submissions`. Without a limit, the call would not
+return while other processes keep submitting jobs of the run."""
 POLL_S = 0.5
+"""Pause between two checks of the controller, or of a script that another process submits."""
 SUBMISSION_KEY_VARIABLE = "SLUICE_SUBMISSION"
-"""The environment variable of a job that holds the key of its submission."""
-_ACCOUNT_AND_PARTITION = ("account", "constraint", "partition", "qos", "reservation", "wckey")
+"""The environment variable of a job that contains the key of its submission."""
+_OPTIONS_FROM_ENVIRONMENT = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 """Options whose SBATCH_* variables stay in effect if the config does not set them."""
 
 
@@ -77,18 +79,21 @@ _ACCOUNT_AND_PARTITION = ("account", "constraint", "partition", "qos", "reservat
 
 
 def job_name(config: Config, stage: str) -> str:
-    """Return the name of a stage's jobs. The stage comes first because squeue shows only the first eight letters."""
+    """Return the name of a stage's jobs.
+
+    The name starts with the stage, because squeue shows only the first eight letters of a name.
+    """
     return f"{stage}-{config.run.name}"
 
 
-def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | None) -> dict[str, Any]:
+def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: str | None) -> dict[str, Any]:
     """Return submitit's parameters for a job of a stage.
 
     Args:
         run: the run; the script contains its paths.
         config: the run's config, possibly with secrets masked.
         stage: the stage that the job runs.
-        after: a Slurm dependency such as `afterok:12:13`; None for no dependency.
+        dependency: a Slurm dependency such as `afterok:12:13`; None for no dependency.
 
     Raises:
         UserError: if options exclude each other, sbatch cannot represent a value, or the ranks of the train stage do
@@ -96,7 +101,9 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     """
     site = config.resolve_site(stage)
     resources = config.stages.get_resources(stage)
-    values: dict[str, Any] = {
+    # without a limit on the tasks that run at the same time, submitit would allow only 256
+    array_parallelism = (config.sweep.at_most if config.sweep and STAGES[stage].is_per_point else None) or 1000
+    parameters: dict[str, Any] = {
         "job_name": job_name(config, stage),
         "time": math.ceil(parse_time_limit(resources.time) / 60),
         "nodes": resources.max_nodes,
@@ -107,16 +114,16 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
         "qos": site.qos,
         "constraint": site.constraint or None,
         "comment": job_comment(run.path),
-        "array_parallelism": (config.sweep.at_most if config.sweep and STAGES[stage].is_per_point else None) or 1000,
-        "dependency": after,
+        "array_parallelism": array_parallelism,
+        "dependency": dependency,
         "signal_delay_s": site.signal_s,
         "stderr_to_stdout": True,
         "use_srun": False,
-        "wckey": None,
+        "wckey": None,  # submitit would otherwise set the wckey `submitit`
     }
     options: dict[str, Any] = {}
     if config.track.mail:
-        # END only for the last stage, because Slurm also sends the END mail at each requeue (sbatch(1), --mail-type)
+        # only the last stage requests END, because Slurm also sends this mail at each requeue (sbatch(1), --mail-type)
         is_last_stage = stage == list(config.active_stages)[-1]
         options["mail-user"] = config.track.mail
         options["mail-type"] = f"FAIL,INVALID_DEPEND{',END' if is_last_stage else ''}"
@@ -125,9 +132,10 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     options |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     options["export"] = build_export_option(site)
     if resources.min_nodes < resources.max_nodes:
-        # without ntasks_per_node: Slurm would multiply it by min_nodes, and grant no more nodes than tasks
-        del values["ntasks_per_node"]
-        # submitit computes with `nodes` in `values`; sbatch reads this option
+        # ntasks_per_node is removed, because Slurm would multiply it by min_nodes to get the number of tasks, and grant
+        # no more nodes than tasks
+        del parameters["ntasks_per_node"]
+        # sbatch reads this option; the single number in `parameters` remains, because submitit computes with it
         options["nodes"] = f"{resources.min_nodes}-{resources.max_nodes}"
         options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
     elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
@@ -136,27 +144,33 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, after: str | N
     if site.gpus_per_node and site.gpus_as != "none":
         gpu_type = f"{site.gpu_type}:" if site.gpu_type else ""
         options[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{gpu_type}{site.gpus_per_node}"
-    if site.mem_gb and (other := {"mem-per-cpu", "mem-per-gpu"} & options.keys()):
+    if site.mem_gb and (conflicting := {"mem-per-cpu", "mem-per-gpu"} & options.keys()):
         raise UserError(
             "slurm.conflicting_options",
-            f"{stage}: mem_gb and sbatch.{min(other)} exclude each other: remove one from site or stages",
+            f"{stage}: mem_gb and sbatch.{min(conflicting)} exclude each other: remove one from site or stages",
         )
     if STAGES[stage].is_training and (problem := find_planned_placement_problem(config)):
         raise UserError("slurm.bad_placement", problem)
     exports = build_site_environment(site)
-    _check_representable(run.path, {**values, **options, **exports})
-    values["additional_parameters"] = {key: value for key, value in options.items() if value is not None}
-    values["setup"] = _build_setup_lines(run, config, stage, exports)
-    return {key: value for key, value in values.items() if value is not None or key == "wckey"}
+    _check_representable(run.path, {**parameters, **options, **exports})
+    parameters["additional_parameters"] = {key: value for key, value in options.items() if value is not None}
+    parameters["setup"] = _build_setup_lines(run, config, stage, exports)
+    return {key: value for key, value in parameters.items() if value is not None or key == "wckey"}
 
 
 def _build_setup_lines(run: Run, config: Config, stage: str, exports: Mapping[str, str]) -> list[str]:
     """Return the shell lines that run before the supervisor.
 
     The lines of `site.setup` follow the exports and can override them. The lines that select the code come after
-    `site.setup`, so it cannot change which code runs.
+    `site.setup`, so that `site.setup` cannot change which code runs.
+
+    Args:
+        run: the run.
+        config: the run's config, possibly with secrets masked.
+        stage: the stage that the job runs.
+        exports: the environment variables to export.
     """
-    # `set --` removes the argument, which scripts that site.setup sources would otherwise see
+    # `set --` removes the argument of the script; otherwise, scripts that site.setup sources would see the argument
     lines = [f'export {SUBMISSION_KEY_VARIABLE}="${{1-}}"; set --']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     lines += secrets_script_lines(config.resolve_site(stage)) + config.resolve_site(stage).setup
@@ -166,85 +180,93 @@ def _build_setup_lines(run: Run, config: Config, stage: str, exports: Mapping[st
 
 
 def _build_pickle_lines(folder: Path) -> list[str]:
-    """Return shell lines that link the pickle of this submission to the name under which submitit looks for it.
+    """Return shell lines that create a link to the pickle of this submission, with the name that submitit expects.
 
-    The job itself makes the link, because submit.py may have been killed just after sbatch accepted the job.
+    submitit unpickles what the job runs from this file, whose name contains the job's id. The job itself creates the
+    link, because submit.py may have been killed just after sbatch accepted the job.
     """
     quoted_folder = shlex.quote(str(folder))
     pickle_name = f"${{{SUBMISSION_KEY_VARIABLE}}}_${{SLURM_ARRAY_TASK_ID-0}}"
     job_id = "${SLURM_ARRAY_JOB_ID-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID+_$SLURM_ARRAY_TASK_ID}"
-    given_up = f'{quoted_folder}/"{pickle_name}_given_up.pkl"'
+    abandoned_pickle = f'{quoted_folder}/"{pickle_name}_given_up.pkl"'
     link = f'{quoted_folder}/"{job_id}_submitted.pkl"'
     return [
-        # the pickle was renamed by mark_not_submitted()
-        f'[ ! -e {given_up} ] || {{ echo "this job was replaced by another one and exits"; exit 0; }}',
+        # mark_not_submitted() has renamed the pickle if this submission was given up
+        f'[ ! -e {abandoned_pickle} ] || {{ echo "this job was replaced by another one and exits"; exit 0; }}',
         f'[ -z "${SUBMISSION_KEY_VARIABLE}" ] || ln -sf "{pickle_name}_submitted.pkl" {link}',
     ]
 
 
-def _check_representable(run: Path, values: Mapping[str, Any]) -> None:
+def _check_representable(run_path: Path, values: Mapping[str, Any]) -> None:
     """Raise UserError for values that sbatch misreads even if they are quoted (measured on Slurm 22.05).
 
     A line break ends an option. A backslash is dropped. Text that is not UTF-8 cannot be written. sbatch replaces a `%`
     in the path of a log by a job property.
     """
     for key, value in values.items():
-        if isinstance(value, str) and (bad := re.search(r"[\\\x00-\x1f\x7f\ud800-\udfff]", value)):
+        if isinstance(value, str) and (match := re.search(r"[\\\x00-\x1f\x7f\ud800-\udfff]", value)):
             raise UserError(
                 "slurm.invalid_character",
-                f"{key}: {value!r} contains {bad[0]!r}, which an sbatch script cannot represent: rename it",
+                f"{key}: {value!r} contains {match[0]!r}, which an sbatch script cannot represent: rename it",
             )
-    if "%" in str(run):
+    if "%" in str(run_path):
         raise UserError(
             "slurm.invalid_character",
-            f"{run}: Slurm reads % in the path of a log as a pattern: choose another run.root",
+            f"{run_path}: Slurm reads % in the path of a log as a pattern: choose another run.root",
         )
 
 
-def _make_executor(run: Run, config: Config, stage: str, after: str | None = None) -> BatchExecutor:
-    """Return submitit's executor for one job of a stage. `after`: a Slurm dependency such as `afterok:12:13`."""
+def _make_executor(run: Run, config: Config, stage: str, dependency: str | None = None) -> BatchExecutor:
+    """Return submitit's executor for one job of a stage. The arguments are those of `build_sbatch_parameters`."""
     from slurm.submit.submitit_job import BatchExecutor
 
-    code_owner = run.code_dir.resolve().parent  # the run; for a sweep point, the sweep
+    code_owner = run.code_dir.resolve().parent  # the directory of the run; for a sweep point, that of the sweep
     checked_paths = dict.fromkeys(map(str, (code_owner, code_owner / "code", run.path)))
     ownership_check = make_ownership_script(map(shlex.quote, checked_paths))
     # `exec` replaces the shell, because a signal that Slurm sends to the batch script alone would kill the shell
     python = f"{ownership_check}\nexec {shlex.quote(get_job_python(config.site))}"
     executor = BatchExecutor(run.jobs_dir / stage, python=python)
-    executor.update_parameters(**build_sbatch_parameters(run, config, stage, after))
+    executor.update_parameters(**build_sbatch_parameters(run, config, stage, dependency))
     return executor
 
 
 def render_batch_script(run: Run, config: Config, stage: str, tasks: int = 1) -> str:
-    """Return the sbatch script of a stage, also on a machine without Slurm. `tasks`: more than 1 for an array."""
+    """Return the sbatch script of a stage. This also works on a machine without Slurm.
+
+    Args:
+        run: the run.
+        config: the run's config, possibly with secrets masked.
+        stage: the stage.
+        tasks: the number of array tasks; 1 for a job without an array.
+    """
     from slurm.submit.submitit_job import render_script
 
     return render_script(_make_executor(run, config, stage), tasks)
 
 
 def list_kept_variables(config: Config, stage: str) -> list[str]:
-    """Return the SBATCH_* variables of the user that stay in effect.
+    """Return the names of the user's SBATCH_* variables that stay in effect.
 
-    These are the variables for options such as account and partition that no config key sets.
+    These are the variables for the options in `_OPTIONS_FROM_ENVIRONMENT` that no config key sets.
     """
     configured = config.resolve_site(stage).model_dump(exclude={"sbatch"}) | config.resolve_site(stage).sbatch
-    return [f"SBATCH_{name.upper()}" for name in _ACCOUNT_AND_PARTITION if configured.get(name) is None]
+    return [f"SBATCH_{name.upper()}" for name in _OPTIONS_FROM_ENVIRONMENT if configured.get(name) is None]
 
 
 # ---- submission
 
 
 class _NoReplyError(Exception):
-    """Raised if sbatch ended without a job id and without a refusal, so the job may exist or not."""
+    """Raised if sbatch reported neither a job id nor a refusal. It is then unknown whether the job exists."""
 
     def __init__(self, key: str, reason: str, *, is_lost_reply: bool = True) -> None:
         """Create the error.
 
         Args:
             key: the key of the submission.
-            reason: what sbatch printed.
-            is_lost_reply: False if sbatch failed for another reason than a lost reply, such as an error of a site's
-                wrapper script.
+            reason: what sbatch printed, or that sbatch did not end in time.
+            is_lost_reply: whether the controller's reply was lost. False if sbatch failed for another reason, such as
+                an error in a site's wrapper script.
         """
         super().__init__(reason)
         self.key = key
@@ -271,13 +293,13 @@ def submit_stage(
     """Submit a job that runs the supervisor of a stage.
 
     Args:
-        run: the run; of a sweep, the sweep itself.
+        run: the run; for sweep points, the sweep.
         stage: the stage.
         after: the ids of the jobs on which this job depends.
         dependency_type: the type of this dependency, such as `afterok` (sbatch(1), --dependency).
         tasks: the number of tasks; if more than 1, the job is an array, and its tasks share the work of the stage.
-        points: sweep points. The job is then an array with one task for each point, and each point records the
-            submission.
+        points: the sweep points for which the stage is submitted. Two or more points become an array with one task for
+            each point. Each point records the submission in its events.
         say: prints a message to the user.
         timeout_s: how long sbatch may take, and how long to wait for a controller that does not respond.
         **event_fields: further fields of the events `submitting` and `submitted`.
@@ -317,7 +339,7 @@ def _submit_once(
 ) -> str:
     """Call sbatch once for a job, and record the submission in the events of `targets`. Return the job's id.
 
-    The arguments are those of :func:`submit_stage`, except `targets`: the run, or the sweep points of the array.
+    The arguments are those of :func:`submit_stage`. `targets` contains only the run, or the sweep points of the array.
 
     Raises:
         UserError: if Slurm refuses the job.
@@ -329,11 +351,12 @@ def _submit_once(
     events: list[Submitting] = []
     for task, _ in enumerate(targets):
         suffix = f"_{task}" if is_array_over_points else ""
-        waits_for = [f"{job}{suffix}" for job in after] if dependency_type == "aftercorr" else list(after)
+        # with `aftercorr`, each task depends only on the task with the same index
+        awaited_ids = [f"{job_id}{suffix}" for job_id in after] if dependency_type == "aftercorr" else list(after)
         events.append(
             Submitting(
                 stage=stage,
-                after=waits_for,
+                after=awaited_ids,
                 executor="slurm",
                 kind=dependency_type,
                 tasks=tasks,
@@ -343,20 +366,21 @@ def _submit_once(
                 **event_fields,
             )
         )
-    # sbatch inherits the lock, because it may outlive this process
+    # sbatch inherits the lock, because sbatch may still run when this process has been killed
     with open(script, "r+b") as lock:
         try_flock(lock.fileno(), fcntl.LOCK_EX)
         for target, event in zip(targets, events, strict=True):
             target.append_event(event)
         try:
-            job = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
+            job_id = _call_sbatch(script, key, variables, timeout_s, lock.fileno())
         except UserError as error:
             for target, event in zip(targets, events, strict=True):
                 mark_not_submitted(target, event, str(error))
-            raise UserError(error.code, f"{stage}: {error}") from error  # _NoReplyError leaves them unconfirmed
+            raise UserError(error.code, f"{stage}: {error}") from error
+        # a _NoReplyError is not caught here: the submissions then stay unconfirmed
         for task, (target, event) in enumerate(zip(targets, events, strict=True)):
-            record_submission(target, event, f"{job}_{task}" if is_array_over_points else job)
-    return job
+            record_submission(target, event, f"{job_id}_{task}" if is_array_over_points else job_id)
+    return job_id
 
 
 def _write_submission(
@@ -372,8 +396,8 @@ def _write_submission(
     folder = run.stage_dir(stage)
     check_job_environment(run.config.site, os.environ)
     executor = _make_executor(run, run.config, stage, f"{dependency_type}:{':'.join(after)}" if after else None)
-    if (excluded := excluded_nodes_at_submission(targets, stage)) is not None:
-        executor.parameters["additional_parameters"]["exclude"] = excluded
+    if (excluded_nodes := excluded_nodes_at_submission(targets, stage)) is not None:
+        executor.parameters["additional_parameters"]["exclude"] = excluded_nodes
     for task, target in enumerate(targets):
         write_pickle(executor, folder / f"{key}_{task}_submitted.pkl", stage, target, run.code_dir)
     script_path = submission_script_path(run, stage, key)
@@ -381,18 +405,18 @@ def _write_submission(
     return script_path, list_kept_variables(run.config, stage)
 
 
-def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: float, lock: int) -> str:
-    """Call sbatch and return the job's id.
+def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: float, lock_fd: int) -> str:
+    """Call sbatch, and return the id of the job.
 
     Args:
         script: the batch script.
         key: the key of the submission; the argument of the script.
         variables: names of SBATCH_* variables that stay in effect.
         timeout_s: how long sbatch may take.
-        lock: the descriptor of the locked script, which sbatch inherits.
+        lock_fd: the descriptor of the locked script, which sbatch inherits.
 
     Raises:
-        UserError: if sbatch refuses the job.
+        UserError: if sbatch refuses the job or cannot be started.
         _NoReplyError: if it is not known whether Slurm accepted the job.
     """
     try:
@@ -404,7 +428,7 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
                 text=True,
                 errors="replace",
                 timeout=timeout_s,
-                pass_fds=[lock],
+                pass_fds=[lock_fd],
             )
     except subprocess.TimeoutExpired as error:
         raise _NoReplyError(key, f"it did not end within {timeout_s:.0f} s") from error
@@ -421,7 +445,7 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
 
 
 def _extract_sbatch_reason(output: str) -> str:
-    """Return why sbatch failed, in one line: sbatch's own error lines, or all output if it contains none."""
+    """Return why sbatch failed, in one line: its error lines, or the first 1000 characters if `output` has none."""
     lines = "; ".join(line.strip() for line in output.splitlines() if line.strip())
     return "; ".join(SBATCH_ERROR.findall(output)) or lines[:1000] or "it printed no reason"
 
@@ -429,17 +453,17 @@ def _extract_sbatch_reason(output: str) -> str:
 def _find_accepted_job(
     stage: str, targets: Sequence[Run], error: _NoReplyError, say: Callable[[str], None], timeout_s: float
 ) -> str | None:
-    """Return the id of the job of a submission to which sbatch got no reply; None if Slurm did not accept the job.
+    """Return the id of the job of a submission to which sbatch got no reply; None if Slurm has no such job.
 
     Args:
         stage: the stage.
         targets: the run, or the sweep points of the array.
-        error: the error of the submission.
+        error: the exception of the call of sbatch.
         say: prints a message to the user.
-        timeout_s: how long to wait for the controller.
+        timeout_s: how long to wait for the controller, and how long for another process that calls sbatch.
 
     Raises:
-        UserError: if the controller does not respond within `timeout_s` seconds.
+        UserError: if the wait takes longer than `timeout_s`, or the run is cancelled during the wait.
     """
     if not wait_for_controller(timeout_s, targets[0].sweep_or_self.check_not_cancelled):
         raise UserError(
@@ -449,8 +473,8 @@ def _find_accepted_job(
             f"{targets[0].resume_command}. This finds the job or submits it",
         )
     confirm_submissions(targets, say, timeout_s)
-    recorded = [event for event in targets[0].read_events(stage, Submitted) if event.key == error.key]
-    return array_job_id(recorded[0].job_id) if recorded else None
+    submitted = [event for event in targets[0].read_events(stage, Submitted) if event.key == error.key]
+    return array_job_id(submitted[0].job_id) if submitted else None
 
 
 def wait_for_controller(timeout_s: float, check: Callable[[], None]) -> bool:
@@ -458,7 +482,7 @@ def wait_for_controller(timeout_s: float, check: Callable[[], None]) -> bool:
 
     Args:
         timeout_s: how long to wait.
-        check: called after each failed query; it may raise an exception to end the wait.
+        check: called after each query without a response; may raise an exception to end the wait.
 
     Returns:
         Whether the controller responded in time.
@@ -476,18 +500,21 @@ def wait_for_controller(timeout_s: float, check: Callable[[], None]) -> bool:
 
 
 def submission_script_path(run: Run, stage: str, key: str) -> Path:
-    """Return the path of a submission's batch script. sbatch and its caller lock this file while sbatch runs."""
+    """Return the path of a submission's batch script.
+
+    While sbatch runs, sbatch and the process that called sbatch hold a lock on this file.
+    """
     return run.jobs_dir / stage / f"{key}_submission.sh"
 
 
 def record_submission(
     run: Run, submitting: Submitting | Submitted, job_id: str, job_submitted: float | None = None
 ) -> None:
-    """Write the event `submitted`, which names the job of a submission.
+    """Write the event `submitted`, which records the job id of a submission.
 
     Args:
         run: the run.
-        submitting: the event that was written before sbatch was called.
+        submitting: the event `submitting` of the submission. Its fields are copied.
         job_id: the id of the job.
         job_submitted: when the job was submitted, in seconds since 1970; None for now.
     """
@@ -510,7 +537,7 @@ def record_submission(
 
 
 def record_own_job(run: Run, stage: str, job_id: str) -> None:
-    """Write the event `submitted` for the job of this process, if its submission is still unconfirmed.
+    """Write the event `submitted` for the job of this process, if the submission of the job is still unconfirmed.
 
     Args:
         run: the run.
@@ -525,10 +552,12 @@ def record_own_job(run: Run, stage: str, job_id: str) -> None:
 
 
 def mark_not_submitted(run: Run, submitting: Submitting, message: str) -> None:
-    """Write the event `not_submitted`. If the submission nevertheless has a job, the job exits as soon as it starts.
+    """Write the event `not_submitted`, and give up the pickles of the submission.
+
+    If Slurm accepted the job nevertheless, the job finds the renamed pickle and exits as soon as it starts.
 
     Args:
-        run: the run.
+        run: the run or sweep point.
         submitting: the event that was written before sbatch was called.
         message: why the submission failed.
     """
@@ -553,14 +582,15 @@ def confirm_submissions(
     """Find out which unconfirmed submissions of `runs` have created a job, and return the jobs of `runs`.
 
     If Slurm has the job of a submission, the event `submitted` is written. If several queries show no job, the event
-    `not_submitted` is written. Stray jobs must also appear in several queries. What was seen in too few queries is left
-    out and not changed, because another process is probably still submitting it.
+    `not_submitted` is written, and the submission is left out of the result. A stray job is returned only if several
+    queries show it. Jobs and submissions that appeared too late for several queries are left out and not changed,
+    because another process is probably still submitting them.
 
     Args:
         runs: a run, or a sweep and its points.
         say: prints a message to the user.
         timeout_s: how long to wait for another process that is calling sbatch.
-        jobs: the jobs of `runs`, if the caller has just queried them.
+        jobs: the jobs of `runs`, if the caller has just queried them; None to query them.
 
     Raises:
         UserError: if another process is still calling sbatch after `timeout_s`, or the controller does not respond.
@@ -569,12 +599,12 @@ def confirm_submissions(
         jobs = find_run_jobs(runs)
     require_response(job.state for job in jobs)
     run_by_path = {run.path: run for run in runs}
-    times_seen = Counter({_recheck_key(job) for job in jobs})
+    query_counts = Counter({_recheck_key(job) for job in jobs})
 
     def needs_recheck(job: SubmittedJob) -> bool:
-        """Return True if more queries must confirm what this query shows."""
+        """Return True if too few queries so far have shown this stray job, or this submission without a job."""
         key = _recheck_key(job)
-        return key is not None and times_seen[key] <= len(RECHECK_DELAYS_S)
+        return key is not None and query_counts[key] <= len(RECHECK_DELAYS_S)
 
     for _ in range(MAX_QUERIES):
         unsure_jobs = list(filter(needs_recheck, jobs))
@@ -582,21 +612,21 @@ def confirm_submissions(
             break
         for job in unsure_jobs:
             if (submitting := _unconfirmed_event_without_job(job)) is not None:
-                _wait_for_sbatch(run_by_path[job.run], submitting, timeout_s)
-        time.sleep(RECHECK_DELAYS_S[min(times_seen[_recheck_key(job)] for job in unsure_jobs) - 1])
+                _wait_for_sbatch(run_by_path[job.run_path], submitting, timeout_s)
+        time.sleep(RECHECK_DELAYS_S[min(query_counts[_recheck_key(job)] for job in unsure_jobs) - 1])
         jobs = find_run_jobs(runs)
         require_response(job.state for job in jobs)
-        times_seen.update({_recheck_key(job) for job in jobs})
+        query_counts.update({_recheck_key(job) for job in jobs})
     confirmed: list[SubmittedJob] = []
     for job in jobs:
         if needs_recheck(job):
             continue
         if (submitting := _unconfirmed_event_without_job(job)) is not None:
-            mark_not_submitted(run_by_path[job.run], submitting, "no job of this submission is in the queue")
+            mark_not_submitted(run_by_path[job.run_path], submitting, "no job of this submission is in the queue")
             say(f"{job.stage:9} the submission of {submitting.time} created no job; it counts as failed")
             continue
         if job.job_id and job.event is not None and not job.is_recorded:
-            record_submission(run_by_path[job.run], job.event, job.job_id, job_submitted=_submission_time(job))
+            record_submission(run_by_path[job.run_path], job.event, job.job_id, job_submitted=_submission_time(job))
             say(f"{job.stage:9} job {job.job_id} was submitted without a record; it is recorded now")
         confirmed.append(job)
     return confirmed
@@ -615,10 +645,10 @@ def confirm_submissions_from_job(runs: Sequence[Run]) -> None:
 
 
 def _recheck_key(job: SubmittedJob) -> str | None:
-    """Return a name for a submission without a job, or for a stray job; None for other jobs.
+    """Return a key under which to count the queries that show `job`; None if one query is enough.
 
-    Several queries must confirm them. While another process submits a job, a query may find the event without the job,
-    or the job without the event.
+    Several queries are needed for a submission for which Slurm shows no job, and for an active stray job. While another
+    process submits a job, a query may find the event without the job, or the job without the event.
     """
     if (submitting := _unconfirmed_event_without_job(job)) is not None:
         return f"submission {submitting.key}"
@@ -626,9 +656,9 @@ def _recheck_key(job: SubmittedJob) -> str | None:
 
 
 def _unconfirmed_event_without_job(job: SubmittedJob) -> Submitting | None:
-    """Return the `submitting` event of an unconfirmed submission of which no job was found; otherwise None.
+    """Return the `submitting` event of a submission if no job of the submission was found; otherwise None.
 
-    The result is also None if the submission was made on another cluster.
+    The result is also None if the submission was made on another cluster, because its jobs cannot be seen here.
     """
     event = job.event
     if job.job_id or not isinstance(event, Submitting):
@@ -637,12 +667,15 @@ def _unconfirmed_event_without_job(job: SubmittedJob) -> Submitting | None:
 
 
 def _submission_time(job: SubmittedJob) -> float:
-    """Return when a job was submitted, in seconds since 1970: the time of its event, or Slurm's submit time."""
+    """Return when a job was submitted, in seconds since 1970.
+
+    This is the time of its event. Without an event, or if the event has no time, this is Slurm's submit time.
+    """
     return job.state.submit_time if job.event is None or not job.event.time else job.event.timestamp
 
 
 def _wait_for_sbatch(run: Run, submitting: Submitting, timeout_s: float) -> None:
-    """Wait while another process calls sbatch for this submission. Raise UserError after `timeout_s` seconds."""
+    """Wait until no other process calls sbatch for this submission. Raise UserError after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while _is_sbatch_running(run, submitting.stage, submitting.key):
         if time.monotonic() >= deadline:
@@ -655,7 +688,7 @@ def _wait_for_sbatch(run: Run, submitting: Submitting, timeout_s: float) -> None
 
 
 def _is_sbatch_running(run: Run, stage: str, key: str) -> bool:
-    """Return True if a process holds the lock on the batch script of a submission."""
+    """Return True if a process holds the lock on the batch script of a submission. False if there is no script."""
     for owner in (run, run.sweep_or_self):  # a point may have been submitted with its sweep
         with suppress(FileNotFoundError), open(submission_script_path(owner, stage, key), "rb") as script:
             return not try_flock(script.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -20,11 +20,13 @@ from pipeline.config.site import SiteConfig
 from slurm.query.slurm_commands import require_single_cluster
 
 SETUP_NOT_RUN = "site.setup is not run here: put its lines into the shell or the script that starts this command"
+"""Printed if stages run where no batch script of Sluice has run the commands of `site.setup`."""
 _PRIVATE_MODES = (0o600, 0o400)
+"""File modes that a file of secrets may have: only its owner can read the file."""
 
 
 def build_site_environment(site: SiteConfig) -> dict[str, str]:
-    """Return the variables that the site profile sets: the network interface of NCCL and Gloo, and TMPDIR."""
+    """Return the environment variables that the site profile sets: network interface of NCCL and Gloo, and TMPDIR."""
     environment: dict[str, str] = {}
     if site.network_interface is not None:
         environment |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), site.network_interface)
@@ -36,8 +38,8 @@ def build_site_environment(site: SiteConfig) -> dict[str, str]:
 def get_job_python(site: SiteConfig) -> str:
     """Return the Python interpreter of the site's jobs.
 
-    `site.python` is an interpreter or a virtual environment. It may exist on the compute nodes only. A path whose last
-    part looks like `python3.11` is an interpreter, unless it is a directory on this machine.
+    `site.python` is an interpreter or a virtual environment. The path may exist on the compute nodes only. If the last
+    part of the path looks like `python3.11`, the path is an interpreter, unless it is a directory on this machine.
     """
     if site.python is None:
         return sys.executable
@@ -60,8 +62,8 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
         env: the environment in which the job is submitted.
 
     Raises:
-        UserError: if a variable of `site.pass` is not set, the file `site.secrets` does not exist or other users can
-            read it, or `env` selects another cluster.
+        UserError: if a variable of `site.pass` is not set or empty, `env` selects another cluster, or the file
+            `site.secrets` does not exist, is not this user's file or does not have mode 0600 or 0400.
     """
     require_single_cluster(env)
     if unset := [name for name in site.pass_ if not env.get(name)]:
@@ -91,9 +93,9 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
 def secrets_script_lines(site: SiteConfig) -> list[str]:
     """Return shell lines that run `site.secrets` and export the variables that it sets.
 
-    The lines end the job if the file is not private to its user. :func:`check_job_environment` checks this at
-    submission, but the job may start days later. The file is opened once. The shell therefore runs the file that was
-    checked, even if another file takes its path in between.
+    The lines end the job if the file is not private to its user. :func:`check_job_environment` also checks this at
+    submission, but the job may start days later. The file is opened only once. The shell therefore runs the file that
+    was checked, even if the path is replaced after the check.
     """
     if site.secrets is None:
         return []
@@ -112,19 +114,20 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
 def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
     """Set the variables of the site profile in this process, unless the batch script has already set them.
 
-    Inside salloc, and in batch scripts of users, no script of Sluice has run.
+    Inside salloc, and in batch scripts that users write, no script of Sluice has set the variables.
 
     Args:
         site: the site's config.
-        job_id: the id of this process's job, as in SLUICE_JOB_ID; None outside of a job.
+        job_id: the id of this process's job. If SLUICE_JOB_ID has the same value, Sluice submitted the job, and the
+            batch script has set the variables.
 
     Raises:
         UserError: as :func:`check_job_environment`.
     """
-    # in a job with --export=NONE, this variable would make srun pass no variables to the job's steps
+    # in a job with --export=NONE, Slurm sets this variable, and srun would pass no variables to the job's steps
     os.environ.pop("SLURM_EXPORT_ENV", None)
     check_job_environment(site, os.environ)
-    if os.environ.get("SLUICE_JOB_ID") == job_id:  # the batch script did this, and ran site.setup after it
+    if os.environ.get("SLUICE_JOB_ID") == job_id:  # the batch script has set the variables and run site.setup
         return
     os.environ.update(build_site_environment(site))
     if script_lines := secrets_script_lines(site):
@@ -132,11 +135,11 @@ def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
         output = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
         for line in output.split("\0"):
             name, _, value = line.partition("=")
-            os.environ[name or "_"] = value  # the empty text after the last "\0" has no name
+            os.environ[name or "_"] = value  # after the last "\0" there is an empty text, which has no name
     if site.setup:
         print(SETUP_NOT_RUN, flush=True)
 
 
 def _describe_exposure(path: Path) -> str:
-    """Return a message about a file of secrets that is not private to its user."""
+    """Return an error message about a file of secrets that is not private to its user."""
     return f"site.secrets: {path} must be your own file and readable only by you: chmod 600 {path}"

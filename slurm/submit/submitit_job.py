@@ -1,9 +1,9 @@
 """Everything that uses submitit: batch scripts, pickles, and detached jobs on this machine.
 
 submitit pickles a callable and runs it in the job. Sluice passes `exec` with a short program, which replaces submitit's
-process with the stage's supervisor. No signal handler of submitit then runs in the job: submitit would save from inside
-a signal handler, and its local executor kills after one second. A function of this package cannot be passed, because it
-would be pickled by its name. The run's copy of the code may come from another version, without this name.
+process with the stage's supervisor. Signal handlers of submitit therefore do not run in this process: they would save
+from inside the handler. A function of this package cannot be passed, because pickle stores only the name of a function.
+The run's copy of the code may come from another version, which may not have a function of this name.
 
 Results of submitit are not used: a stage has succeeded if its outputs validate.
 """
@@ -27,6 +27,7 @@ from pipeline.run.events import Submitted
 TESTED_VERSION = "1.5.4"
 """The version of submitit that :func:`render_script` was tested with."""
 _ONE_YEAR_MIN = 60 * 24 * 365
+"""Minutes in a year."""
 
 
 BECOME_SUPERVISOR = """
@@ -41,8 +42,8 @@ environment = {
 os.chdir(code)
 os.execve(sys.executable, [sys.executable, "-u", "-m", "slurm", stage, run], environment)
 """
-"""A program that replaces the process with the supervisor of `stage` of `run`, from the copy of the code in `code`. It
-sets the same environment as :func:`pipeline.run.code.make_code_env`."""
+"""A program that replaces its process with the supervisor of `stage` of `run`. The supervisor uses the code in the
+folder `code`, and the same environment as :func:`pipeline.run.code.make_code_env` returns."""
 
 
 class BatchExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
@@ -64,14 +65,22 @@ def render_script(executor: BatchExecutor, tasks: int) -> str:
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
-def _make_names(stage: str, run: Run, code: Path) -> dict[str, Any]:
-    """Return the values of the global names in :data:`BECOME_SUPERVISOR`."""
+def _make_globals(stage: str, run: Run, code: Path) -> dict[str, Any]:
+    """Return the global variables with which to execute :data:`BECOME_SUPERVISOR`."""
     return {"stage": stage, "run": str(run.path), "code": str(code)}
 
 
 def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, code: Path) -> None:
-    """Write the pickle that makes one task of a job the supervisor of `stage` of the run `target`."""
-    submission = DelayedSubmission(exec, BECOME_SUPERVISOR, _make_names(stage, target, code))
+    """Write the pickle that makes one task of a job the supervisor of a stage.
+
+    Args:
+        executor: the executor with the parameters of the job.
+        path: the path of the pickle.
+        stage: the stage.
+        target: the run or sweep point that the supervisor supervises.
+        code: the folder with the run's copy of the code.
+    """
+    submission = DelayedSubmission(exec, BECOME_SUPERVISOR, _make_globals(stage, target, code))
     submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
     submission.dump(path)
 
@@ -79,28 +88,29 @@ def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, c
 def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
     """Start the supervisor of a stage on this machine. The supervisor is detached and outlives this process."""
     executor = submitit.LocalExecutor(run.stage_dir(stage))
-    # submitit kills a job at its time limit; the supervisor enforces limits itself, so this limit must never be reached
+    # submitit kills a job at this time limit; the supervisor itself enforces limits, so this one must never be reached
     executor.update_parameters(timeout_min=_ONE_YEAR_MIN, stderr_to_stdout=True)
     with _start_processes_detached(make_code_env(os.environ, run.code_dir)):
-        job = executor.submit(exec, BECOME_SUPERVISOR, _make_names(stage, run, run.code_dir))
+        job = executor.submit(exec, BECOME_SUPERVISOR, _make_globals(stage, run, run.code_dir))
     run.append_event(Submitted(stage=stage, job_id=job.job_id, executor="local"))
     return job
 
 
 @contextmanager
 def _start_processes_detached(environment: Mapping[str, str]) -> Iterator[None]:
-    """Make `subprocess.Popen` start processes in a new session, with `environment` and submitit's own variables.
+    """Make `subprocess.Popen` start processes in a new session, with `environment` and the variables SUBMITIT_*.
 
-    submitit has no options for this. In a new session, a job does not receive the Ctrl-C of the terminal. By default,
-    submitit would also set CUDA_VISIBLE_DEVICES to an empty value, which hides the GPUs that this process may use.
+    submitit has no options for this. In a new session, a process does not receive the Ctrl-C of the terminal. Without
+    `environment`, submitit would also set CUDA_VISIBLE_DEVICES to an empty value, which hides the GPUs that this
+    process may use.
     """
     popen: Any = subprocess.Popen
 
-    def start(*args: Any, env: Mapping[str, str], **options: Any) -> Any:
+    def start_detached(*args: Any, env: Mapping[str, str], **options: Any) -> Any:
         variables = {name: value for name, value in env.items() if name.startswith("SUBMITIT_")}
         return popen(*args, env={**environment, **variables}, start_new_session=True, **options)
 
-    subprocess.Popen = start  # type: ignore[assignment, misc]
+    subprocess.Popen = start_detached  # type: ignore[assignment, misc]
     try:
         yield
     finally:

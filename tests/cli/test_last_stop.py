@@ -98,7 +98,7 @@ def test_status_describes_the_last_stop(
         write_event(run, event["event"], "train", **{key: value for key, value in event.items() if key != "event"})
     reason = "Priority" if state == "PENDING" else "None"
     poller = status.StatusPoller(run)
-    rows = poller.statuses_from([SubmittedJob(run.path, "train", "3", JobState("3", state, reason))])
+    rows = poller.read_statuses([SubmittedJob(run.path, "train", "3", JobState("3", state, reason))])
     console = Console(width=200, record=True)
     console.print(status.render_status(run, rows, width=200), soft_wrap=True)
     lines = [line for line in console.export_text().splitlines() if re.search(r"\(\d+ attempts?\)$", line)]
@@ -143,7 +143,7 @@ def test_the_last_stop_is_short_for_points_and_in_the_list_of_runs(
     write_event(points[1], "stopped", "train", task=None, cause="requeued")
     write_event(points[1], "requeued", "train", task=None, cause="requeued")
     poller = status.StatusPoller(sweep)
-    rows = poller.statuses_from(jobs)
+    rows = poller.read_statuses(jobs)
     console = Console(width=200, record=True)
     console.print(status.render_status(sweep, rows, poller.point_statuses, width=200), soft_wrap=True)
     text = console.export_text()

@@ -364,12 +364,12 @@ def test_evaluate_is_not_done_before_train_is_done(
     train_job = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
     jobs = [train_job] if job is None else [train_job, SubmittedJob(run.path, "evaluate", "4", job)]
     poller = status.StatusPoller(run)
-    assert [row.state for row in poller.statuses_from(jobs)] == ["done", "done", "running", state]
+    assert [row.state for row in poller.read_statuses(jobs)] == ["done", "done", "running", state]
     if job is None:
         run.write_request(run.cancelled_file)
-        assert [row.state for row in poller.statuses_from([])] == ["done", "done", "cancelled", "cancelled"]
+        assert [row.state for row in poller.read_statuses([])] == ["done", "done", "cancelled", "cancelled"]
         monkeypatch.setattr(load_stage_module("train"), "describe_missing_outputs", lambda run: None)
-        assert [row.state for row in poller.statuses_from([])] == ["done"] * 4
+        assert [row.state for row in poller.read_statuses([])] == ["done"] * 4
 
 
 def test_the_report_in_the_terminal_counts_attempts_by_cause(tmp_path: Path) -> None:

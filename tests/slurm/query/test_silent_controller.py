@@ -96,7 +96,7 @@ def test_status_waits_for_the_controller_once(tmp_path: Path, fake_commands: Pat
     assert (fake_commands / "log").read_text().split() == ["scontrol"]
     assert output.getvalue().count(f"train unknown {NOT_RESPONDING}") == 3
     with pytest.raises(UserError) as error:
-        run_jobs.list_running_work(run)
+        run_jobs.describe_running_stages(run)
     assert error.value.code == "slurm.not_responding"
 
 

@@ -231,20 +231,20 @@ def test_running_work_is_listed_by_lock_or_by_job(tmp_path: Path, run: Run, queu
     Each task of shard and each point of a sweep has its own lock. The points of a sweep share one copy of the code.
     """
     sweep = make_run(tmp_path, "sweep", (SWEEP,), run.data_dir)
-    assert run_jobs.list_running_work(sweep) == []
+    assert run_jobs.describe_running_stages(sweep) == []
     queue.resume(sweep)
-    assert run_jobs.list_running_work(sweep) == [], "pending jobs must not be listed"
+    assert run_jobs.describe_running_stages(sweep) == [], "pending jobs must not be listed"
     queue.set_state("100_1", "RUNNING")
-    assert run_jobs.list_running_work(sweep) == ["train (job 100_1)"], "a job without its lock must be listed"
+    assert run_jobs.describe_running_stages(sweep) == ["train (job 100_1)"], "a job without its lock must be listed"
     lock = list_points(sweep)[1].lock_stage("train")
-    assert lock is not None and run_jobs.list_running_work(sweep) == [f"train of {list_points(sweep)[1].name}"]
+    assert lock is not None and run_jobs.describe_running_stages(sweep) == [f"train of {list_points(sweep)[1].name}"]
     os.close(lock)
     lock = run.lock_stage("shard", 1)
-    assert lock is not None and run_jobs.list_running_work(run) == [f"shard of {run.name}"]
+    assert lock is not None and run_jobs.describe_running_stages(run) == [f"shard of {run.name}"]
     result = run_submit(None, tmp_path, "resume", "runs/tiny", "--update-code")
     assert result.returncode == ExitCode.USER_ERROR and "shard of runs/tiny" in result.stderr
     os.close(lock)
-    assert run_jobs.list_running_work(run) == []
+    assert run_jobs.describe_running_stages(run) == []
 
 
 def test_resume_checks_its_change_against_the_config_that_a_concurrent_resume_wrote(tmp_path: Path) -> None:
