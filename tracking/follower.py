@@ -1,11 +1,12 @@
-"""The follower: one process that feeds one tracker from the files of one run. No other process waits for it.
+"""The follower: one process that sends new metrics and events of one run to one tracker.
 
     python -m tracking.follower TRACKER|telemetry RUN                 until a signal; started by the supervisor
     python -m tracking.follower TRACKER RUN --once [KEY=VALUE …]      once; started by `submit.py track RUN`
 
-It polls the files every two seconds and sends the tracker what is new. `track/TRACKER.json` records what it has sent.
-If a tracker raises an error, the follower closes it, waits for a growing pause, and constructs it again. A lock ensures
-that only one follower feeds a tracker of a run.
+The follower polls the files of the run every two seconds and sends the tracker all new lines. `track/TRACKER.json`
+records what was sent. If a tracker raises an error, the follower closes the tracker, waits for a growing pause, and
+constructs the tracker again. A lock ensures that only one follower serves a tracker of a run. No other process waits
+for a follower.
 """
 
 from __future__ import annotations
@@ -38,13 +39,21 @@ from tracking.tracker import (
 )  # fmt: skip
 
 POLL_S = 2.0
+"""The time between two polls of the run's files."""
 MAX_PAUSE_S = 120.0
+"""The longest pause after an error of the tracker."""
 LOCK_WAIT_S = 20.0
-"""How long `--once` waits for another follower of the same tracker; longer than a follower runs after its job."""
+"""How long `--once` waits for another follower of the same tracker. A follower that a job started exits earlier after the
+end of the job."""
 
 
 class Follower:
-    """Feeds one tracker of one run."""
+    """Sends new metrics and events of one run to one tracker.
+
+    Args:
+        run: the run.
+        name: the name of the tracker, such as `tensorboard`.
+    """
 
     def __init__(self, run: Run, name: str) -> None:
         self.run = run
@@ -56,10 +65,17 @@ class Follower:
         self._tracker: Tracker | None = None
 
     def wait_for_lock(self, flag: StopFlag, once: bool) -> bool:
-        """Wait until no other process feeds this tracker of this run. Return False if a signal came first.
+        """Wait until no other follower serves this tracker of this run.
+
+        Args:
+            flag: set when this process receives a signal.
+            once: whether to wait at most `LOCK_WAIT_S` seconds.
+
+        Returns:
+            True if this process has the lock, False if a signal ended the wait.
 
         Raises:
-            UserError: `once` is set and another process still feeds the tracker after `LOCK_WAIT_S`.
+            UserError: if `once` is set and the wait takes too long.
         """
         lock = open_lock_file(self._lock_file)
         deadline = time.monotonic() + LOCK_WAIT_S
@@ -76,7 +92,11 @@ class Follower:
         return True
 
     def catch_up(self) -> None:
-        """Send the tracker everything that is new. Raises whatever the tracker raises."""
+        """Send the tracker all new events, steps and evaluations.
+
+        Raises:
+            Exception: any exception that the tracker raises.
+        """
         if self._tracker is None:
             state = TrackerState.load(self._state_file)
             self._tracker = create_tracker(self.name, self.run, state, RunReader(self.run))
@@ -97,7 +117,7 @@ class Follower:
                     tracker.rewind(min(changed_steps) - 1)
                 tracker.on_event(event)
                 offset = end
-        finally:  # if the tracker raises, e.g. because of a rate limit, it does not receive the earlier events again
+        finally:  # after an error (such as a rate limit), the tracker does not receive the earlier events again
             if offset > state.events:
                 self._commit(tracker, events=offset)
         while steps := reader.steps(state.step):
@@ -111,7 +131,7 @@ class Follower:
             self._commit(tracker)
 
     def _commit(self, tracker: Tracker, **progress: Any) -> None:
-        """Flush the tracker, and save that it has received this much."""
+        """Flush the tracker, and save its state with the changes in `progress`."""
         tracker.flush()
         vars(tracker.state).update(progress, heard=time.time())
         write_json(self._state_file, vars(tracker.state))
@@ -119,8 +139,10 @@ class Follower:
     def follow(self, should_continue: Callable[[], bool]) -> bool:
         """Call `catch_up` while `should_continue()` returns True, then once more.
 
+        After a UserError, `catch_up` is not called again. After any other exception, it is called again after a pause.
+
         Returns:
-            Whether the last call succeeded. A UserError ends the loop at once, with False.
+            Whether the last call succeeded.
         """
         pause_s = POLL_S
         has_succeeded = False
@@ -133,7 +155,7 @@ class Follower:
             except UserError as error:
                 print(f"{utc_timestamp()} {self.name}: {error}", file=sys.stderr, flush=True)
                 return False
-            except Exception:  # a tracker's package may raise anything, which must not end this process
+            except Exception:  # packages of trackers raise many exceptions, and none of them may end this process
                 print(f"{utc_timestamp()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
                 self._close()
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -146,18 +168,25 @@ class Follower:
                 time.sleep(0.2)
 
     def _close(self) -> None:
-        """Close the tracker, if it is constructed. Errors are only printed."""
+        """Close the tracker, if one is open. Errors are only printed."""
         if self._tracker is not None:
             tracker = self._tracker
             self._tracker = None
             try:
                 tracker.close()
-            except Exception:  # the tracker may have failed before, and is constructed again in any case
+            except Exception:  # no harm is done, because the tracker is not used again
                 print(f"{utc_timestamp()} {self.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
 def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
-    """Feed a tracker until a signal arrives, or only once. Return the exit code."""
+    """Run a follower until a signal arrives, or only once. Return the exit code.
+
+    Args:
+        run: the run.
+        name: the name of the tracker.
+        flag: set when this process receives a signal.
+        once: whether to send what is new only once.
+    """
     os.nice(10)
     follower = Follower(run, name)
     should_continue = (lambda: False) if once else (lambda: not flag)
@@ -166,18 +195,22 @@ def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
 
 
 def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> int:
-    """Send trackers what they have not received yet, in child processes. Return the exit code.
+    """Send trackers what they have not received yet. Each tracker gets a child process.
 
     Args:
         run: the run.
         tracker: the tracker's name; None for all trackers that the config enables, one after the other.
         overrides: changes of the config as `KEY=VALUE`, for this call only.
 
+    Returns:
+        0 if all trackers are up to date, otherwise the highest exit code of a child process.
+
     Raises:
         UserError: if `tracker` is None and the config enables no tracker.
     """
     names = [tracker] if tracker else run.config.track.enabled
-    if names and run.config.sweep is not None:  # only the points of a sweep have steps
+    # the run of a sweep has no steps of its own, so it is sent only to trackers that need no package (jsonl, webhook …)
+    if names and run.config.sweep is not None:
         names = [name for name in names if name not in TRACKERS or TRACKERS[name].package is None]
     elif not names:
         raise UserError(
@@ -185,21 +218,34 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
             f"track: the config of {run.name} enables no tracker; add --to {'|'.join(TRACKERS)} and its keys as "
             "track.KEY=VALUE",
         )
-    enabling = ["track.tensorboard=true"] if tracker == "tensorboard" else []
-    code = 0
+    enabling_override = ["track.tensorboard=true"] if tracker == "tensorboard" else []
+    worst_code = 0
     run_name, sweep_name = display_names(run)
     for name in names:
-        command = [sys.executable, "-m", "tracking.follower", name, str(run.path), "--once", *enabling, *overrides]
+        command = [
+            sys.executable,
+            "-m",
+            "tracking.follower",
+            name,
+            str(run.path),
+            "--once",
+            *enabling_override,
+            *overrides,
+        ]
         exit_code = subprocess.run(command, env=make_code_env(os.environ, CODE_ROOT)).returncode
         outcome = "up to date" if exit_code == 0 else "not up to date"
         prefix = f"{run_name} " if sweep_name else ""
         print(f"{prefix}{name}: {outcome}", flush=True)
-        code = max(code, abs(exit_code))  # the exit code is negative if a signal ended the process
-    return code
+        worst_code = max(worst_code, abs(exit_code))  # the exit code is negative if a signal ended the process
+    return worst_code
 
 
 def main(arguments: list[str]) -> int:
-    """Feed a tracker, or sample a node's telemetry. Return the exit code."""
+    """Run a follower, or sample the telemetry of this node. Return the exit code.
+
+    Args:
+        arguments: the arguments of the command line, as in the module docstring.
+    """
     flag = StopFlag().install()
     try:
         name, path, *options = arguments

@@ -1,6 +1,7 @@
-"""A file of JSON lines for log collectors, shared by several runs: each step and event with the run it belongs to.
+"""Write the steps, events and evaluations of runs to a file of JSON lines for log collectors.
 
-If a follower is killed, a line may appear twice. Both copies have the same `id`.
+Several runs may share the file. Each line therefore contains the run, job, attempt and host from which it comes. If a
+follower is killed, a line may appear twice. Both copies have the same `id`.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from tracking.tracker import Line, Tracker, display_names, sha256_line
 
 
 class JsonlFile(Tracker):
-    """Appends lines under a lock, because several runs may share the file."""
+    """Appends lines to the file `track.jsonl`, under a lock."""
 
-    def _append(self, kind: str, line: Line, attempt: Line) -> None:
-        """Append a line with its source.
+    def _append(self, kind: str, line: Line, attempt_event: Line) -> None:
+        """Append a line, together with the run, job, attempt and host from which it comes.
 
         Args:
             kind: `step`, `event` or `evaluation`.
-            line: the line.
-            attempt: an event of the attempt to which the line belongs; {} if it belongs to none.
+            line: the line of metrics.jsonl or events.jsonl, or the results of an evaluation.
+            attempt_event: an event of the attempt in which the line was written; {} if the attempt is unknown.
         """
         file = self.run.config.track.jsonl
         assert file is not None
-        source = {
+        origin = {
             "kind": kind, "run": display_names(self.run)[0],
-            "job": attempt.get("slurm_job") or attempt.get("job_id"), "attempt": attempt.get("attempt"),
-            "host": attempt.get("host"), "id": sha256_line(line)[:16],
+            "job": attempt_event.get("slurm_job") or attempt_event.get("job_id"),
+            "attempt": attempt_event.get("attempt"), "host": attempt_event.get("host"), "id": sha256_line(line)[:16],
         }  # fmt: skip
         file.parent.mkdir(parents=True, exist_ok=True)
-        append_line(file, json.dumps({**source, **line}))
+        append_line(file, json.dumps({**origin, **line}))
 
     def on_steps(self, steps: Sequence[Line]) -> None:
-        """Append the steps; rank 0 writes their metrics for all ranks."""
+        """Append the steps. Their rank is 0, because rank 0 writes the metrics of all ranks."""
         for line in steps:
             self._append("step", {"rank": 0, **line}, self.reader.find_start_event(line))
 

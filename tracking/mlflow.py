@@ -1,7 +1,7 @@
-"""MLflow: one run on the server for all attempts, through MLflow's own client.
+"""Send a run to MLflow: one run on the server for all attempts, through MLflow's own client.
 
-A batch is one request and one transaction on the server. The newest step that has a `step_time_s` on the server
-therefore shows which steps it has received.
+Metrics are sent in batches, and a batch is one transaction on the server. The newest step with a `step_time_s` on the
+server is therefore the last step that the server has received.
 """
 
 from __future__ import annotations
@@ -35,15 +35,20 @@ from tracking.tracker import (
 )  # fmt: skip
 
 _MAX_METRICS = 1000
+"""Maximum number of metrics in a request (mlflow/utils/validation.py)."""
 _MAX_PARAMS = 100
-"""Maximum number of metrics and of parameters in a request (mlflow/utils/validation.py)."""
+"""Maximum number of parameters in a request (mlflow/utils/validation.py)."""
 _MAX_PARAM_CHARACTERS = 500
 """Maximum length of a parameter on servers before 2.8."""
 _STATUS_BY_EVENT = {"done": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "stopped": "KILLED"}
+"""MLflow's status of the run after an event."""
 
 
 class Mlflow(Tracker):
-    """Metrics with the names of metrics.jsonl, and `evaluation/NAME`; the config as parameters; files as artifacts."""
+    """Sends metrics, the config as parameters, and files as artifacts.
+
+    Metrics of steps have the names of metrics.jsonl, those of evaluations are called `evaluation/NAME`.
+    """
 
     def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
         super().__init__(run, state, reader)
@@ -69,7 +74,14 @@ class Mlflow(Tracker):
             state.evaluations = [metric.step for metric in self._client.get_metric_history(self._id, "evaluation/loss")]
 
     def _log(self, lines: Sequence[Line], prefix: str) -> None:
-        """Send lines in requests of at most `_MAX_METRICS` metrics; a line is not split."""
+        """Send the numbers of lines, in requests of at most `_MAX_METRICS` metrics.
+
+        All numbers of a line are in one request.
+
+        Args:
+            lines: the lines; each has a `step`, and maybe a `time` in seconds since 1970.
+            prefix: the prefix of the metrics' names.
+        """
         batch: list[Metric] = []
         for line in lines:
             time_ms = int(1000 * (line.get("time") or time.time()))
@@ -87,12 +99,18 @@ class Mlflow(Tracker):
         self._log(steps, "")
 
     def on_evaluation(self, result: Line) -> None:
-        """Send the evaluation's file, then its metrics: if the server has the metrics, it also has the file."""
+        """Send the file of the evaluation, then its metrics.
+
+        In this order, a server that has the metrics also has the file.
+        """
         self._client.log_artifact(self._id, str(result_file(self.run, int(result["step"]))), "evaluation")
         self._log([result], "evaluation/")
 
     def on_event(self, event: Line) -> None:
-        """Update the status of the server's run; send held-out figures that came after their step."""
+        """Update the status of the run on the server.
+
+        If the event has late results on held-out data for a step that was already sent, send the results.
+        """
         if is_late_held_out(event) and event["step"] <= self.state.step:
             history = self._client.get_metric_history(self._id, f"{HELD_OUT_PREFIX}loss")
             if event["step"] not in [metric.step for metric in history]:
@@ -107,7 +125,7 @@ class Mlflow(Tracker):
             self._client.set_terminated(self._id, _STATUS_BY_EVENT[event["event"]])
 
     def close(self) -> None:
-        """Send the current config and report."""
+        """Send the current config and the report, if they exist."""
         for file in (self.run.config_file, self.run.path / "report.html"):
             if file.exists():
                 self._client.log_artifact(self._id, str(file))

@@ -1,7 +1,8 @@
-"""TensorBoard: event files in the run's folder `tensorboard`, written with TensorBoard's own classes.
+"""Write event files for TensorBoard into the run's folder `tensorboard`, with TensorBoard's own classes.
 
-If an event file starts with a session start at step N, readers drop all earlier events from step N on (tensorboard's
-event_accumulator.py, "purge"). Each file of ours starts with one, which removes what a crash or a restore left behind.
+If an event file starts with a session start at step N, readers drop the events of earlier files from step N on
+(tensorboard's event_accumulator.py, "purge"). Each file that this module writes starts with a session start. It removes
+events of steps that are repeated after a crash or a restore.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from tracking.tracker import HOST, Line, RunReader, Tracker, TrackerState, flatt
 
 
 class TensorBoard(Tracker):
-    """Scalars `train/NAME`, with the names of metrics.jsonl, and `evaluation/NAME`."""
+    """Writes scalars: `train/NAME`, with the names of metrics.jsonl, and `evaluation/NAME`."""
 
     def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
         super().__init__(run, state, reader)
         self._writer: RecordWriter | None = None
 
     def _open_file(self) -> RecordWriter:
-        """Start a file that readers sort after all existing ones, because they sort by name."""
+        """Create an event file whose name sorts after all existing files, because readers read the files by name."""
         folder = self.run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        used = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*.sluice")]
-        second = max([int(time.time()), *(number + 1 for number in used)])
-        writer = RecordWriter(open(folder / f"events.out.tfevents.{second:010d}.{HOST}.sluice", "xb"))  # noqa: SIM115
+        used_times = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*.sluice")]
+        time_s = max([int(time.time()), *(used_time + 1 for used_time in used_times)])
+        writer = RecordWriter(open(folder / f"events.out.tfevents.{time_s:010d}.{HOST}.sluice", "xb"))  # noqa: SIM115
         version = Event(wall_time=time.time(), file_version="brain.Event:2")
         start = Event(wall_time=time.time(), step=self.state.step + 1, session_log=SessionLog(status=SessionLog.START))
         for event in (version, start):
@@ -38,6 +39,13 @@ class TensorBoard(Tracker):
         return writer
 
     def _write_scalars(self, line: Line, values: Iterable[tuple[str, float]], group: str) -> None:
+        """Write scalars with the step and time of a line.
+
+        Args:
+            line: a line of metrics.jsonl, or the results of an evaluation.
+            values: names and values of the scalars.
+            group: the prefix of the names, such as `train`.
+        """
         self._writer = self._writer or self._open_file()
         summary = Summary(value=[Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values])
         event = Event(wall_time=line.get("time") or time.time(), step=int(line["step"]), summary=summary)
@@ -53,13 +61,13 @@ class TensorBoard(Tracker):
         self._write_scalars(result, flatten_numbers(result), "evaluation")
 
     def rewind(self, step: int) -> None:
-        """Close the file; the next one removes what came after `step`."""
+        """Close the file. The session start of the next file removes the events after `step`."""
         self.state.step = min(self.state.step, step)
         self.state.evaluations = [evaluated for evaluated in self.state.evaluations if evaluated <= step]
         self.close()
 
     def flush(self) -> None:
-        """Flush the file."""
+        """Write buffered events to the file."""
         if self._writer is not None:
             self._writer.flush()
 
