@@ -43,8 +43,8 @@ POLL_S = 2.0
 MAX_PAUSE_S = 120.0
 """The longest pause after an error of the tracker."""
 LOCK_WAIT_S = 20.0
-"""How long `--once` waits for another follower of the same tracker. A follower that a job started exits earlier after the
-end of the job."""
+"""How long `--once` waits for another follower of the same tracker. Once a job has ended, its follower exits in less time
+than this."""
 
 
 class Follower:
@@ -222,16 +222,8 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
     worst_code = 0
     run_name, sweep_name = display_names(run)
     for name in names:
-        command = [
-            sys.executable,
-            "-m",
-            "tracking.follower",
-            name,
-            str(run.path),
-            "--once",
-            *enabling_override,
-            *overrides,
-        ]
+        options = ["--once", *enabling_override, *overrides]
+        command = [sys.executable, "-m", "tracking.follower", name, str(run.path), *options]
         exit_code = subprocess.run(command, env=make_code_env(os.environ, CODE_ROOT)).returncode
         outcome = "up to date" if exit_code == 0 else "not up to date"
         prefix = f"{run_name} " if sweep_name else ""

@@ -1,7 +1,8 @@
-"""Prometheus: the newest step as gauges, on a port of this node's loopback or in a textfile for node_exporter.
+"""Export the newest values of a run to Prometheus.
 
-Names and units follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/): seconds, bytes, ratios;
-`_total` for counters. Each metric has the label `run`.
+The metrics are served on a port of this node's loopback interface, or written to a textfile for node_exporter. Names
+and units follow Prometheus' conventions (https://prometheus.io/docs/practices/naming/): seconds, bytes, ratios, and the
+suffix `_total` for counters. Each metric has the labels `run` and `sweep`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from tracking.tracker import Line, RunReader, Tracker, TrackerState, display_nam
 
 GIGA = 1e9
 MAX_SAMPLE_AGE_S = 120.0
-"""Older telemetry is not exported."""
+"""Telemetry samples that are older than this are not exported."""
 _FILE_MODES = {"private": 0o600, "group": 0o640, "all": 0o644}
-"""File mode of the textfile by `textfile_sharing`."""
+"""File mode of the textfile, by the value of `textfile_sharing`."""
 _GAUGES = {
     "step": ("step", "Newest optimizer step", 1), "loss": ("loss", "Loss of the newest step", 1),
     "held_out_loss": ("held_out_loss", "Loss on held-out data", 1),
@@ -52,12 +53,13 @@ _GAUGES = {
     "tflops": ("model_tflops", "Model FLOP/s of all ranks, in 10^12", 1),
     "time": ("step_timestamp_seconds", "Time when the newest step ended", 1),
 }  # fmt: skip
-"""Name, description and factor to Prometheus' unit, by key of metrics.jsonl."""
+"""Name and description of a gauge, and the factor that converts a value to its unit, by key of metrics.jsonl."""
 _COUNTERS = {"tokens": ("tokens", "Tokens trained on"), "samples_consumed": ("samples", "Samples trained on")}
+"""Name and description of a counter, by key of metrics.jsonl."""
 
 
 class Prometheus(Tracker):
-    """A collector of the newest step and of the ends of attempts."""
+    """Exports the newest step and evaluation, numbers of attempts and stops, stragglers and telemetry."""
 
     def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
         super().__init__(run, state, reader)
@@ -68,10 +70,11 @@ class Prometheus(Tracker):
         self._textfile_mode = _FILE_MODES[config.textfile_sharing or run.config.run.sharing]
         self._labels = {"run": name, "sweep": sweep or ""}
         self._total_steps = count_training_steps(run.config, run.data_dir)
-        self._newest: Line = {}
+        self._newest_values: Line = {}
+        """The newest value of each key of metrics.jsonl."""
         self._events: list[Event] = []
         self._evaluation: dict[str, float] = {}
-        # the values are only in the memory of this process, so each follower reads everything again
+        # the values are only in the memory of this process, so each new process reads all files from the beginning
         state.step = 0
         state.events = 0
         state.evaluations.clear()
@@ -87,20 +90,21 @@ class Prometheus(Tracker):
     def on_steps(self, steps: Sequence[Line]) -> None:
         """Keep the newest value of each key."""
         for line in steps:
-            self._newest |= line
+            self._newest_values |= line
 
     def on_event(self, event: Line) -> None:
-        """Keep the event, except lists of lost lines, which are long."""
+        """Keep the event. `lost_work` events are not kept, because they are long and not needed."""
         parsed = parse_event(event)
         if parsed is not None and not isinstance(parsed, LostWork):
             self._events.append(parsed)
 
     def _queue_s(self) -> float:
-        """Return for how many seconds jobs have waited to start, in total."""
+        """Return how long the jobs of the run have waited to start, in seconds in total."""
         queued_since = 0.0
         total = 0.0
         for event in self._events:
-            if isinstance(event, Submitted | Resumed | RetryEvent | Done):  # after `done`, dependent jobs may start
+            # an event after which a job waits to start; after `done`, this is the next job of the chain
+            if isinstance(event, Submitted | Resumed | RetryEvent | Done):
                 queued_since = event.timestamp
             elif isinstance(event, Started):
                 total += max(0.0, event.timestamp - queued_since) if queued_since else 0.0
@@ -108,7 +112,7 @@ class Prometheus(Tracker):
         return total
 
     def rewind(self, step: int) -> None:
-        """Read the steps after `step` again."""
+        """Set `state.step` back, so that the reader returns the steps after `step` again."""
         self.state.step = min(self.state.step, step)
 
     def on_evaluation(self, result: Line) -> None:
@@ -116,15 +120,15 @@ class Prometheus(Tracker):
         self._evaluation = {key: float(value) for key, value in result.items() if key != "step"}
 
     def flush(self) -> None:
-        """Replace the textfile."""
+        """Write the metrics to the textfile, if the config has one."""
         if self._textfile is not None:
             self._textfile.parent.mkdir(parents=True, exist_ok=True)
-            with replace_atomically(self._textfile) as new:
-                new.write_bytes(generate_latest(self._registry))
-                new.chmod(self._textfile_mode)
+            with replace_atomically(self._textfile) as new_file:
+                new_file.write_bytes(generate_latest(self._registry))
+                new_file.chmod(self._textfile_mode)
 
     def close(self) -> None:
-        """Free the port."""
+        """Stop the server, which frees the port."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -132,13 +136,13 @@ class Prometheus(Tracker):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics to export; prometheus_client calls this for each scrape."""
         for key, (name, description, factor) in _GAUGES.items():
-            if (value := self._newest.get(key)) is not None:
-                yield self._family(name, description, [([], value * factor)])
+            if (value := self._newest_values.get(key)) is not None:
+                yield self._make_metric(name, description, [([], value * factor)])
         for key, (name, description) in _COUNTERS.items():
-            if (value := self._newest.get(key)) is not None:
-                yield self._family(name, description, [([], value)], is_counter=True)
+            if (value := self._newest_values.get(key)) is not None:
+                yield self._make_metric(name, description, [([], value)], is_counter=True)
         if self._total_steps:
-            yield self._family("steps", "Steps of the whole training", [([], self._total_steps)])
+            yield self._make_metric("steps", "Steps of the whole training", [([], self._total_steps)])
         ends = [event for event in self._events if isinstance(event, EndEvent) and not isinstance(event, Done)]
         stops = Counter(event.cause or event.name for event in ends)
         starts = Counter(event.stage for event in self._events if isinstance(event, Started))
@@ -146,15 +150,17 @@ class Prometheus(Tracker):
             ("stops", "Attempts that ended before the stage was done", "cause", stops),
             ("attempts", "Attempts that started", "stage", starts),
         ):
-            yield self._family(name, description, [([value], n) for value, n in counts.items()], label, is_counter=True)
-        yield self._family("queue_seconds", "Time that jobs waited to start", [([], self._queue_s())], is_counter=True)
-        slow = [([str(event.rank), event.host], event.ratio) for event in find_current_stragglers(self._events)]
-        yield self._family(
-            "straggler_ratio", "Local compute time of a slow rank divided by its peers'", slow, "rank", "host"
+            samples = [([value], count) for value, count in counts.items()]
+            yield self._make_metric(name, description, samples, label, is_counter=True)
+        queue_s = self._queue_s()
+        yield self._make_metric("queue_seconds", "Time that jobs waited to start", [([], queue_s)], is_counter=True)
+        stragglers = [([str(event.rank), event.host], event.ratio) for event in find_current_stragglers(self._events)]
+        yield self._make_metric(
+            "straggler_ratio", "Local compute time of a slow rank divided by its peers'", stragglers, "rank", "host"
         )
         if self._evaluation:
             figures = [([key], value) for key, value in self._evaluation.items()]
-            yield self._family("evaluation", "Figures of the newest evaluation", figures, "figure")
+            yield self._make_metric("evaluation", "Figures of the newest evaluation", figures, "figure")
         yield from self._collect_telemetry()
 
     def _collect_telemetry(self) -> Iterator[Metric]:
@@ -172,11 +178,11 @@ class Prometheus(Tracker):
                 for gpu, value in get_sensor_values(sample, sensor)
             ]
             if sensor.startswith("gpus."):
-                yield self._family(name, description, values, "host", "gpu")
+                yield self._make_metric(name, description, values, "host", "gpu")
             else:
-                yield self._family(name, description, [([host], value) for (host, _), value in values], "host")
+                yield self._make_metric(name, description, [([host], value) for (host, _), value in values], "host")
 
-    def _family(
+    def _make_metric(
         self,
         name: str,
         description: str,
@@ -189,8 +195,8 @@ class Prometheus(Tracker):
         Args:
             name: the name of the metric, without the prefix `sluice_`.
             description: the description of the metric.
-            samples: pairs of label values, in the order of `labels`, and the value of the metric.
-            labels: names of labels, in addition to those of the run.
+            samples: pairs of label values and a value of the metric. The label values are in the order of `labels`.
+            labels: names of labels, in addition to `run` and `sweep`.
             is_counter: whether the metric is a counter; otherwise it is a gauge.
         """
         family_class = CounterMetricFamily if is_counter else GaugeMetricFamily

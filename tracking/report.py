@@ -1,7 +1,8 @@
-"""`report RUN`: account for the hours of a run, its losses and its evaluation, in the terminal and in `report.html`.
+"""Report the hours, losses and evaluation of a run, in the terminal and in `report.html` (`report RUN`).
 
-Everything is read from the run directory, so it works without Slurm. If Slurm has accounting, `sacct` provides the
-exact start and end of each job. A figure without data (for example, a run without telemetry) is left out of the page.
+All data is read from the run directory, so the report also works without Slurm. If Slurm has accounting, `sacct`
+provides the exact start and end of each job. A figure without data (such as telemetry that was not recorded) is left
+out of the page.
 """
 
 from __future__ import annotations
@@ -87,26 +88,34 @@ from slurm.query.status import (
 )
 
 Rows = list[list[str]]
+"""The rows of a table; the first row is the header."""
 DescribeGoodput = Callable[[Config, Sequence[Event], Sequence[StepLine], Sequence[AttemptTimes]], str | None]
-"""Describes the expected goodput from a config, the training's events, its lines of metrics and its attempts."""
+"""A function that describes the expected goodput. Its arguments are the config, and the events, the lines of
+metrics.jsonl and the attempts of the train stage."""
 
 _COLUMN_TITLES = {"startup": "start-up", "communication": "comm", "evaluation": "held-out", "checkpoint": "save"}
-"""Titles of parts of the ledger, if they differ from the part's name."""
+"""Titles of the columns of categories, if they differ from the name of the category (pipeline/run/ledger.py)."""
 PART_COLOURS = {
     "idle": PALE, "queue": GREY, "startup": 6, "compute": 2, "data": 5, "communication": 0, "evaluation": 3,
     "checkpoint": 1, "lost": 4, "ending": 7, "communication_exposed": 0, "copy": 5, "bubble": 6,
     "profiling": 10,
 }  # fmt: skip
-"""Colours of the parts of the ledger and of a profiled step, the same in all figures."""
+"""Colours of the categories of the ledger and of the parts of a profiled step, the same in all figures."""
 _STOP_COLOUR = 4
+"""Colour of the mark at the end of an attempt that stopped."""
 _MAX_EVEN_VALUES = 6
-"""A swept key with at most this many values spaces them evenly on its axis."""
+"""If a swept key has at most this many values, the values are spaced evenly on the axis of the key."""
 _STEP_AXIS = "optimizer step"
 _SLICES = 150
-"""The parts of a step are means over this many slices of the training."""
+"""The steps of a run are divided into this many slices. The figure of step times shows the mean of each slice."""
 _MIN_SHOWN_S = 0.5
 """Shorter durations are shown as a dot."""
+_MAX_HOSTS_SHOWN = 8
+"""Maximum number of slow hosts, and of slow GPUs, in the text."""
+_SLOW_GPU_PERIOD_S = 600.0
+"""Slow GPUs are searched in the last 10 minutes of training."""
 _SLOW_HOST_RATIO = 1.2
+"""Hosts whose local compute time is more than this multiple of the median are marked."""
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -114,49 +123,60 @@ _SLOW_HOST_RATIO = 1.2
 
 @dataclass
 class ReportData:
-    """What the files of a run and of its sweep points contain. Of a point, only attempts and curves are kept."""
+    """The data of a run and its sweep points. Of a point, only attempts and curves are kept."""
 
     attempts: list[AttemptTimes]
-    """Attempts of the run; then those of each sweep point, with the point's number as their task."""
+    """The attempts of the run, followed by those of the sweep points. In an attempt of a point, `task` is the number of
+    the point."""
     steps: LineHistory
-    """The run's own steps."""
+    """The lines of the run's metrics.jsonl. They do not include the steps of sweep points."""
     curves: dict[str, dict[str, Points]]
-    """For a sweep: `loss` and `held_out_loss` over steps, by name of the point."""
+    """For a sweep, the curves over steps: first by key (`loss`, `held_out_loss`), then by name of the point."""
 
 
 def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
-    """Return start and end of each run of these jobs from accounting; a requeued job has several. [] without it."""
+    """Return the start and end of each execution of these jobs from accounting; a requeued job has several executions.
+
+    The result is [] without accounting. Jobs of other clusters are left out.
+    """
     cluster = cluster_name()
     expected = {(array_job_id(job.job_id), job.name) for job in jobs if job.cluster in (None, cluster)}
     ids = ",".join(sorted({job_id for job_id, _ in expected})) if cluster else ""
-    job_runs = []
+    job_times = []
     for line in (query_accounting(ids, "JobID,Start,End,JobName") if ids else "").splitlines():
         job_id, start, end, name = line.split("|", 3)
         if expected.isdisjoint((array_job_id(job_id), candidate) for candidate in (name, "")):
-            continue  # another job that had this ID before
-        if start_time := parse_slurm_time(start):  # not "Unknown": it has started
-            job_runs.append(JobRun(job_id, start_time, parse_slurm_time(end) or None))
-    return job_runs
+            continue  # another job that had this id before
+        if start_time := parse_slurm_time(start):  # 0 for "Unknown", if the job has not started
+            job_times.append(JobRun(job_id, start_time, parse_slurm_time(end) or None))
+    return job_times
 
 
-def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
-    """Read a run whose stages have the states `rows`, and its sweep points."""
+def read_report_data(run: Run, statuses: Iterable[StageStatus]) -> ReportData:
+    """Read the data of a run and its sweep points.
+
+    Args:
+        run: the run.
+        statuses: the statuses of the run's stages.
+    """
     points = list_points(run)
-    submitted = [job for each in (run, *points) for _, job in list_recorded_jobs(each)] if uses_slurm(run) else []
-    jobs = read_job_times(submitted)
+    recorded_jobs = [job for each in (run, *points) for _, job in list_recorded_jobs(each)] if uses_slurm(run) else []
+    job_times = read_job_times(recorded_jobs)
     now = time.time()
     events = run.read_events()
-    running = [row.stage for row in rows if row.state in ("running", "completing")]
+    running = [status.stage for status in statuses if status.state in ("running", "completing")]
     steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines()
-    data = ReportData(build_ledger(events, steps.rows, stages.list_run_stages(run), now, running, jobs), steps, {})
-    shared_events = [event for event in events if isinstance(event, Done)]  # the points waited for these stages
+    attempts = build_ledger(events, steps.rows, stages.list_run_stages(run), now, running, job_times)
+    data = ReportData(attempts, steps, {})
+    # the jobs of the points waited for the shared stages, so the ledger of a point needs the ends of these stages
+    shared_events = [event for event in events if isinstance(event, Done)]
     point_stages = stages.list_point_stages()
-    for number_of_point, point in enumerate(points):
+    for point_number, point in enumerate(points):
         running = [stage for stage in point_stages if point.lock_holder(stage)]
         history = LineHistory(point.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines()
         point_events = [*shared_events, *point.read_events()]
-        for attempt in build_ledger(point_events, history.rows, point_stages, now, running, jobs):
-            attempt.task = number_of_point
+        for attempt in build_ledger(point_events, history.rows, point_stages, now, running, job_times):
+            attempt.task = point_number
             data.attempts.append(attempt)
         for name in ("loss", "held_out_loss"):
             data.curves.setdefault(name, {})[point.path.name] = downsample(history.curve(name), BUCKETS)
@@ -167,45 +187,48 @@ def read_report_data(run: Run, rows: Iterable[StageStatus]) -> ReportData:
 
 
 def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
-    """Return the hours by attempt, header first.
+    """Return a table of the hours by attempt and category.
 
-    Single attempts have a row each and a row with their sum; the tasks of an array, or sweep points, share one row.
+    Each attempt without a task has a row, and a further row contains the sum of these attempts of a stage. All attempts
+    of the tasks of an array, or of the sweep points, share one row.
     """
-    parts = [part for part in CATEGORIES if any(a.seconds[part] >= _MIN_SHOWN_S for a in attempts)] or ["compute"]
+    categories = [name for name in CATEGORIES if any(a.seconds[name] >= _MIN_SHOWN_S for a in attempts)] or ["compute"]
     groups: list[tuple[str, str, str, str, Sequence[AttemptTimes]]] = []
     for stage in dict.fromkeys(a.stage for a in attempts):
-        of_stage = [a for a in attempts if a.stage == stage]
-        array = [a for a in of_stage if a.task is not None]
-        single = [a for a in of_stage if a.task is None]
-        if array:
-            ranks = {a.task: a.ranks for a in array}  # of each task's last attempt
-            name = f"{len(ranks)} points" if STAGES[stage].is_per_point else f"array of {len(ranks)}"
-            causes = ", ".join(sorted({a.cause for a in array}))
-            groups.append((stage, name, str(sum(ranks.values())), causes, array))
-        groups += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in single]
-        if len(single) > 1:
-            groups.append((stage, "all", "", "", single))
-    rows = [["stage", "attempt", "ranks", "end", *(_COLUMN_TITLES.get(part, part) for part in parts), "in all"]]
-    for *labels, members in groups:
-        sums = sum_categories(members)
-        durations = [format_duration(sums[part]) if sums[part] >= _MIN_SHOWN_S else "·" for part in parts]
+        stage_attempts = [a for a in attempts if a.stage == stage]
+        task_attempts = [a for a in stage_attempts if a.task is not None]
+        other_attempts = [a for a in stage_attempts if a.task is None]
+        if task_attempts:
+            ranks_by_task = {a.task: a.ranks for a in task_attempts}  # the last attempt of a task counts
+            count = len(ranks_by_task)
+            name = f"{count} points" if STAGES[stage].is_per_point else f"array of {count}"
+            causes = ", ".join(sorted({a.cause for a in task_attempts}))
+            groups.append((stage, name, str(sum(ranks_by_task.values())), causes, task_attempts))
+        groups += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in other_attempts]
+        if len(other_attempts) > 1:
+            groups.append((stage, "all", "", "", other_attempts))
+    titles = [_COLUMN_TITLES.get(name, name) for name in categories]
+    rows = [["stage", "attempt", "ranks", "end", *titles, "in all"]]
+    for *labels, group_attempts in groups:
+        sums = sum_categories(group_attempts)
+        durations = [format_duration(sums[name]) if sums[name] >= _MIN_SHOWN_S else "·" for name in categories]
         rows.append([*map(str, labels), *durations, format_duration(sum(sums.values()))])
     return rows
 
 
 def _causes_table(attempts: Sequence[AttemptTimes]) -> Rows:
-    """Return how often attempts ended by each cause and what that cost, header first."""
+    """Return a table of the causes for which attempts ended, with the number and the hours of these attempts."""
     rows = [["cause", "attempts", "lost", "ending", "in all"]]
     for cause in sorted({a.cause for a in attempts}):
-        of_cause = [a for a in attempts if a.cause == cause]
-        sums = sum_categories(of_cause)
+        matching_attempts = [a for a in attempts if a.cause == cause]
+        sums = sum_categories(matching_attempts)
         durations = [sums["lost"], sums["ending"], sum(sums.values())]
-        rows.append([cause, str(len(of_cause)), *map(format_duration, durations)])
+        rows.append([cause, str(len(matching_attempts)), *map(format_duration, durations)])
     return rows
 
 
 def _evaluations_table(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return all evaluations, header first; [] if there are none."""
+    """Return a table of all evaluations; [] if there are none."""
     if not results:
         return []
     keys = [key for key, value in results[0].items() if isinstance(value, float)]
@@ -219,48 +242,55 @@ def _evaluations_table(results: Sequence[Mapping[str, Any]]) -> Rows:
 
 def _summarize(
     run: Run,
-    rows: Sequence[StageStatus],
+    statuses: Sequence[StageStatus],
     attempts: Sequence[AttemptTimes],
     steps: LineHistory,
     points: Sequence[Sequence[str]],
 ) -> dict[str, str]:
-    """Return the summary at the top of the page: what was trained, how good it is, how long it took, what it cost.
+    """Return the summary at the top of the page: the model, its quality, the duration and the cost.
 
-    points: for a sweep, the header of its table and the best point.
+    Args:
+        run: the run.
+        statuses: the statuses of the run's stages.
+        attempts: all attempts of the run and its sweep points.
+        steps: the lines of metrics.jsonl.
+        points: for a sweep, the header of the table of points and the row of the best point; otherwise empty.
     """
     model = run.config.model
     train = stages.load_stage_module("train")
-    trained = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
+    descriptions = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
     if run.config.sweep is None:
         progress = train.progress(run).description
-        trained.append(progress)
-        if " tokens" not in progress:  # the description of a completed training contains them
-            trained += [f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:]]
+        descriptions.append(progress)
+        if " tokens" not in progress:  # if the train stage is done, the description contains the number of tokens
+            descriptions += [f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:]]
     else:
-        trained.append(f"a sweep of {len(run.config.sweep.points())} points")
+        descriptions.append(f"a sweep of {len(run.config.sweep.points())} points")
     with suppress(UserError, OSError):
-        trained.append(resolve_layout(run.config).describe_sizes())
+        descriptions.append(resolve_layout(run.config).describe_sizes())
     result = read_newest_result(run)
     quality = format_result(result) if result else "not evaluated yet"
-    if best := points[1:2]:
-        quality = "best point: " + ", ".join(f"{name} {cell}" for name, cell in zip(points[0], best[0], strict=True))
+    if len(points) > 1:
+        best_point = zip(points[0], points[1], strict=True)
+        quality = "best point: " + ", ".join(f"{name} {cell}" for name, cell in best_point)
     sums = sum_categories(attempts)
     causes = Counter(a.cause for a in attempts if a.cause not in ("done", "running"))
-    productive = format_duration(sum(sums[part] for part in PRODUCTIVE_CATEGORIES))
+    productive = format_duration(sum(sums[category] for category in PRODUCTIVE_CATEGORIES))
     lost = format_duration(sums["lost"])
     queue = format_duration(sums["queue"])
     rank_s = sum(
-        a.ranks * (a.end_time - a.start_time - sum(a.seconds[part] for part in WAITING_CATEGORIES)) for a in attempts
+        a.ranks * (a.end_time - a.start_time - sum(a.seconds[category] for category in WAITING_CATEGORIES))
+        for a in attempts
     )
-    spans = [(a.start_time, a.end_time) for a in attempts]
-    energies = [kwh for each in (run, *list_points(run)) if (kwh := sum_gpu_energy_kwh(each.path, spans)) is not None]
+    periods = [(a.start_time, a.end_time) for a in attempts]
+    energies = [kwh for each in (run, *list_points(run)) if (kwh := sum_gpu_energy_kwh(each.path, periods)) is not None]
     energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
     begin = min((a.start_time for a in attempts), default=0.0)
     duration = format_duration(max((a.end_time for a in attempts), default=0.0) - begin)
     hosts = ", ".join(sorted({event.host for event in run.read_events("train", Started) if event.host}))
-    unfinished = [f"{row.stage} {row.state}" for row in rows if row.state != "done"]
+    unfinished = [f"{status.stage} {status.state}" for status in statuses if status.state != "done"]
     return {
-        "trained": ", ".join(trained),
+        "trained": ", ".join(descriptions),
         "quality": quality,
         "duration": f"{duration}, of which {productive} productive",
         "started": f"{datetime.fromtimestamp(begin):%Y-%m-%d %H:%M}, on {hosts}" if hosts else "",
@@ -271,34 +301,47 @@ def _summarize(
 
 
 def _describe_training(
-    run: Run, data: ReportData, training: Sequence[AttemptTimes], describe_goodput: DescribeGoodput | None
+    run: Run, data: ReportData, train_attempts: Sequence[AttemptTimes], describe_goodput: DescribeGoodput | None
 ) -> Iterator[str]:
-    """Yield the lines about the training, the evaluation, slow hosts and GPUs, and malformed lines."""
+    """Yield the lines about the train stage, the evaluation, slow hosts and GPUs, and malformed lines.
+
+    Args:
+        run: the run.
+        data: the data of the run.
+        train_attempts: the attempts of the train stage, oldest first.
+        describe_goodput: as in :func:`print_report`.
+    """
     if run.config.sweep is None:
-        repeated = sum(len(event.steps) for event in run.read_events("train", LostWork))
+        lost_steps = sum(len(event.steps) for event in run.read_events("train", LostWork))
         progress = stages.load_stage_module("train").progress(run)
-        yield f"training: {progress.description}; {repeated} steps were lost and repeated"
-    if training:
-        effective, forward = compute_ratios(sum_categories(training))
-        yield f"effective training time ratio {effective:.3f}, forward progress {forward:.3f} (arXiv 2410.21680)"
+        yield f"training: {progress.description}; {lost_steps} steps were lost and repeated"
+    if train_attempts:
+        time_ratio, forward_progress = compute_ratios(sum_categories(train_attempts))
+        yield (
+            f"effective training time ratio {time_ratio:.3f}, forward progress {forward_progress:.3f} "
+            "(arXiv 2410.21680)"
+        )
         if run.config.sweep is None and describe_goodput is not None:
-            expected = describe_goodput(run.config, run.read_events("train"), data.steps.rows, training)
-            if expected is not None:
-                yield expected
+            goodput = describe_goodput(run.config, run.read_events("train"), data.steps.rows, train_attempts)
+            if goodput is not None:
+                yield goodput
     if run.config.sweep is None:
         yield describe_result(run)
-    if profiled := data.steps.values("profile.compute"):
+    if compute_times := data.steps.values("profile.compute"):
         parts = {name: fmean(data.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
-        yield f"{len(profiled)} profiled steps: {step_trace.describe_parts(parts)}"
+        yield f"{len(compute_times)} profiled steps: {step_trace.describe_parts(parts)}"
     if host_ratios := read_compute_times(run.jobs_dir):
-        slowest = sorted(host_ratios.items(), key=lambda item: -item[1])[:8]
+        slowest = sorted(host_ratios.items(), key=lambda item: -item[1])[:_MAX_HOSTS_SHOWN]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"local compute time per step by host, as a multiple of the median, slowest first: {hosts}"
-    span = (
-        (max(training[-1].end_time - 600, training[-1].start_time), training[-1].end_time) if training else (0.0, 0.0)
-    )
-    if slow_gpus := list_slow_gpus(run.path, *span, max_samples=None):
-        yield f"GPUs behind others of their kind in the last 10 minutes of training: {'; '.join(slow_gpus[:8])}"
+    begin = 0.0
+    end = 0.0
+    if train_attempts:
+        end = train_attempts[-1].end_time
+        begin = max(end - _SLOW_GPU_PERIOD_S, train_attempts[-1].start_time)
+    if slow_gpus := list_slow_gpus(run.path, begin, end, max_samples=None):
+        gpus = "; ".join(slow_gpus[:_MAX_HOSTS_SHOWN])
+        yield f"GPUs behind others of their kind in the last 10 minutes of training: {gpus}"
     yield from filter(
         None, (lines.describe_malformed_lines(run.events_file, is_event), data.steps.malformed_description)
     )
@@ -308,16 +351,16 @@ def _describe_training(
 
 
 def pick_time_unit(duration_s: float) -> tuple[str, float]:
-    """Return the unit to show such a duration in, and the unit's seconds."""
+    """Return the unit in which to show a duration, and how many seconds this unit has."""
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next(((name, size) for name, size in units if duration_s > 3 * size), ("seconds", 1.0))
 
 
 def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
-    """Draw one lane per stage, and a thin one per task of an array.
+    """Draw a timeline with one lane for each stage; for an array or a sweep, one lane for each task or point.
 
-    Within an attempt, its parts follow each other in the ledger's order: the width of a part is its total duration, its
-    position is not when it happened.
+    An attempt is divided into its categories, in the order of the ledger. The width of a category is its total
+    duration. The position of a category within the attempt does not show when this time was spent.
     """
     begin = min((a.start_time for a in attempts), default=0.0)
     end = max((a.end_time for a in attempts), default=0.0)
@@ -326,30 +369,31 @@ def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
     bars_by_task: dict[str, dict[int | None, list[Bar]]] = {}
     for a in attempts:
         bars = bars_by_task.setdefault(a.stage, {}).setdefault(a.task, [])
-        at = (a.start_time - begin) / size
+        position = (a.start_time - begin) / size
         cause = "" if a.cause in ("done", "running") else a.cause
-        longest_part = max(a.seconds, key=lambda part: a.seconds[part])
-        for part, duration_s in a.seconds.items():
-            title = f"{a.stage} {a.number}, ended: {a.cause}; {part} {format_duration(duration_s)}"
-            bars.append(
-                Bar(at, at + duration_s / size, PART_COLOURS[part], title, cause if part == longest_part else "")
-            )
-            at += duration_s / size
-        if cause:  # mark the end of an attempt that was stopped
-            bars.append(Bar(at - x.high / 200, at, _STOP_COLOUR, f"{a.stage} {a.number} ended: {cause}"))
+        longest_category = max(a.seconds, key=lambda category: a.seconds[category])
+        for category, duration_s in a.seconds.items():
+            title = f"{a.stage} {a.number}, ended: {a.cause}; {category} {format_duration(duration_s)}"
+            label = cause if category == longest_category else ""
+            bar_end = position + duration_s / size
+            bars.append(Bar(position, bar_end, PART_COLOURS[category], title, label))
+            position = bar_end
+        if cause:  # mark the end of an attempt that was stopped, with 1/200 of the width of the figure
+            bars.append(Bar(position - x.high / 200, position, _STOP_COLOUR, f"{a.stage} {a.number} ended: {cause}"))
     lanes = [
-        ("" if position else stage, bars)
+        ("" if number else stage, bars)  # only the first lane of a stage has a label
         for stage, tasks in bars_by_task.items()
-        for position, bars in enumerate(tasks.values())
+        for number, bars in enumerate(tasks.values())
     ]
     keys = [
-        (part, colour) for part, colour in PART_COLOURS.items() if any(a.seconds.get(part, 0) > 0 for a in attempts)
+        (name, colour) for name, colour in PART_COLOURS.items() if any(a.seconds.get(name, 0) > 0 for a in attempts)
     ]
-    return draw_lanes(f"Hours by part: {format_duration(end - begin)} in all", x, lanes, [*keys, ("stopped", 4)])
+    keys.append(("stopped", _STOP_COLOUR))
+    return draw_lanes(f"Hours by part: {format_duration(end - begin)} in all", x, lanes, keys)
 
 
 def _draw_hosts(ratios_by_host: Mapping[str, float]) -> str:
-    """Draw the local compute time of each host's ranks per step, relative to the others, slowest first."""
+    """Draw the local compute time per step of each host, as a multiple of the median, slowest host first."""
     axis_title = "local compute time per step, multiple of the median"
     x = Scale.from_values([0.0, *ratios_by_host.values()], axis_title).extend_to_round_numbers()
     slowest_first = sorted(ratios_by_host.items(), key=lambda item: -item[1])
@@ -361,7 +405,7 @@ def _draw_hosts(ratios_by_host: Mapping[str, float]) -> str:
 
 
 def _draw_tasks(result: Mapping[str, float]) -> str:
-    """Draw the accuracy of each task of an evaluation, with its standard error."""
+    """Draw the accuracy of each evaluation task, with its standard error. `result` is the result of an evaluation."""
     lanes = []
     for name, value in result.items():
         if ".accuracy" in name and not name.endswith("_stderr"):
@@ -373,14 +417,16 @@ def _draw_tasks(result: Mapping[str, float]) -> str:
 
 
 def draw_mesh(layout: Layout) -> str:
-    """Draw a lane for each node with a box for each of its ranks, coloured by pipeline stage."""
+    """Draw a lane for each node with a box for each of its ranks, coloured by pipeline-parallel stage."""
     per_node = min(layout.ranks_per_node, layout.world_size)
     lanes: dict[str, list[Bar]] = {}
     for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
+        coordinates = layout.coordinates(rank)
         node, position = divmod(rank, per_node)
-        title = f"rank {rank}: pipeline {at.pp}, data {at.dp}, tensor {at.tp}"
-        box = Bar(position - 0.48, position + 0.48, at.pp % GREY, title, f"p{at.pp} d{at.dp} t{at.tp}")
+        title = f"rank {rank}: pipeline {coordinates.pp}, data {coordinates.dp}, tensor {coordinates.tp}"
+        label = f"p{coordinates.pp} d{coordinates.dp} t{coordinates.tp}"
+        # the width of a box is less than 1, so that there is a gap between two boxes
+        box = Bar(position - 0.48, position + 0.48, coordinates.pp % GREY, title, label)
         lanes.setdefault(f"node {node}", []).append(box)
     keys = [(f"pipeline {rank}", rank % GREY) for rank in range(layout.pp)]
     x = Scale(-0.5, per_node - 0.5, "rank on its node", whole=True)
@@ -388,12 +434,14 @@ def draw_mesh(layout: Layout) -> str:
 
 
 def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, results: Sequence[float]) -> str:
-    """Draw each sweep point as a line across its values up to its result (parallel coordinates), the best coloured.
+    """Draw parallel coordinates: a vertical axis for each swept key and for the result, and a line for each sweep point.
+
+    The lines of the best points are coloured. The figure is "" if fewer than two points have a result.
 
     Args:
-        points: The values of each point by key.
-        result_name: What the results are.
-        results: The result of each point, infinite if unknown; lower is better.
+        points: the values of each point by key.
+        result_name: the name of the result, such as `loss`.
+        results: the result of each point, infinite if unknown; lower is better.
     """
     evaluated = sorted((result, point) for point, result in enumerate(results) if result < inf)
     if len(evaluated) < 2:
@@ -404,13 +452,14 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
     paths = list[list[tuple[float, float]]]([] for _ in evaluated)
     last = len(columns) - 1
     for position, (key, values) in enumerate(columns.items()):
-        distinct = sorted(set(values), key=lambda value: (value if is_number(value) else inf, str(value)))
-        if key != result_name and (len(distinct) <= _MAX_EVEN_VALUES or not all(map(is_number, distinct))):
+        distinct_values = sorted(set(values), key=lambda value: (value if is_number(value) else inf, str(value)))
+        are_numbers = all(map(is_number, distinct_values))
+        if key != result_name and (len(distinct_values) <= _MAX_EVEN_VALUES or not are_numbers):
             ticks = [
-                (n / max(1, len(distinct) - 1), format_number(value) if is_number(value) else str(value))
-                for n, value in enumerate(distinct)
+                (number / max(1, len(distinct_values) - 1), format_number(value) if is_number(value) else str(value))
+                for number, value in enumerate(distinct_values)
             ]
-            heights = [ticks[distinct.index(value)][0] for value in values]
+            heights = [ticks[distinct_values.index(value)][0] for value in values]
         else:
             scale = Scale.from_values(values, key, log=key != result_name)
             ticks = [(scale.position(value), text) for value, text in scale.ticks()]
@@ -421,35 +470,48 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
         side = "end" if position == last else "start"
         drawing += plot.draw_grid_line(position / last, True)
         anchor = side if position in (0, last) else "middle"
+        # the names of adjacent axes are at different heights, so that they do not overlap
         drawing += plot.draw_label(x, f"{-10 - 15 * (position % 2)}", key, anchor, "title")
         for height, text in ticks:
             dx = -6 if position == last else 6
             y = f"{100 - 100 * height:.2f}%"
             drawing += plot.draw_label(x, y, text[:MAX_LABEL_CHARACTERS], side, dy=".35em", dx=dx)
     best_quarter = max(1, len(evaluated) / 4)
+    best_colour = 2
+    good_colour = 0
     curves = [
-        Curve(f"point {point:03}: {result:.4f}", path, GREY if order >= best_quarter else 0 if order else 2)
+        Curve(
+            f"point {point:03}: {result:.4f}",
+            path,
+            GREY if order >= best_quarter else good_colour if order else best_colour,
+        )
         for order, ((result, point), path) in enumerate(zip(evaluated, paths, strict=True))
     ]
-    unit = Scale(0, 1, "")
-    keys = [("best", 2), ("best quarter", 0), ("others", GREY)]
-    content = plot.stretch("".join(plot.draw_curve(unit, unit, curve) for curve in reversed(curves))) + drawing
+    unit_scale = Scale(0, 1, "")
+    keys = [("best", best_colour), ("best quarter", good_colour), ("others", GREY)]
+    # the best curve is drawn last, on top of the others
+    lines_svg = "".join(plot.draw_curve(unit_scale, unit_scale, curve) for curve in reversed(curves))
+    content = plot.stretch(lines_svg) + drawing
     return format_figure("Values and results", content, keys, f"{FIGURE_STYLE};padding-top:44px")
 
 
 def draw_training(run: Run, steps: LineHistory) -> list[str]:
-    """Draw everything over steps. Vertical lines mark steps at which an attempt resumed from a checkpoint."""
+    """Draw the figures over steps: losses, learning rate, throughput, step times and memory.
+
+    Vertical lines mark steps at which an attempt resumed from a checkpoint.
+    """
     marks = [event.step for event in run.read_events("train", Restored)]
     unit, loss_unit = ("tokens", "nats per token") if "samples_per_s" not in steps.names else ("samples", "loss")
 
     def draw_over_steps(heading: str, y: str, names: Mapping[str, str], *, log: str = "") -> str:
+        """Draw curves over steps. `names` contains the label of each curve, by key of metrics.jsonl."""
         curves = {name: steps.curve(key) for key, name in names.items()}
         return draw_curves(heading, _STEP_AXIS, y, curves, log=log, marks=marks)
 
     extra_metrics = [
         name for name in steps.names if name.startswith(HELD_OUT_PREFIX) and name != f"{HELD_OUT_PREFIX}loss"
     ]
-    middles, parts = _mean_step_parts(steps)
+    middle_steps, parts = _mean_step_parts(steps)
     profiled_steps, profiled_shares = _profiled_shares(steps)
     return [
         draw_over_steps("Loss", loss_unit, {"loss": "training", f"{HELD_OUT_PREFIX}loss": "held out"}),
@@ -460,7 +522,7 @@ def draw_training(run: Run, steps: LineHistory) -> list[str]:
         ),
         draw_over_steps("Learning rate", "learning rate", {"lr": "learning rate"}),
         draw_over_steps("Throughput", f"{unit} per second", {f"{unit}_per_s": unit}),
-        draw_layers("Parts of a step", _STEP_AXIS, "seconds per step, mean", middles, parts, PART_COLOURS),
+        draw_layers("Parts of a step", _STEP_AXIS, "seconds per step, mean", middle_steps, parts, PART_COLOURS),
         draw_layers(
             "Parts of profiled steps", _STEP_AXIS, "% of the step", profiled_steps, profiled_shares, PART_COLOURS
         ),
@@ -469,39 +531,57 @@ def draw_training(run: Run, steps: LineHistory) -> list[str]:
 
 
 def _mean_step_parts(steps: LineHistory) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the mean step of each slice of the training, and the mean seconds of each part of a step there."""
+    """Divide the steps into slices, and return the means of each slice.
+
+    Returns:
+        The mean step number of each slice, and for each part of a step, its mean duration in each slice in seconds.
+    """
     size = max(1, ceil(len(steps.rows) / _SLICES))
     slices = [steps.rows[start : start + size] for start in range(0, len(steps.rows), size)]
-    middles = [fmean(row["step"] for row in rows) for rows in slices]
+    middle_steps = [fmean(row["step"] for row in rows) for rows in slices]
     parts = defaultdict[str, list[float]](list)
     for rows in slices:
-        divided = [split_step_time(row) for row in rows]
-        for part in divided[0]:
-            parts[part].append(fmean(step[part] for step in divided))
-    return middles, parts
+        step_times = [split_step_time(row) for row in rows]
+        for part in step_times[0]:
+            parts[part].append(fmean(times[part] for times in step_times))
+    return middle_steps, parts
 
 
 def _profiled_shares(steps: LineHistory) -> tuple[list[float], dict[str, list[float]]]:
-    """Return the profiled steps, and the share of each part in per cent."""
+    """Return the numbers of the profiled steps, and for each part, its share of each of these steps in per cent."""
     parts = {name: dict(steps.curve(f"profile.{name}")) for name in step_trace.STEP_PARTS}
-    profiled = sorted({step for curve in parts.values() for step in curve})
-    totals = {step: sum(curve.get(step, 0.0) for curve in parts.values()) or 1.0 for step in profiled}
-    shares = {name: [100 * curve.get(step, 0.0) / totals[step] for step in profiled] for name, curve in parts.items()}
-    return profiled, shares
+    profiled_steps = sorted({step for curve in parts.values() for step in curve})
+    # 1.0 instead of 0 avoids a division by zero
+    totals = {step: sum(curve.get(step, 0.0) for curve in parts.values()) or 1.0 for step in profiled_steps}
+    shares = {
+        name: [100 * curve.get(step, 0.0) / totals[step] for step in profiled_steps] for name, curve in parts.items()
+    }
+    return profiled_steps, shares
 
 
 def _late_losses(steps: LineHistory) -> dict[str, Points]:
-    """Return the losses in the second half, whose detail the first steps and spikes would hide; {} if too few."""
-    losses = [steps.curve(name) for name in ("loss", f"{HELD_OUT_PREFIX}loss")]
-    if not losses[0]:
+    """Return the curves of the losses in the second half of the steps; {} if there are too few steps.
+
+    In a curve over all steps, the high losses of the first steps would hide the details of the second half. The
+    training loss is averaged, so that spikes do not hide the details either.
+    """
+    all_losses = steps.curve("loss")
+    all_held_out_losses = steps.curve(f"{HELD_OUT_PREFIX}loss")
+    if not all_losses:
         return {}
-    training, held_out = ([point for point in curve if 2 * point[0] > losses[0][-1][0]] for curve in losses)
-    smooth = average_buckets(training)
-    return {"training": smooth, "held out": held_out} if smooth else {}
+    last_step = all_losses[-1][0]
+    losses = [point for point in all_losses if 2 * point[0] > last_step]
+    held_out_losses = [point for point in all_held_out_losses if 2 * point[0] > last_step]
+    mean_losses = average_buckets(losses)
+    return {"training": mean_losses, "held out": held_out_losses} if mean_losses else {}
 
 
 def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the evaluations over the checkpoints, and the tasks of the newest one."""
+    """Draw the evaluations over the checkpoints, and the evaluation tasks of the newest checkpoint.
+
+    Args:
+        results: the results of all evaluations, oldest first.
+    """
     if not results:
         return []
     newest = results[-1]
@@ -525,27 +605,37 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _draw_sweep(run: Run, rows: Sequence[StageStatus], curves: Mapping[str, Mapping[str, Points]]) -> list[str]:
-    """Draw the points across their values, and the loss of each point, the best in front; [] if there is no sweep."""
+def _draw_sweep(
+    run: Run, point_statuses: Sequence[StageStatus], curves: Mapping[str, Mapping[str, Points]]
+) -> list[str]:
+    """Draw the values and results of the sweep points, and the losses of each point; [] if the run is not a sweep.
+
+    Args:
+        run: the run.
+        point_statuses: one status for each point, in the order of the sweep.
+        curves: the curves in `ReportData`.
+    """
     if run.config.sweep is None:
         return []
-    newest = [read_newest_result(row.run) for row in rows]
-    results = [get_main_metric(result)[1] if result else inf for result in newest]
-    result_name = next((get_main_metric(result)[0] for result in newest if result), "")
-    names = [row.run.path.name for _, row in sorted(zip(results, rows, strict=True), key=lambda pair: pair[0])]
-    ordered = {key: {name: points[name] for name in names if name in points} for key, points in curves.items()}
-    held_out = ordered.get("held_out_loss", {})
+    newest_results = [read_newest_result(status.run) for status in point_statuses]
+    main_metrics = [get_main_metric(result)[1] if result else inf for result in newest_results]
+    metric_name = next((get_main_metric(result)[0] for result in newest_results if result), "")
+    ranking = sorted(zip(main_metrics, point_statuses, strict=True), key=lambda pair: pair[0])
+    names = [status.run.path.name for _, status in ranking]  # the best point first
+    ordered_curves = {key: {name: points[name] for name in names if name in points} for key, points in curves.items()}
+    losses = ordered_curves.get("loss", {})
+    held_out_losses = ordered_curves.get("held_out_loss", {})
     return [
-        draw_sweep_points(run.config.sweep.points(), result_name, results),
-        draw_curves("Loss of the points", _STEP_AXIS, "loss in training", ordered.get("loss", {})),
-        draw_curves("Held-out loss of the points", _STEP_AXIS, "loss on held-out data", held_out),
+        draw_sweep_points(run.config.sweep.points(), metric_name, main_metrics),
+        draw_curves("Loss of the points", _STEP_AXIS, "loss in training", losses),
+        draw_curves("Held-out loss of the points", _STEP_AXIS, "loss on held-out data", held_out_losses),
     ]
 
 
 def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
-    """Draw the config's layout, the hosts by local compute time, and each host's telemetry."""
+    """Draw the hosts by local compute time, the layout of the config, and the telemetry of each host."""
     figures = [_draw_hosts(read_compute_times(run.jobs_dir))]
-    with suppress(UserError, OSError):  # for example, its tokenizer was removed
+    with suppress(UserError, OSError):  # the layout cannot be resolved if, for example, the tokenizer was removed
         figures.append(draw_mesh(resolve_layout(run.config)))
     curves: dict[str, dict[str, Points]] = defaultdict(dict)
     begin = min((a.start_time for a in attempts), default=0.0)
@@ -558,7 +648,8 @@ def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
                 if values := get_sensor_values(sample, sensor):
                     sensor_points.append(((sample["time"] - begin) / size, fmean(value for _, value in values)))
         for sensor, sensor_points in points.items():
-            curves[sensor][file.stem.removeprefix("telemetry-")] = average_buckets(sensor_points, 150) or sensor_points
+            host = file.stem.removeprefix("telemetry-")
+            curves[sensor][host] = average_buckets(sensor_points, 150) or sensor_points  # at most 150 points
     for sensor, (title, y, *_) in SENSORS.items():
         suffix = ", mean of the host's GPUs" if sensor.startswith("gpus.") else ""
         x = f"{unit} since the start of the run"
@@ -572,28 +663,31 @@ def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
 def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput | None = None) -> None:
     """Print the ledger, the training and the evaluation, and write the same with figures to `report.html`.
 
+    If the user may not write to the run directory, only print.
+
     Args:
-        run: The run.
-        console: Where to print.
-        describe_goodput: Returns the line that compares the measured goodput with the expected one, or None.
+        run: the run.
+        console: where to print.
+        describe_goodput: returns a line that compares the measured goodput with the expected goodput, or None. If this
+            argument is None, there is no such line.
     """
     poller = StatusPoller(run)
-    rows = poller.poll()
-    data = read_report_data(run, rows)
-    training = [a for a in data.attempts if a.stage == "train"]
+    statuses = poller.poll()
+    data = read_report_data(run, statuses)
+    train_attempts = [a for a in data.attempts if a.stage == "train"]
     attempts_table = _attempts_table(data.attempts)
-    causes_table = _causes_table(training) if len(training) > 1 else []
+    causes_table = _causes_table(train_attempts) if len(train_attempts) > 1 else []
     points_table = tabulate_points(run, poller.point_statuses)
     results, damaged = read_all_results(run)
     notes = [
         *filter(None, [run.describe_changes()]),
         *describe_failures(poller.point_statuses),
-        *_describe_training(run, data, training, describe_goodput),
+        *_describe_training(run, data, train_attempts, describe_goodput),
         *(f"evaluation/{name} is left out: it is incomplete or was changed" for name in damaged),
     ]
-    tables = [build_table(cells, console.width) for cells in (attempts_table, causes_table, points_table) if cells]
-    for part in (run.title, *tables, *notes):
-        console.print(part, soft_wrap=True)
+    tables = [build_table(rows, console.width) for rows in (attempts_table, causes_table, points_table) if rows]
+    for content in (run.title, *tables, *notes):
+        console.print(content, soft_wrap=True)
     sections = {
         "Sweep": [*_draw_sweep(run, poller.point_statuses, data.curves), format_table(points_table)],
         "Training": draw_training(run, data.steps),
@@ -601,9 +695,9 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
         "Quality": [*_draw_results(results), format_table(_evaluations_table(results))],
         "Machines": _draw_machines(run, data.attempts),
     }
-    summary = _summarize(run, rows, data.attempts, data.steps, points_table[:2])
+    summary = _summarize(run, statuses, data.attempts, data.steps, points_table[:2])
     config = dump_yaml(mask_secrets(run.config.model_dump(mode="json", exclude_defaults=True)))
     file = run.path / "report.html"
-    with suppress(PermissionError):  # another user's run
+    with suppress(PermissionError):  # the run belongs to another user
         write_atomic(file, format_page(run.config.run.name, run.title, summary, sections, notes, config))
         console.print(f"with figures: {file}", soft_wrap=True)

@@ -1,8 +1,9 @@
-"""Telemetry: samples of one node's GPUs, CPUs, memory and disk every few seconds, in `telemetry-HOST.jsonl`.
+"""Sample the telemetry of one node every few seconds: GPUs, CPUs, memory and disks, in `telemetry-HOST.jsonl`.
 
-One process per node, in a Slurm step that overlaps the ranks' (slurm/supervise/background.py). GPUs are read through
-NVML, by NVIDIA's nvidia-ml-py; values that a card does not support are left out. Xids, the error codes of NVIDIA's
-driver, are NVML events. A line has about 300 bytes plus 200 for each GPU: 7 MB per day for a node of 8 GPUs at 10 s.
+One process runs on each node, in a Slurm job step that overlaps the step of the ranks (slurm/supervise/background.py).
+GPUs are read through NVML, with NVIDIA's package nvidia-ml-py. Values that a GPU does not support are left out. Xids
+are the error codes of NVIDIA's driver; NVML reports them as events. A line has about 300 bytes plus 200 bytes for each
+GPU. A node with 8 GPUs and a sample every 10 s therefore writes about 16 MB per day.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ _THROTTLE_REASONS = {
     "SwPowerCap": "power cap", "HwSlowdown": "hardware slowdown", "SwThermalSlowdown": "heat",
     "HwThermalSlowdown": "heat, by hardware", "HwPowerBrakeSlowdown": "power brake", "SyncBoost": "sync boost",
 }  # fmt: skip
-"""Descriptions by the suffix of nvmlClocksEventReasons*, for reasons that reduce a clock (NVML API reference)."""
+"""Descriptions of the reasons for which a GPU reduces its clock, by the suffix of NVML's constant
+`nvmlClocksEventReason…` (NVML API reference)."""
 _MAX_XIDS = 100
-"""Maximum number of events that are read at a time."""
+"""Maximum number of events that are read in one call."""
 
 
 class GpuSampler:
-    """Reads the GPUs that NVML lists; none if the library or the driver is missing."""
+    """Reads the GPUs that NVML lists. If the library or the driver is missing, there are no GPUs."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -47,7 +49,7 @@ class GpuSampler:
                 count = pynvml.nvmlDeviceGetCount()
                 self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         for index, gpu in enumerate(self._handles):
-            with suppress(self._nvml.NVMLError):  # not every card and driver supports them
+            with suppress(self._nvml.NVMLError):  # not every GPU and driver supports Xid events
                 # one set per GPU, because the event of a lost GPU does not name its device
                 event_set = self._nvml.nvmlEventSetCreate()
                 self._nvml.nvmlDeviceRegisterEvents(gpu, self._nvml.nvmlEventTypeXidCriticalError, event_set)
@@ -58,7 +60,7 @@ class GpuSampler:
 
         Call this method often: if several events are waiting, NVML returns only the Xid of the last event.
         """
-        with suppress(self._nvml.NVMLError):  # usually a timeout, because no event came within 0 ms
+        with suppress(self._nvml.NVMLError):  # NVML_ERROR_TIMEOUT if no event is waiting
             for _ in range(_MAX_XIDS):
                 number = int(self._nvml.nvmlEventSetWait_v2(self.event_sets[index], 0).eventData)
                 self._xids[index] += [number] if number not in self._xids[index] else []
@@ -66,10 +68,10 @@ class GpuSampler:
 
     def sample(self) -> list[dict[str, Any]]:
         """Return a mapping of values for each GPU."""
-        return [{"index": index, **dict(self._values(index, gpu))} for index, gpu in enumerate(self._handles)]
+        return [{"index": index, **dict(self._read_values(index, gpu))} for index, gpu in enumerate(self._handles)]
 
-    def _values(self, index: int, gpu: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the values that this GPU supports."""
+    def _read_values(self, index: int, gpu: Any) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of the sensors that this GPU supports. `gpu` is the handle of NVML."""
         nvml = self._nvml
         readers: dict[str, Callable[[], Any]] = {
             "name": lambda: nvml.nvmlDeviceGetName(gpu),
@@ -86,11 +88,12 @@ class GpuSampler:
         if index in self.event_sets:
             readers["xid"] = lambda: self.read_xids(index)
         for name, read in readers.items():
-            with suppress(nvml.NVMLError):  # not supported by this card
+            with suppress(nvml.NVMLError):  # this GPU does not support the value
                 yield name, read()
 
     def _throttle_reasons(self, gpu: Any) -> list[str]:
-        """Return why the clock of a GPU is reduced now. Older versions of pynvml have other names of the constants."""
+        """Return the reasons for which the clock of a GPU is reduced now."""
+        # older versions of pynvml have other names for the constants
         reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
         bits = {
             description: getattr(self._nvml, f"nvmlClocksEventReason{name}", 0)
@@ -101,7 +104,7 @@ class GpuSampler:
 
 
 class HostSampler:
-    """Reads this node's CPUs, memory and disks since the previous sample."""
+    """Reads the use of this node's CPUs, memory and disks since the previous sample."""
 
     def __init__(self) -> None:
         import psutil
@@ -131,15 +134,19 @@ class HostSampler:
 
 
 def sample_telemetry(run: Run, every_s: float, flag: StopFlag) -> int:
-    """Append a sample every `every_s` seconds until a signal arrives. Return the exit code."""
+    """Append a sample to the telemetry file of this node every `every_s` seconds until a signal arrives.
+
+    Returns:
+        The exit code 0.
+    """
     host = HostSampler()
     gpus = GpuSampler()
     file = run.path / f"telemetry-{HOST}.jsonl"
-    due = time.monotonic()
+    next_sample_time = time.monotonic()
     while not flag:
-        due += every_s
-        while not flag and time.monotonic() < due:
-            time.sleep(min(0.5, max(0.0, due - time.monotonic())))
+        next_sample_time += every_s
+        while not flag and time.monotonic() < next_sample_time:
+            time.sleep(min(0.5, max(0.0, next_sample_time - time.monotonic())))
             for index in gpus.event_sets:
                 gpus.read_xids(index)
         line: dict[str, Any] = {"time": round(time.time(), 3), "host": HOST, **host.sample()}

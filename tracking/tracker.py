@@ -1,9 +1,10 @@
-"""What every tracker shares: the base class, its saved state, and the reader of a run's files.
+"""Code that all trackers share: the base class, its saved state, and the reader of a run's files.
 
-A tracker keeps the first value that it received for a step, unless it can take values back (:meth:`Tracker.rewind`).
-The follower saves its state after each hand-over (tracking/follower.py). If the follower dies in between, the same data
-is handed over again. A tracker that must receive each step exactly once corrects its state when it is constructed, from
-what the service already has.
+The follower reads new data and sends it to the tracker (tracking/follower.py). A tracker keeps the first value that it
+received for a step, unless it can remove values again (:meth:`Tracker.rewind`). After each batch of data, the follower
+saves the state of the tracker. If the follower dies before that, the tracker receives the same data again. A tracker
+that must receive each step exactly once therefore corrects its state in its constructor: it asks the service which
+steps the service already has.
 """
 
 from __future__ import annotations
@@ -32,31 +33,35 @@ from pipeline.run.events import HeldOut, LostWork, StageState, Started, is_event
 from pipeline.run.metrics import is_step_line
 
 Line = dict[str, Any]
+"""A parsed line of metrics.jsonl or events.jsonl, or the results of an evaluation."""
 MAX_STEPS = 500
-"""Maximum number of steps or evaluations in one hand-over."""
+"""Maximum number of steps or evaluations that a tracker receives in one call."""
 HOST = os.uname().nodename
 
 
 def sha256_line(line: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a line's JSON as 64 hex digits; it identifies the line."""
+    """Return the SHA-256 of a line's JSON as 64 hex digits, which identify the line."""
     return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
 
 
 def is_late_held_out(event: Line) -> bool:
-    """Return True if an event has the held-out results of a step whose line was written before."""
+    """Return True if an event has results on held-out data for a step whose line was written earlier."""
     return bool(event["event"] == HeldOut.NAME)
 
 
 class RunReader:
     """Reads the new steps, events and evaluations of one run.
 
-    metrics.jsonl grows by one line per step. After a restore, the trainer removes the lines after the restored step.
-    Before, it writes these lines into the event `lost_work` (pipeline/run/metrics.py). If a reader has read this event
-    but still finds one of the lines in the file, the trainer has not removed the lines yet. The reader then returns
-    none of them.
+    metrics.jsonl grows by one line per step. After a restore, the trainer first writes the lines after the restored
+    step into the event `lost_work`, and then removes these lines (pipeline/run/metrics.py). If a reader has read the
+    event but still finds one of the lines in the file, the trainer has not removed the lines yet. The reader then
+    returns none of the lost lines.
 
     If a stop interrupted a held-out evaluation, the evaluation is repeated after the restore. The line of its step may
     already have been read. The event `held_out` therefore contains the results.
+
+    Args:
+        run: the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -64,12 +69,13 @@ class RunReader:
         self._offset = 0
         """The offset in metrics.jsonl of the first line that was not read."""
         self._inode = 0
+        """The inode of metrics.jsonl. A new inode means that the file was replaced."""
         self._lost_steps: dict[str, int] = {}
-        """SHA-256 of each lost line that may still be in metrics.jsonl → its step."""
+        """The steps of lost lines that may still be in metrics.jsonl, by SHA-256 of the line."""
         self._starts: list[tuple[float, Line]] = []
         """Time and event of the start of each attempt of the train stage, oldest first."""
         self._late_figures: dict[int, Line] = {}
-        """Step → results of `held_out` events, which are added to the line of the step."""
+        """The results of `held_out` events by step. They are added to the line of the step."""
         self._training = StageState()
         """The state of the train stage according to the events so far."""
         for event, _ in self.events(0):
@@ -77,14 +83,14 @@ class RunReader:
 
     @property
     def running_attempt(self) -> Started | None:
-        """The start of the running attempt of the train stage.
+        """The `started` event of the running attempt of the train stage.
 
         None if no attempt is running, or if the attempt is stopping or completing early.
         """
         return self._training.start_event if self._training.is_training_steps else None
 
     def note_event(self, event: Line) -> None:
-        """Update this reader from an event: lost lines, late results on held-out data, or the state of the train stage.
+        """Update what this reader knows about lost lines, late held-out results and the state of the train stage.
 
         Other events are ignored.
         """
@@ -107,7 +113,7 @@ class RunReader:
             self._starts.append((parsed.timestamp, event))
 
     def events(self, offset: int) -> Iterator[tuple[Line, int]]:
-        """Yield the events from byte `offset` of events.jsonl, each with the offset of the next event."""
+        """Yield the events from byte `offset` of events.jsonl, each with the offset of the end of its line."""
         for text, end in read_complete_lines(self.run.events_file, offset):
             if is_event(event := parse_json_or_none(text)):
                 yield event, end
@@ -125,7 +131,8 @@ class RunReader:
         for text, end in read_complete_lines(self.run.metrics_file, self._offset):
             line = parse_json_or_none(text)
             if is_step_line(line) and line["step"] > after:
-                if self._lost_steps and sha256_line(line) in self._lost_steps:  # the trainer has not removed it yet
+                # the trainer has not removed the lost lines yet
+                if self._lost_steps and sha256_line(line) in self._lost_steps:
                     self._offset = 0
                     return [earlier for earlier in new_lines if earlier["step"] < min(self._lost_steps.values())]
                 if self._lost_steps and line["step"] >= min(self._lost_steps.values()):
@@ -137,13 +144,18 @@ class RunReader:
         return new_lines
 
     def evaluations(self, known_steps: list[int]) -> list[Line]:
-        """Return the results (name → number) of evaluations of steps not in `known_steps`, at most `MAX_STEPS`."""
+        """Return the results of new evaluations, at most `MAX_STEPS`. Values that are not numbers are left out.
+
+        Args:
+            known_steps: the steps of the checkpoints whose evaluations are not new.
+        """
         steps = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation_dir.glob("step-*[0-9].json")}
         if steps <= set(known_steps):
             return []
-        new = [result for result in read_all_results(self.run)[0] if result["step"] not in known_steps]
+        new_results = [result for result in read_all_results(self.run)[0] if result["step"] not in known_steps]
         return [
-            {key: value for key, value in result.items() if lines.is_number(value)} for result in islice(new, MAX_STEPS)
+            {key: value for key, value in result.items() if lines.is_number(value)}
+            for result in islice(new_results, MAX_STEPS)
         ]
 
     def find_start_event(self, line: Line) -> Line:
@@ -157,13 +169,13 @@ class TrackerState:
 
     def __init__(self) -> None:
         self.step = 0
-        """The last step that was handed over; steps are handed over in order."""
+        """The last step that the tracker has received; steps are sent in order."""
         self.events = 0
-        """Number of bytes of events.jsonl that were handed over."""
+        """Number of bytes of events.jsonl whose events the tracker has received."""
         self.evaluations: list[int] = []
-        """Steps of the checkpoints whose evaluations were handed over."""
+        """Steps of the checkpoints whose evaluations the tracker has received."""
         self.heard = 0.0
-        """Time of the last hand-over, in seconds since 1970."""
+        """When the tracker last received data, in seconds since 1970."""
         self.stall = ""
         """Identifier of the last stall that the tracker reported."""
         self.evaluate_s = 0.0
@@ -171,7 +183,7 @@ class TrackerState:
 
     @classmethod
     def load(cls, file: Path) -> TrackerState:
-        """Load a saved state; a missing or invalid file counts as a state in which nothing was handed over."""
+        """Load a saved state. If the file is missing or invalid, return the state of a tracker without any data."""
         state = cls()
         saved = read_json(file) if file.exists() else None
         values = vars(state)
@@ -192,13 +204,14 @@ class TrackerState:
 
 
 class Tracker:
-    """A service or file that receives a run's metrics and events.
+    """Base class of the trackers. A tracker sends a run's metrics and events to a service or file.
 
-    The constructor connects to the service. Any method may raise; the follower then constructs the tracker again later.
+    The constructor connects to the service. Any method may raise an exception. The follower then constructs the tracker
+    again later.
 
     Args:
         run: the run.
-        state: what the tracker has received so far. A tracker may correct the state by what the service already has.
+        state: what the tracker has received so far. A tracker may correct this state if the service has other data.
         reader: the reader of the run's files.
     """
 
@@ -217,28 +230,28 @@ class Tracker:
         """Receive the results of an evaluation, by name."""
 
     def on_poll(self) -> bool:
-        """Do the periodic work of the tracker; called after each hand-over, even an empty one.
+        """Do the periodic work of the tracker. The follower calls this method at each poll, even without new data.
 
         Returns:
-            Whether the tracker reported something on its own.
+            Whether the tracker sent a message, so that its state must be saved.
         """
         return False
 
     def rewind(self, step: int) -> None:
-        """Remove what came after `step`, and set `state.step` to `step`. By default, the tracker keeps all values."""
+        """Remove the values after `step`, and set `state.step` to `step`. By default, a tracker keeps all values."""
 
     def flush(self) -> None:
-        """Make durable what the tracker has received. From now on, it counts as handed over."""
+        """Store all data that the tracker has received, so that the follower need not send the data again."""
 
     def close(self) -> None:
-        """Disconnect, because the follower exits. The run may continue."""
+        """Disconnect from the service. The run may continue."""
 
 
 def check_tracker_packages(config: Config) -> None:
     """Check that the packages of all enabled trackers are installed.
 
     Raises:
-        UserError: A package is missing.
+        UserError: if a package is missing.
     """
     packages = {name: package for name in config.track.enabled if (package := TRACKERS[name].package)}
     if config.track.telemetry_s is not None:
@@ -253,12 +266,16 @@ def check_tracker_packages(config: Config) -> None:
 
 def create_tracker(name: str, run: Run, state: TrackerState, reader: RunReader) -> Tracker:
     """Construct the tracker with this name, such as `tensorboard`. The tracker connects to its service."""
-    entry = TRACKERS[name]
-    return cast(Tracker, getattr(import_module(entry.module), entry.class_name)(run, state, reader))
+    definition = TRACKERS[name]
+    tracker_class = getattr(import_module(definition.module), definition.class_name)
+    return cast(Tracker, tracker_class(run, state, reader))
 
 
 def flatten_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the names and values of a line's numbers, except `step` and `time`; nested names as `profile/idle`."""
+    """Yield the names and values of the numbers in a line, except `step` and `time`.
+
+    The name of a number in a nested mapping contains the outer key: `profile/idle`.
+    """
     for key, value in line.items():
         if isinstance(value, Mapping):
             yield from flatten_numbers(value, f"{prefix}{key}/")
@@ -267,23 +284,26 @@ def flatten_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 def tracker_run_id(run: Run) -> str:
-    """Return 16 hex digits that distinguish this run from other runs of the same name, also from removed ones."""
+    """Return 16 hex digits that identify this run in a tracker.
+
+    If this run is removed, and a new run is created in the same directory, the new run has other digits.
+    """
     first = next(iter(RunReader(run).events(0)), ({}, 0))[0]
     return sha256_line({"path": str(run.path), "made": first.get("time")})[:16]
 
 
 def last_stage(run: Run) -> str:
-    """Return the last stage of the run, or of a point of a sweep."""
+    """Return the last stage of a run or of a sweep point."""
     return (stages.list_run_stages(run) if run.sweep_or_self is run else stages.list_point_stages())[-1]
 
 
 def display_names(run: Run) -> tuple[str, str | None]:
-    """Return the name of the run in trackers, and the name of its sweep if it is a sweep point."""
+    """Return the name of a run in trackers, and the name of its sweep; None if the run is not a sweep point."""
     sweep = run.sweep_or_self
     return (run.config.run.name, None) if sweep is run else (f"{sweep.path.name}-{run.path.name}", sweep.path.name)
 
 
 def flat_config(run: Run) -> dict[str, Any]:
-    """Return the config by dotted keys, with secrets masked."""
+    """Return the values of a run's config by dotted key, such as `train.steps`, with secrets masked."""
     config: dict[str, Any] = mask_secrets(flatten_keys(dump_values(run.config)))
     return config

@@ -1,9 +1,9 @@
-"""Weights & Biases: one run for all attempts, through its own package; offline unless the config says otherwise.
+"""Send a run to Weights & Biases: one run for all attempts, through W&B's own package, by default offline.
 
-Offline, its core process writes a folder for each session below `track/wandb`; `wandb sync` uploads them all into one
-run. The tracker reads from their files which steps they already contain. A file has LevelDB's log format with a header
-of seven bytes, and each record is a protobuf (wandb/core/internal/transactionlog). Online, the server provides the last
-step.
+In offline mode, W&B's core process writes a folder for each session below `track/wandb`. `wandb sync` uploads all of
+these folders into one run. The tracker reads from the files in the folders which steps they already contain. A file
+has LevelDB's log format after a file header of seven bytes, and each record is a protobuf
+(wandb/core/internal/transactionlog). In online mode, the server provides the last step.
 """
 
 from __future__ import annotations
@@ -31,36 +31,49 @@ from tracking.tracker import (
     tracker_run_id,
 )  # fmt: skip
 
-_BLOCK = 32768
-_HEADER = 7
+_BLOCK_BYTES = 32768
+"""The size of a block in LevelDB's log format."""
+_HEADER_BYTES = 7
+"""The size of the file header, and also the size of the header of a record: checksum, length and type."""
+_WHOLE_RECORD = 1
+_LAST_FRAGMENT = 4
+"""Types of a record header in LevelDB's log format, after which a record is complete."""
 _QUIET_S = 1.0
-"""A file that was not written for this long belongs to no running core."""
+"""If a file was not written for this long, no core process is writing it."""
 
 
 def _read_records(file: Path) -> Iterator[Any]:
-    """Yield the records of an offline file, up to the first incomplete one, which a crash may leave."""
+    """Yield the records of an offline file, up to the first incomplete record, which a crash may leave."""
     from wandb.proto import wandb_internal_pb2
 
     record_type: Any = vars(wandb_internal_pb2)["Record"]  # created when the module is imported
     data = file.read_bytes()
-    at = _HEADER
-    parts = b""
-    while at + _HEADER <= len(data):
-        if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block is too short for a header
-            at += _BLOCK - at % _BLOCK
+    offset = _HEADER_BYTES
+    content = b""
+    while offset + _HEADER_BYTES <= len(data):
+        bytes_left_in_block = _BLOCK_BYTES - offset % _BLOCK_BYTES
+        if bytes_left_in_block < _HEADER_BYTES:  # too few bytes for a header; the next header is in the next block
+            offset += bytes_left_in_block
             continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        if kind == 0 or at + _HEADER + length > len(data):
+        # a header consists of a checksum of 4 bytes, the length of the data (2 bytes) and the type (1 byte)
+        length, fragment_type = struct.unpack_from("<HB", data, offset + 4)
+        start = offset + _HEADER_BYTES
+        if fragment_type == 0 or start + length > len(data):
             return
-        parts += data[at + _HEADER : at + _HEADER + length]
-        at += _HEADER + length
-        if kind in (1, 4):  # a whole record, or its last part
-            yield record_type.FromString(parts)
-            parts = b""
+        content += data[start : start + length]
+        offset = start + length
+        if fragment_type in (_WHOLE_RECORD, _LAST_FRAGMENT):
+            yield record_type.FromString(content)
+            content = b""
 
 
 def read_offline_steps(folder: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each step, with its values, that the offline files of run `name` contain."""
+    """Yield each step, with its values, in the offline files of a run.
+
+    Args:
+        folder: the folder that contains the folder `wandb`.
+        name: the id of the run in W&B.
+    """
     for file in sorted(folder.glob(f"wandb/offline-run-*/run-{name}.wandb")):
         for record in _read_records(file):
             if record.WhichOneof("record_type") == "history":
@@ -69,23 +82,24 @@ def read_offline_steps(folder: Path, name: str) -> Iterator[tuple[int, dict[str,
 
 
 class Wandb(Tracker):
-    """History with the names of metrics.jsonl, and `evaluation/NAME` over `evaluation/step`."""
+    """Logs metrics with the names of metrics.jsonl, and `evaluation/NAME` with `evaluation/step` as x-axis."""
 
     def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
         super().__init__(run, state, reader)
         self._pending_evaluations: list[dict[str, float]] = []
+        """Evaluations that were received and not logged yet."""
         config = run.config.track.wandb
         assert config is not None
         folder = run.path / "track"
         run_id = tracker_run_id(run)
         if config.mode == "offline":
             self._wait_until_quiet(folder)
-            saved = list(read_offline_steps(folder, run_id))
-            state.step = max((step for step, values in saved if "step_time_s" in values), default=0)
+            saved_steps = list(read_offline_steps(folder, run_id))
+            state.step = max((step for step, values in saved_steps if "step_time_s" in values), default=0)
             state.evaluations = sorted(
-                {int(values["evaluation/step"]) for _, values in saved if "evaluation/step" in values}
+                {int(values["evaluation/step"]) for _, values in saved_steps if "evaluation/step" in values}
             )
-            self._last_step = max((step for step, _ in saved), default=0)
+            self._last_step = max((step for step, _ in saved_steps), default=0)
         os.environ.setdefault("WANDB_SILENT", "true")
         settings = wandb.Settings(
             console="off", disable_git=True, disable_code=True, x_disable_meta=True, x_disable_stats=True,
@@ -103,24 +117,31 @@ class Wandb(Tracker):
 
     @staticmethod
     def _wait_until_quiet(folder: Path) -> None:
-        """Wait for the core process of a killed follower, which still writes for a moment."""
+        """Wait until no file was written for `_QUIET_S`.
+
+        If a follower was killed, its core process still writes for a moment.
+        """
         while any(time.time() - file.stat().st_mtime < _QUIET_S for file in folder.glob("wandb/*/*.wandb")):
             time.sleep(0.2)
 
     def on_steps(self, steps: Sequence[Line]) -> None:
-        """Log the steps under their own numbers, each with one pending evaluation."""
+        """Log the steps. Add a pending evaluation to each step, as long as there are any."""
         for line in steps:
             evaluation = self._pending_evaluations.pop(0) if self._pending_evaluations else {}
             self._last_step = line["step"]
             self._session.log(dict(flatten_numbers(line)) | evaluation, step=self._last_step, commit=True)
 
     def on_evaluation(self, result: Line) -> None:
-        """Keep the evaluation for the next step, because W&B's steps never go back; `evaluation/step` has its own."""
+        """Keep the evaluation, to log it together with the next step.
+
+        W&B accepts no values for earlier steps. The step of the evaluated checkpoint is therefore logged as the value
+        `evaluation/step`.
+        """
         values = {f"evaluation/{name}": value for name, value in flatten_numbers(result)}
         self._pending_evaluations.append(values | {"evaluation/step": float(result["step"])})
 
     def flush(self) -> None:
-        """Log the pending evaluations after the last step, if the training is done and no step will follow."""
+        """If the train stage is done, log the pending evaluations after the last step, because no step will follow."""
         if self._pending_evaluations and stages.load_stage_module("train").describe_missing_outputs(self.run) is None:
             for values in self._pending_evaluations:
                 self._last_step += 1
@@ -128,7 +149,7 @@ class Wandb(Tracker):
             self._pending_evaluations.clear()
 
     def close(self) -> None:
-        """End the session; the next one continues the run."""
+        """End the session. The next session continues the same run in W&B."""
         self._session.finish()
         if self._session.offline:
             print(f"to upload it to W&B: wandb sync {self.run.path}/track/wandb/offline-run-*", flush=True)

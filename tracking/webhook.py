@@ -1,8 +1,8 @@
-"""Messages to a chat if a stage fails or stalls, and when the run ends; mails if the training stalls.
+"""Send messages to a chat if a stage fails or stalls and when the run ends, and mails if the train stage stalls.
 
-A message is sent at least once and has an identifier, so that a reader can recognize a repeated one. The body is that
-of Slack's incoming webhooks, {"text": …} (https://api.slack.com/messaging/webhooks), which Mattermost and Discord's
-/slack endpoint also accept. The identifier is in the text and in the header Idempotency-Key.
+A message is sent at least once. Each message has an identifier, in its text and in the header Idempotency-Key, so that
+a receiver can recognize a repeated message. The body has the format of Slack's incoming webhooks, {"text": …}
+(https://api.slack.com/messaging/webhooks). Mattermost and Discord's /slack endpoint also accept this format.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ from pipeline.run.metrics import is_step_line
 from tracking.tracker import HOST, Line, RunReader, Tracker, TrackerState, display_names, last_stage, sha256_line
 
 TIMEOUT_S = 10.0
+"""Time limit of a request to the webhook."""
 _MAIL_TIMEOUT_S = 60.0
+"""Time limit of sendmail."""
 _PROCESS_START = time.time()
-"""The start of this process. A job that waited before it is not stalled."""
+"""The start of this process, in seconds since 1970. The time before does not count as a stall."""
 MIN_HANG_S = 300.0
 """The shortest time without progress that the watchdog accepts (pipeline/resilience/watchdog.py)."""
 _STALL_STEPS = 10
-"""A stall is reported after this many usual step times."""
+"""A stall is reported if no step ends for this many times the median duration of a step."""
 _SUSPENDED_S = 30.0
-"""A longer time between two polls means that Slurm had suspended the job with this process (`scontrol suspend`)."""
+"""If the time between two polls is longer, Slurm had suspended the job of this process (`scontrol suspend`)."""
 
 
 def escape_chat_text(text: str) -> str:
-    """Return `text` so that a chat shows it unchanged, without links and without notifying a channel.
+    """Return `text` with escapes, so that a chat shows the original text, without links, and notifies no channel.
 
     Slack requires the three entities (https://api.slack.com/reference/surfaces/formatting#escaping). Mattermost and
-    Discord also notify everyone on a plain @channel, @here, @all or @everyone; a zero-width space prevents that.
+    Discord notify everyone if a message contains @channel, @here, @all or @everyone. A zero-width space after the @
+    prevents this.
     """
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"@(?=(?:channel|here|all|everyone)\b)", "@\u200b", text, flags=re.IGNORECASE)
@@ -60,19 +63,20 @@ class Webhook(Tracker):
         super().__init__(run, state, reader)
         self._last_poll = time.time()
         self._awake_since = _PROCESS_START
+        """When this process started, or continued after a suspension."""
 
     def on_steps(self, steps: Sequence[Line]) -> None:
-        """Record the duration of the longest held-out evaluation, which may delay a step."""
+        """Record the duration of the longest held-out evaluation so far, because an evaluation may delay a step."""
         durations = (line.get("evaluate_s") or 0.0 for line in steps)
         self.state.evaluate_s = max([self.state.evaluate_s, *durations])
 
     def on_event(self, event: Line) -> None:
-        """Send a message about the event, if it is a failure, a cancellation or the end of the run."""
+        """Send a message if the event is a failure, a cancellation or the end of the run."""
         if (message := self._describe_event(event)) is not None:
             self._send_message(message, sha256_line(event)[:12])
 
     def on_poll(self) -> bool:
-        """Report a train stage without progress. This happens before its watchdog ends the attempt.
+        """Send a message if the train stage makes no progress, before the watchdog of the ranks ends the attempt.
 
         Returns:
             Whether a stall was reported.
@@ -103,7 +107,7 @@ class Webhook(Tracker):
         return True
 
     def _step_limit_s(self, steps: Sequence[Line], hang_s: float) -> float:
-        """Return for how many seconds no new step may arrive before a stall is reported.
+        """Return after how many seconds without a new step a stall is reported.
 
         Args:
             steps: the last lines of metrics.jsonl, newest first.
@@ -115,31 +119,40 @@ class Webhook(Tracker):
         limit_s = max(hang_s / 2, usual_s) + max(pauses)
         step = steps[0]["step"]
         evaluate_every = self.run.config.train.evaluate_every
-        if step % self.run.config.checkpoint.every_steps == 0:  # the newest step is followed by a save
+        if step % self.run.config.checkpoint.every_steps == 0:  # the ranks save a checkpoint after this step
             limit_s = max(limit_s, recovery.save_s / 2)
-        if evaluate_every and (step + 1) % evaluate_every == 0:
+        if evaluate_every and (step + 1) % evaluate_every == 0:  # the next step includes a held-out evaluation
             limit_s = max(limit_s + self.state.evaluate_s, recovery.save_s / 2)
         return limit_s
 
     def _send_message(self, message: str, identifier: str) -> None:
+        """Send a message in one line, with the run, the host and the identifier."""
         text = f"{display_names(self.run)[0]}: {message} [{self.run.path}, {HOST}, id {identifier}]"
         one_line = " ".join(make_printable(text).split())
         self._send(one_line, identifier)
 
     def _send(self, text: str, identifier: str) -> None:
-        """Send a request to the webhook. Raises OSError, without the URL in the message, if this fails."""
+        """Send a request to the webhook.
+
+        Raises:
+            OSError: if the request fails. The message does not contain the URL, because the URL is a secret.
+        """
         body = json.dumps({"text": escape_chat_text(text)}).encode()
         headers = {"Content-Type": "application/json", "Idempotency-Key": identifier}
         request = urllib.request.Request(self._url(), body, headers)
         try:
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
-        except urllib.error.HTTPError as error:  # the URL is a secret and must not be printed
+        except urllib.error.HTTPError as error:
             raise OSError(f"the webhook answered {error.code} {error.reason}") from None
-        except (ValueError, HTTPException) as error:  # their messages contain the URL
+        except (ValueError, HTTPException) as error:  # the messages of these exceptions contain the URL
             raise OSError(f"the webhook cannot be reached at its URL: {type(error).__name__}") from None
 
     def _url(self) -> str:
-        """Return the URL of the webhook: from the config, or from an environment variable. Raises UserError."""
+        """Return the URL of the webhook, from the config or from the environment variable that the config names.
+
+        Raises:
+            UserError: if the variable is not set, or its value is not a URL.
+        """
         webhook = self.run.config.track.webhook
         assert webhook is not None
         if webhook.url is not None:
@@ -158,7 +171,7 @@ class Webhook(Tracker):
         return url
 
     def _describe_event(self, event: Line) -> str | None:
-        """Return the message about an event; None if it needs none."""
+        """Return the message about an event; None if no message is sent about the event."""
         stage = event.get("stage")
         if event["event"] == Failed.NAME:
             reason = str(event.get("message", "")).partition("\n")[0]
@@ -173,12 +186,18 @@ class Webhook(Tracker):
 
 
 class Mail(Webhook):
-    """Sends a mail about a stall through the node's sendmail(8). Slurm sends all other mails, but detects no stall."""
+    """Sends a mail about a stall with this node's sendmail(8). Slurm sends all other mails, but detects no stalls."""
 
     def on_event(self, event: Line) -> None:
-        """Do nothing: Slurm mails about the ends of jobs."""
+        """Do nothing, because Slurm sends mails about jobs that end."""
 
     def _send(self, text: str, identifier: str) -> None:
+        """Send a mail to the address in `track.mail`.
+
+        Raises:
+            UserError: if this node has no sendmail.
+            subprocess.SubprocessError: if sendmail fails or does not end in time.
+        """
         sendmail = shutil.which("sendmail", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib")
         if sendmail is None:
             raise UserError("track.no_sendmail", f"track.mail: {HOST} has no sendmail; the message is: {text}")
