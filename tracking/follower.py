@@ -43,8 +43,8 @@ POLL_S = 2.0
 MAX_PAUSE_S = 120.0
 """The longest pause after an error of the tracker."""
 LOCK_WAIT_S = 20.0
-"""How long `--once` waits for another follower of the same tracker. Once a job has ended, its follower exits in less time
-than this."""
+"""How long `--once` waits for another follower of the same tracker. The follower of a job exits earlier than this after
+the job has ended."""
 
 
 class Follower:

@@ -108,6 +108,8 @@ _MAX_EVEN_VALUES = 6
 _STEP_AXIS = "optimizer step"
 _SLICES = 150
 """The steps of a run are divided into this many slices. The figure of step times shows the mean of each slice."""
+_TELEMETRY_BUCKETS = 150
+"""Number of averages in a curve of telemetry."""
 _MIN_SHOWN_S = 0.5
 """Shorter durations are shown as a dot."""
 _MAX_HOSTS_SHOWN = 8
@@ -434,9 +436,10 @@ def draw_mesh(layout: Layout) -> str:
 
 
 def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, results: Sequence[float]) -> str:
-    """Draw parallel coordinates: a vertical axis for each swept key and for the result, and a line for each sweep point.
+    """Draw the sweep points as parallel coordinates.
 
-    The lines of the best points are coloured. The figure is "" if fewer than two points have a result.
+    There is a vertical axis for each swept key and for the result, and a line for each point. The lines of the best
+    points are coloured. The figure is "" if fewer than two points have a result.
 
     Args:
         points: the values of each point by key.
@@ -649,7 +652,8 @@ def _draw_machines(run: Run, attempts: Sequence[AttemptTimes]) -> list[str]:
                     sensor_points.append(((sample["time"] - begin) / size, fmean(value for _, value in values)))
         for sensor, sensor_points in points.items():
             host = file.stem.removeprefix("telemetry-")
-            curves[sensor][host] = average_buckets(sensor_points, 150) or sensor_points  # at most 150 points
+            # if there are too few points for averages, all points are drawn
+            curves[sensor][host] = average_buckets(sensor_points, _TELEMETRY_BUCKETS) or sensor_points
     for sensor, (title, y, *_) in SENSORS.items():
         suffix = ", mean of the host's GPUs" if sensor.startswith("gpus.") else ""
         x = f"{unit} since the start of the run"
