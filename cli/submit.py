@@ -157,8 +157,8 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
 def check_jobs(run: Run) -> None:
     """Raise UserError if a job of the run cannot be submitted.
 
-    Possible reasons are options that sbatch cannot represent, a variable of `site.pass` that is not set in this shell,
-    a file `site.secrets` that other users can read, and a request that no partition can satisfy.
+    The function checks that sbatch can represent all options, and that a partition can satisfy each request. It also
+    checks the variables of `site.pass` and the file `site.secrets`.
     """
     check_job_environment(run.config.site, os.environ)
     for stage in run.config.active_stages:

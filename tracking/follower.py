@@ -209,7 +209,7 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
         UserError: if `tracker` is None and the config enables no tracker.
     """
     names = [tracker] if tracker else run.config.track.enabled
-    # the run of a sweep has no steps of its own, so it is sent only to trackers that need no package (jsonl, webhook …)
+    # a sweep has events but no steps, so it is sent only to trackers that need no package (jsonl, webhook …)
     if names and run.config.sweep is not None:
         names = [name for name in names if name not in TRACKERS or TRACKERS[name].package is None]
     elif not names:

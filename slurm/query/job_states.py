@@ -305,8 +305,8 @@ class _Query:
     def _match_squeue_row(self, row: JobState) -> None:
         """Assign one row of squeue to the recorded job or unconfirmed submission of which it certainly is the job.
 
-        Without such a job, add the row to `unclaimed`, and assign it to all similar jobs. If the job in the row has not
-        ended, the state of the similar jobs is UNKNOWN.
+        If there is none, add the row to `unclaimed`, and assign the row to all similar jobs. If the job in the row has
+        not ended, the state of the similar jobs is UNKNOWN.
         """
         candidates = self._find_by_id(row.job_id)
         if proven_jobs := [job for job in candidates if job.is_proven_by(row)]:

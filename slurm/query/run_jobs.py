@@ -202,8 +202,8 @@ def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]
     These are the jobs of all submissions, including unconfirmed submissions, and active jobs that have the comment of a
     run but no event of a submission. The latter are left out if the runs were last executed without Slurm.
 
-    If Slurm does not respond, all states are UNKNOWN. If all submissions to Slurm have failed, the result is then one
-    job without an id, so that the caller can see that Slurm does not respond.
+    If Slurm does not respond, all states are UNKNOWN. If there are then no jobs to return because all submissions have
+    failed, the result is one job without an id. Its state tells the caller that Slurm does not respond.
 
     Args:
         runs: a run, or a sweep and its points.
@@ -241,8 +241,8 @@ def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]
 def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, listed: JobState) -> SubmittedJob:
     """Return a job for which no event of a submission was found.
 
-    If the job has written a `started` event, the event contains the run and the stage, and the job counts as the job of
-    an unconfirmed submission. Otherwise the job is a stray job. The stage of a stray job is taken from the path of its
+    If the job has written a `started` event, this event shows the run and the stage, and the submission of the job
+    counts as unconfirmed. Otherwise the job is a stray job. The stage of a stray job is taken from the path of its
     script or from its name.
 
     Args:
@@ -256,7 +256,7 @@ def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, lis
         for event in run.read_events(None, Started):
             started_id = event.slurm_job or ""
             # if the tasks of an array belong to sweep points, each task writes `started` into the run of its point, and
-            # counts as a job of its own
+            # counts as a separate job
             is_task_of_array = run is comment_run and job_id == array_job_id(started_id)
             if started_id != listed.job_id and not is_task_of_array:
                 continue

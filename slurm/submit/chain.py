@@ -67,8 +67,8 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
         retries_failed: whether to submit failed stages again, because the user ran `resume`.
 
     Raises:
-        UserError: if the run was cancelled, a stage failed and is not retried, the jobs exceed a limit of the cluster,
-            or Slurm refuses a job or does not respond.
+        UserError: if the run was cancelled, or a stage failed and is not retried. Also if the jobs exceed a limit of
+            the cluster, or Slurm refuses a job or does not respond.
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
@@ -206,9 +206,9 @@ class Chain:
     def _needs_submission(self, target: Run, stage: str) -> bool:
         """Return True if a stage of the run or of a sweep point must be submitted.
 
-        That is the case if no active job will complete the stage, and the stage is not done or depends on a stage that
-        is not done. If a stage on which this stage depends is submitted again, a pending job of this stage is replaced.
-        A job that has started is kept.
+        A stage that is done is also submitted if a stage on which it depends is not done. A stage is not submitted if
+        an active job will complete it. However, a pending job is replaced if it depends on a stage that is submitted
+        again.
 
         The method also fills `awaited_jobs`, `ending_jobs`, `incomplete_arrays` and `jobs_without_successor`.
 
