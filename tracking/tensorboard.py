@@ -1,8 +1,8 @@
 """Write event files for TensorBoard into the run's folder `tensorboard`, with TensorBoard's own classes.
 
 An event file may begin with a session start at step N. Readers then drop the events of earlier files from step N on
-(tensorboard's event_accumulator.py, "purge"). Each file of this module begins with a session start, so that readers drop
-the events of steps that are repeated after a crash or a restore.
+(tensorboard's event_accumulator.py, "purge"). Each file of this module begins with a session start. Readers therefore
+drop the old events of steps that are repeated after a crash or a restore.
 """
 
 from __future__ import annotations

@@ -55,15 +55,16 @@ if TYPE_CHECKING:
     from slurm.submit.submitit_job import BatchExecutor
 
 MAX_SBATCH_CALLS = 2
-"""How often sbatch is called for one job if it does not respond and Slurm did not accept the job."""
+"""Maximum number of calls of sbatch for one job. sbatch is called again if it got no reply and Slurm has no such job."""
 SBATCH_TIMEOUT_S = 300.0
-"""How long sbatch may take. It retries for two minutes if the controller is busy."""
+"""How long sbatch may take. If the controller is busy, sbatch itself retries for two minutes."""
 JOB_SBATCH_TIMEOUT_S = 60.0
 """The shorter limit if a job of the run calls sbatch, or waits for another process that calls sbatch. The job has other
 work to do."""
 RECHECK_DELAYS_S = (1.0, 2.0, 3.0)
-"""Pauses between the queries of Slurm before an unconfirmed submission counts as failed. One query is not enough: a
-controller that was suspended may accept the job of a killed sbatch a moment after it responds again."""
+"""Pauses between the queries of Slurm that must all show no job before an unconfirmed submission counts as failed. One
+query is not enough: a controller that was suspended may accept the job of a killed sbatch a moment after it responds
+again."""
 MAX_QUERIES = 20
 """Maximum number of repeated queries in one call of :func:`confirm_submissions`. Without a limit, the call would not
 return while other processes keep submitting jobs of the run."""
@@ -101,7 +102,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
     """
     site = config.resolve_site(stage)
     resources = config.stages.get_resources(stage)
-    # without a limit on the tasks that run at the same time, submitit would allow only 256
+    # how many array tasks may run at the same time; 1000 means no limit in practice (submitit's default is 256)
     array_parallelism = (config.sweep.at_most if config.sweep and STAGES[stage].is_per_point else None) or 1000
     parameters: dict[str, Any] = {
         "job_name": job_name(config, stage),
@@ -223,7 +224,8 @@ def _make_executor(run: Run, config: Config, stage: str, dependency: str | None 
     code_owner = run.code_dir.resolve().parent  # the directory of the run; for a sweep point, that of the sweep
     checked_paths = dict.fromkeys(map(str, (code_owner, code_owner / "code", run.path)))
     ownership_check = make_ownership_script(map(shlex.quote, checked_paths))
-    # `exec` replaces the shell, because a signal that Slurm sends to the batch script alone would kill the shell
+    # `exec` replaces the shell with Python: Slurm sends some signals only to the process of the batch script, and such
+    # a signal would kill the shell
     python = f"{ownership_check}\nexec {shlex.quote(get_job_python(config.site))}"
     executor = BatchExecutor(run.jobs_dir / stage, python=python)
     executor.update_parameters(**build_sbatch_parameters(run, config, stage, dependency))
@@ -346,7 +348,9 @@ def _submit_once(
         _NoReplyError: if it is not known whether Slurm accepted the job.
     """
     key = secrets.token_hex(6)
-    script, variables = _write_submission(run, stage, key, after, dependency_type, [*targets] * tasks)
+    # if the tasks of an array share the work of the stage, each task has the same target, the run
+    targets_by_task = [*targets] * tasks
+    script, variables = _write_submission(run, stage, key, after, dependency_type, targets_by_task)
     is_array_over_points = len(targets) > 1
     events: list[Submitting] = []
     for task, _ in enumerate(targets):
@@ -552,7 +556,7 @@ def record_own_job(run: Run, stage: str, job_id: str) -> None:
 
 
 def mark_not_submitted(run: Run, submitting: Submitting, message: str) -> None:
-    """Write the event `not_submitted`, and give up the pickles of the submission.
+    """Write the event `not_submitted`, and rename the pickles of the submission.
 
     If Slurm accepted the job nevertheless, the job finds the renamed pickle and exits as soon as it starts.
 
@@ -564,7 +568,7 @@ def mark_not_submitted(run: Run, submitting: Submitting, message: str) -> None:
     stage = submitting.stage
     key = submitting.key
     task = submitting.array_task
-    for owner in (run, run.sweep_or_self):
+    for owner in (run, run.sweep_or_self):  # a point may have been submitted with its sweep
         for pickle in (owner.jobs_dir / stage).glob(f"{key}_{'*' if task is None else task}_submitted.pkl"):
             pickle.rename(pickle.with_name(pickle.name.replace("_submitted", "_given_up")))
     run.append_event(NotSubmitted(stage=stage, key=key, executor="slurm", message=message))
