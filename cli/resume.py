@@ -46,7 +46,7 @@ def resume(
         raise UserError("cli.conflict", "--scripts requires --dry-run")
     run = Run.open(run_path)
     run.check_owner()
-    chosen = choose_executor(executor, run)
+    chosen_executor = choose_executor(executor, run)
     changes = overrides or []
     replaces_jobs = any(not change.startswith("recovery.") for change in changes)
     # a second `resume` waits for the lock, and then finds what the first one changed
@@ -56,9 +56,10 @@ def resume(
         if update_code:
             run.code_notes = run.check_model_code()
         if dry_run:
-            preview_resume(run, changes, update_code, chosen, replaces_jobs, console, scripts=scripts)
+            preview_resume(run, changes, update_code, chosen_executor, replaces_jobs, console, scripts=scripts)
             return
-        if chosen == "slurm":  # checked before the changes are written, so that an error leaves the run unchanged
+        # jobs are checked before the changes are written, so that an error leaves the run unchanged
+        if chosen_executor == "slurm":
             check_jobs(run.with_config(run.preview_overrides(changes, update_code)))
         for each in (run, *create_points(run)):
             each.apply_overrides(changes, update_code)
@@ -66,7 +67,7 @@ def resume(
         if update_code:
             run.copy_code()
             run.append_event(CodeUpdated(commit=run.commit))
-    start_run(run, chosen, is_resumed=True)
+    start_run(run, chosen_executor, is_resumed=True)
 
 
 resume.__doc__ = (

@@ -76,30 +76,33 @@ def submit(
         )
     if (scripts or machine is not None) and not dry_run:
         raise UserError("cli.conflict", "--scripts and --machine require --dry-run")
-    loaded = load_config(config, overrides or ())
-    existing = Run(loaded.run.root / loaded.run.name)
-    chosen = executor
+    loaded_config = load_config(config, overrides or ())
+    existing_run = Run(loaded_config.run.root / loaded_config.run.name)
+    chosen_executor = executor
     if executor != "slurm" or not dry_run:  # a dry run for Slurm also works without a controller
-        chosen = choose_executor(executor, existing if existing.config_file.exists() and uses_slurm(existing) else None)
-    checked_run = check_submission(loaded, chosen == "slurm")
+        is_on_slurm = existing_run.config_file.exists() and uses_slurm(existing_run)
+        chosen_executor = choose_executor(executor, existing_run if is_on_slurm else None)
+    checked_run = check_submission(loaded_config, chosen_executor == "slurm")
     corrections = checked_run.corrections
     if dry_run:
-        # unlike `loaded`, this config includes the changes that `resume` has made to the run
-        planned = checked_run.config
+        # unlike `loaded_config`, this config includes the changes that `resume` has made to the run
+        config_to_run = checked_run.config
         notes = [*describe_inputs(checked_run), *checked_run.code_notes]
-        if chosen == "local":
-            notes += note_oversubscription(planned)
-        print_plan(planned, chosen, console, notes, scripts=scripts, machine=machine, corrections=corrections)
+        if chosen_executor == "local":
+            notes += note_oversubscription(config_to_run)
+        print_plan(
+            config_to_run, chosen_executor, console, notes, scripts=scripts, machine=machine, corrections=corrections
+        )
         return
     if corrections:
-        existing.check_not_running(describe_running_stages(existing))
-    run = Run.create(loaded)
+        existing_run.check_not_running(describe_running_stages(existing_run))
+    run = Run.create(loaded_config)
     if corrections:
         for key, change in corrections.items():
             console.print(f"corrected {key}: {change}", soft_wrap=True)
         reset_for_resume(run, replaces_jobs=True)
     run.code_notes = checked_run.code_notes
-    start_run(run, chosen, is_resumed=bool(corrections))
+    start_run(run, chosen_executor, is_resumed=bool(corrections))
 
 
 def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:

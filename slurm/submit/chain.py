@@ -86,7 +86,7 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
             for message in chain.describe_incomplete_chain(active_stages[number:]):
                 chain.say(message)
             raise
-    if chain.awaited_jobs:
+    if chain.awaited_ids:
         chain.say(f"watch it: {format_command('status', run.name)}")
 
 
@@ -109,14 +109,14 @@ class Chain:
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.active_jobs: dict[tuple[Path, str], list[SubmittedJob]] = {}
         """The jobs that run or may still run. Jobs that evaluate a checkpoint during the run are left out."""
-        self.awaited_jobs: dict[tuple[Path, str], str] = {}
-        """The id of the job for which later stages wait."""
-        self.ending_jobs: dict[tuple[Path, str], str] = {}
+        self.awaited_ids: dict[tuple[Path, str], str] = {}
+        """The id of the job of the stage for which later stages wait."""
+        self.ending_ids: dict[tuple[Path, str], str] = {}
         """The id of a job that is about to end, for example because a user stopped it. A new job of the stage starts
         after this job has ended."""
-        self.incomplete_arrays: dict[tuple[Path, str], str] = {}
+        self.incomplete_array_ids: dict[tuple[Path, str], str] = {}
         """The id of an array in the queue. The job after the array, which completes the stage, is missing."""
-        self.jobs_without_successor: dict[tuple[Path, str], str] = {}
+        self.ids_without_successor: dict[tuple[Path, str], str] = {}
         """The id of a train job in the queue whose successor job is missing."""
         self.queued_ids: dict[str, list[str]] = {}
         """By stage, the ids of all jobs in the queue: those that were found, and those that this object submitted."""
@@ -146,17 +146,17 @@ class Chain:
             candidates = self.points if self.points and stage_spec.is_per_point else [self.run]
             self.targets[stage] = [target for target in candidates if self._needs_submission(target, stage)]
             for target in self.targets[stage]:
-                array_id = self.incomplete_arrays.get((target.path, stage))
+                array_id = self.incomplete_array_ids.get((target.path, stage))
                 active = self.active_jobs.get((target.path, stage), ())
                 # the pending jobs of this stage depend on a job that is replaced; only an incomplete array is kept
                 replaced_jobs += (job for job in active if job.job_id != array_id)
         if self.points:
             paths_to_submit = {target.path for targets in self.targets.values() for target in targets}
             other_paths = {point.path for point in self.points} - paths_to_submit
-            active_paths = other_paths & {path for path, _ in self.awaited_jobs}
+            active_paths = other_paths & {path for path, _ in self.awaited_ids}
             done_count = len(other_paths - active_paths)
             self.say(f"sweep     {len(self.points)} points: {done_count} done, {len(active_paths)} active")
-        ending_ids = set(self.ending_jobs.values())
+        ending_ids = set(self.ending_ids.values())
         cancelled_jobs = [job for job in replaced_jobs if job.job_id not in ending_ids]
         self._cancel(cancelled_jobs)
         cancelled_ids = {job.job_id for job in cancelled_jobs}
@@ -172,12 +172,12 @@ class Chain:
         """
         planned: dict[str, list[int]] = {}
         for stage, targets in self.targets.items():
-            planned[stage] = [1] if (self.run.path, stage) in self.jobs_without_successor else []
+            planned[stage] = [1] if (self.run.path, stage) in self.ids_without_successor else []
             if targets and targets[0] is not self.run:
                 planned[stage].append(len(targets))
             elif targets:
                 tasks = self.run.config.stages.get_resources(stage).array_tasks
-                if tasks > 1 and (self.run.path, stage) not in self.incomplete_arrays:
+                if tasks > 1 and (self.run.path, stage) not in self.incomplete_array_ids:
                     planned[stage].append(tasks)
                 planned[stage].append(1)
                 if self._has_successors(stage):
@@ -210,7 +210,7 @@ class Chain:
         an active job will complete it. However, a pending job is replaced if it depends on a stage that is submitted
         again.
 
-        The method also fills `awaited_jobs`, `ending_jobs`, `incomplete_arrays` and `jobs_without_successor`.
+        The method also fills `awaited_ids`, `ending_ids`, `incomplete_array_ids` and `ids_without_successor`.
 
         Raises:
             UserError: if the stage failed and failed stages are not retried.
@@ -220,20 +220,21 @@ class Chain:
         has_started = any(job.state.state != "PENDING" for job in active)
         depends_on_new_job = any(parent in self.targets[name] for parent, name in self._list_parents(target, stage))
         is_done = stage_module.describe_missing_outputs(target) is None
-        if is_done and not depends_on_new_job and not self._list_awaited_jobs(target, stage):
+        if is_done and not depends_on_new_job and not self._list_awaited_ids(target, stage):
             if target is self.run:  # sweep points are only counted
                 self.say(f"{stage:9} done: {stage_module.progress(target).description}")
             return False
         if (job := find_awaited_job(stage, active)) is not None:
             if is_job_ending(target, stage, job.state):
-                self.ending_jobs[target.path, stage] = job.job_id
+                self.ending_ids[target.path, stage] = job.job_id
             elif not depends_on_new_job or has_started:
                 self._keep_active_job(target, stage, job, active)
                 return False
+        # otherwise, if there is an active job, it is an array without the job that completes the stage after the array
         elif active and is_job_ending(target, stage, active[-1].state):
-            self.ending_jobs[target.path, stage] = active[-1].job_id
+            self.ending_ids[target.path, stage] = active[-1].job_id
         elif active and (not depends_on_new_job or has_started):
-            self.incomplete_arrays[target.path, stage] = active[-1].job_id
+            self.incomplete_array_ids[target.path, stage] = active[-1].job_id
         state = read_stage_state(target.read_events(stage))
         end = state.end_event
         if end is not None and state.has_failed and not self.retries_failed:
@@ -246,12 +247,19 @@ class Chain:
         return True
 
     def _keep_active_job(self, target: Run, stage: str, job: SubmittedJob, active: Sequence[SubmittedJob]) -> None:
-        """Make later stages wait for `job`. `active`: all active jobs of the stage."""
-        self.awaited_jobs[target.path, stage] = job.job_id
+        """Make later stages wait for `job`, and check that `job` has its successor job.
+
+        Args:
+            target: the run or sweep point.
+            stage: the stage.
+            job: the active job that will complete the stage.
+            active: all active jobs of the stage.
+        """
+        self.awaited_ids[target.path, stage] = job.job_id
         if target is self.run:
             self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
             if self._has_successors(stage) and find_successor(job, active) is None:
-                self.jobs_without_successor[target.path, stage] = job.job_id
+                self.ids_without_successor[target.path, stage] = job.job_id
 
     def _list_parents(self, target: Run, stage: str) -> list[tuple[Run, str]]:
         """Return the stages on which a stage of `target` depends.
@@ -261,10 +269,10 @@ class Chain:
         """
         return [(target if STAGES[name].is_per_point else self.run, name) for name in STAGES[stage].depends_on]
 
-    def _list_awaited_jobs(self, target: Run, stage: str) -> list[str]:
+    def _list_awaited_ids(self, target: Run, stage: str) -> list[str]:
         """Return the ids of the jobs on which a job of this stage must depend."""
         keys = ((parent.path, name) for parent, name in self._list_parents(target, stage))
-        return [self.awaited_jobs[key] for key in keys if key in self.awaited_jobs]
+        return [self.awaited_ids[key] for key in keys if key in self.awaited_ids]
 
     def _has_successors(self, stage: str) -> bool:
         """Return True if a successor job is submitted together with the job of this stage."""
@@ -276,14 +284,14 @@ class Chain:
         Sweep points that wait for the same jobs become one array. Points also become one array if they wait for all
         tasks of another array, in the same order (`aftercorr`). Otherwise, each point gets its own job.
         """
-        if job_id := self.jobs_without_successor.get((self.run.path, stage)):
+        if job_id := self.ids_without_successor.get((self.run.path, stage)):
             self._submit_successor(stage, job_id)
         targets_by_array_ids: dict[tuple[str, ...], list[Run]] = {}
         for target in self.targets[stage]:
-            array_ids = tuple(map(array_job_id, self._list_awaited_jobs(target, stage)))
+            array_ids = tuple(map(array_job_id, self._list_awaited_ids(target, stage)))
             targets_by_array_ids.setdefault(array_ids, []).append(target)
         for array_ids, targets in targets_by_array_ids.items():
-            after_by_target = [self._list_awaited_jobs(target, stage) for target in targets]
+            after_by_target = [self._list_awaited_ids(target, stage) for target in targets]
             corresponding_tasks = [[f"{array_id}_{task}" for array_id in array_ids] for task in range(len(targets))]
             if all(after == after_by_target[0] for after in after_by_target):
                 self._submit(stage, targets, after_by_target[0])
@@ -311,12 +319,12 @@ class Chain:
         points = targets if run not in targets else ()
         if not after:
             keys = [(target.path, stage) for target in targets]
-            if ending_ids := [self.ending_jobs[key] for key in keys if key in self.ending_jobs]:
+            if ending_ids := [self.ending_ids[key] for key in keys if key in self.ending_ids]:
                 after = ending_ids
                 dependency_type = "afterany"
         tasks = run.config.stages.get_resources(stage).array_tasks
         suffix = f", after {', '.join(after)}" if after else ""
-        array_id = self.incomplete_arrays.get((run.path, stage))
+        array_id = self.incomplete_array_ids.get((run.path, stage))
         if array_id is not None:
             self.say(f"{stage:9} job {array_id}: array, in the queue already")
         elif tasks > 1:
@@ -328,7 +336,7 @@ class Chain:
             suffix = f": validates, after {array_id}"
         job_id = self._sbatch(stage, after, dependency_type, points=points)
         for task, target in enumerate(targets):
-            self.awaited_jobs[target.path, stage] = f"{job_id}_{task}" if len(targets) > 1 else job_id
+            self.awaited_ids[target.path, stage] = f"{job_id}_{task}" if len(targets) > 1 else job_id
         if points:
             pairing = ", task by task" if dependency_type == "aftercorr" else ""
             name = f"point {points[0].path.name}" if len(points) == 1 else f"array over {len(points)} points"

@@ -142,11 +142,12 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         if flag.signal_count > 1 and not is_batch:
             say(f"{stage:9} saves and ends by itself; to continue: {run.resume_command}")
             return ExitCode.STOPPED
+        # if this process started the stage, only the events of its own attempt count
         events = [event for event in run.read_events(stage) if job is None or get_job_id(event) == job.job_id]
         state = read_stage_state(events)
         if state.end_event is None:
-            is_run_by_other = job and not state.start_event and run.lock_holder(stage)
-            if is_run_by_other or stage_module.describe_missing_outputs(run) is None:
+            has_other_runner = job and not state.start_event and run.lock_holder(stage)
+            if has_other_runner or stage_module.describe_missing_outputs(run) is None:
                 continue  # the stage is done, or another process started it at the same moment and must be followed
         if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
             continue  # the stage was already stopping before this process followed it: run the stage again

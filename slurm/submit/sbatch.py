@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from slurm.submit.submitit_job import BatchExecutor
 
 MAX_SBATCH_CALLS = 2
-"""Maximum number of calls of sbatch for one job. sbatch is called again if it got no reply and Slurm has no such job."""
+"""Maximum number of calls of sbatch for one job. sbatch is called again if it got no reply and Slurm has no job of the
+submission."""
 SBATCH_TIMEOUT_S = 300.0
 """How long sbatch may take. If the controller is busy, sbatch itself retries for two minutes."""
 JOB_SBATCH_TIMEOUT_S = 60.0
