@@ -108,6 +108,7 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
     tokens = re.findall(r"[()&|]|[^()&|\s]+", text)
 
     def evaluate_or() -> bool:
+        """Return the value of the OR expression at the beginning of `tokens`, and remove its tokens."""
         value = evaluate_and()
         while tokens and tokens[0] == "|":
             tokens.pop(0)
@@ -115,6 +116,7 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
         return value
 
     def evaluate_and() -> bool:
+        """Return the value of the AND expression at the beginning of `tokens`, and remove its tokens."""
         value = evaluate_operand()
         while tokens and tokens[0] == "&":
             tokens.pop(0)
@@ -122,6 +124,7 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
         return value
 
     def evaluate_operand() -> bool:
+        """Return the value of the feature or parenthesis at the beginning of `tokens`, and remove its tokens."""
         token = tokens.pop(0)
         if token == "(":
             value = evaluate_or()
@@ -239,6 +242,7 @@ def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
         gpu_type = (site.gpu_type or "").lower()
 
         def count_gpus(nodes: NodeGroup) -> float:
+            """Return the number of GPUs of the requested type on each node; of all types if no type is requested."""
             return nodes.gpus.get(gpu_type, 0.0) if gpu_type else sum(nodes.gpus.values())
 
         key = _find_key(config, stage, "gpus_per_node")
@@ -381,7 +385,13 @@ def check_limits(config: Config, planned: Mapping[str, Sequence[int]]) -> None:
 
 
 def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], settings: Mapping[str, str]) -> None:
-    """Raise UserError if an array has more tasks than the cluster allows."""
+    """Raise UserError if an array has more tasks than the cluster allows.
+
+    Args:
+        config: the config.
+        planned: as in :func:`check_limits`.
+        settings: the settings of slurm.conf.
+    """
     limits = {"MaxArraySize": settings.get("MaxArraySize", "")}
     if match := re.search(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", "")):
         limits["SchedulerParameters: max_array_tasks"] = match[1]

@@ -221,7 +221,17 @@ def _describe_event(event: Event) -> str | None:
 
 
 def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: Console) -> float:
-    """Print the progress of a stage while `is_running()` returns True. Return how long this took, in seconds."""
+    """Print the progress and new events of a stage while it runs.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        is_running: returns False once the stage has ended, or if this process must stop following the stage.
+        console: where to print.
+
+    Returns:
+        How long this took, in seconds.
+    """
     start_time = time.monotonic()
     is_live = supports_live_output(console)
     columns = (
@@ -237,6 +247,7 @@ def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: 
     offset = run.events_file.stat().st_size if run.events_file.exists() else 0
 
     def print_new_events() -> None:
+        """Print the messages of events that were written since the last call."""
         nonlocal offset
         for text, end in read_complete_lines(run.events_file, offset):
             event = parse_event(parse_json_or_none(text))

@@ -391,7 +391,9 @@ def _submit_once(
 def _write_submission(
     run: Run, stage: str, key: str, after: Sequence[str], dependency_type: str, targets: Sequence[Run]
 ) -> tuple[Path, list[str]]:
-    """Write the batch script and one pickle for each task. `targets`: the run or sweep point of each task.
+    """Write the batch script and one pickle for each task. `targets` contains the run or sweep point of each task.
+
+    The other arguments are those of :func:`submit_stage`. `key` is the key of the submission.
 
     Returns:
         The path of the script, and the names of the SBATCH_* variables that stay in effect.

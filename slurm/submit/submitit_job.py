@@ -107,6 +107,7 @@ def _start_processes_detached(environment: Mapping[str, str]) -> Iterator[None]:
     popen: Any = subprocess.Popen
 
     def start_detached(*args: Any, env: Mapping[str, str], **options: Any) -> Any:
+        """Replace `subprocess.Popen`. `env` is the environment that submitit passes."""
         variables = {name: value for name, value in env.items() if name.startswith("SUBMITIT_")}
         return popen(*args, env={**environment, **variables}, start_new_session=True, **options)
 
