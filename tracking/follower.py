@@ -104,7 +104,7 @@ class Follower:
         state = tracker.state
         reader = tracker.reader
         offset = state.events
-        events = list(reader.events(offset))
+        events = list(reader.read_events(offset))
         try:
             for event, end in events:
                 reader.note_event(event)
@@ -120,10 +120,10 @@ class Follower:
         finally:  # after an error (such as a rate limit), the tracker does not receive the earlier events again
             if offset > state.events:
                 self._commit(tracker, events=offset)
-        while steps := reader.steps(state.step):
+        while steps := reader.read_steps(state.step):
             tracker.on_steps(steps)
             self._commit(tracker, step=steps[-1]["step"])
-        if results := reader.evaluations(state.evaluations):
+        if results := reader.read_evaluations(state.evaluations):
             for result in results:
                 tracker.on_evaluation(result)
             self._commit(tracker, evaluations=[*state.evaluations, *(int(result["step"]) for result in results)])

@@ -78,7 +78,7 @@ class RunReader:
         """The results of `held_out` events by step. They are added to the line of the step."""
         self._training = StageState()
         """The state of the train stage according to the events so far."""
-        for event, _ in self.events(0):
+        for event, _ in self.read_events(0):
             self.note_event(event)
 
     @property
@@ -96,7 +96,7 @@ class RunReader:
         """
         if event["event"] == LostWork.NAME:
             self._lost_steps = {sha256_line(line): line["step"] for line in event["lines"]}
-            self._offset = 0
+            self._offset = 0  # the steps after the restored step are repeated, so all lines are read again
             self._late_figures = {
                 step: figures for step, figures in self._late_figures.items() if step not in event["steps"]
             }
@@ -104,22 +104,22 @@ class RunReader:
             self._late_figures[event["step"]] = {
                 key: value for key, value in event.items() if key.startswith(HELD_OUT_PREFIX)
             }
-            self._offset = 0
-        parsed = parse_event(event)
-        if parsed is None or parsed.stage != "train":
+            self._offset = 0  # the line of this step may have been read already, and is read again
+        parsed_event = parse_event(event)
+        if parsed_event is None or parsed_event.stage != "train":
             return
-        self._training = self._training.advance(parsed)
-        if isinstance(parsed, Started):
-            self._starts.append((parsed.timestamp, event))
+        self._training = self._training.advance(parsed_event)
+        if isinstance(parsed_event, Started):
+            self._starts.append((parsed_event.timestamp, event))
 
-    def events(self, offset: int) -> Iterator[tuple[Line, int]]:
+    def read_events(self, offset: int) -> Iterator[tuple[Line, int]]:
         """Yield the events from byte `offset` of events.jsonl, each with the offset of the end of its line."""
         for text, end in read_complete_lines(self.run.events_file, offset):
             if is_event(event := parse_json_or_none(text)):
                 yield event, end
 
-    def steps(self, after: int) -> list[Line]:
-        """Return the lines of the next steps after step `after`, at most `MAX_STEPS`, in order."""
+    def read_steps(self, after: int) -> list[Line]:
+        """Return the next lines of metrics.jsonl whose step is greater than `after`, at most `MAX_STEPS`, in order."""
         try:
             status = self.run.metrics_file.stat()
         except FileNotFoundError:
@@ -134,7 +134,8 @@ class RunReader:
                 # the trainer has not removed the lost lines yet
                 if self._lost_steps and sha256_line(line) in self._lost_steps:
                     self._offset = 0
-                    return [earlier for earlier in new_lines if earlier["step"] < min(self._lost_steps.values())]
+                    first_lost_step = min(self._lost_steps.values())
+                    return [new_line for new_line in new_lines if new_line["step"] < first_lost_step]
                 if self._lost_steps and line["step"] >= min(self._lost_steps.values()):
                     self._lost_steps = {}  # the trainer has removed the lost lines, and this line is new
                 new_lines.append(self._late_figures.get(line["step"], {}) | line)
@@ -143,7 +144,7 @@ class RunReader:
                 break
         return new_lines
 
-    def evaluations(self, known_steps: list[int]) -> list[Line]:
+    def read_evaluations(self, known_steps: list[int]) -> list[Line]:
         """Return the results of new evaluations, at most `MAX_STEPS`. Values that are not numbers are left out.
 
         Args:
@@ -288,8 +289,8 @@ def tracker_run_id(run: Run) -> str:
 
     If this run is removed, and a new run is created in the same directory, the new run has other digits.
     """
-    first = next(iter(RunReader(run).events(0)), ({}, 0))[0]
-    return sha256_line({"path": str(run.path), "made": first.get("time")})[:16]
+    first_event = next(iter(RunReader(run).read_events(0)), ({}, 0))[0]
+    return sha256_line({"path": str(run.path), "made": first_event.get("time")})[:16]
 
 
 def last_stage(run: Run) -> str:

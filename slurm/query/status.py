@@ -126,6 +126,7 @@ _CONTINUATIONS: Mapping[type[RetryEvent], str] = {
     Retried: "restarted",
     HandedOver: "handed over to the next job",
 }
+"""How a stage continues after an event."""
 _SUBMITTED_AGAIN = "submitted again"
 
 
@@ -382,9 +383,10 @@ class StatusPoller:
         if run_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
             run_statuses = self._add_missing_jobs(run_statuses)
             statuses_by_point = list(map(self._add_missing_jobs, statuses_by_point))
-        strays = [describe_stray_job(job) for job in run_jobs if job.is_stray and job.state.is_active]
-        first = run_statuses[0]
-        run_statuses[0] = replace(first, missing_jobs="; ".join(filter(None, [first.missing_jobs, *strays])))
+        stray_jobs = [describe_stray_job(job) for job in run_jobs if job.is_stray and job.state.is_active]
+        first_status = run_statuses[0]
+        messages = filter(None, [first_status.missing_jobs, *stray_jobs])
+        run_statuses[0] = replace(first_status, missing_jobs="; ".join(messages))
         self.point_statuses = []
         for point_statuses in statuses_by_point:
             current = next((status for status in point_statuses if status.state != "done"), point_statuses[-1])
@@ -400,8 +402,8 @@ class StatusPoller:
         """Return a message if the queue lacks a job that the stage needs in order to be completed; "" otherwise."""
         jobs = [job for job in self._jobs if (job.run_path, job.stage) == (status.run.path, status.stage)]
         active = [job for job in jobs if job.state.is_active and not job.is_stray]
-        last = find_awaited_job(status.stage, [job for job in active if job.step is None])
-        if status.state == "waiting" or (status.is_active and active and last is None):
+        awaited_job = find_awaited_job(status.stage, [job for job in active if job.step is None])
+        if status.state == "waiting" or (status.is_active and active and awaited_job is None):
             events = status.run.read_events(status.stage, Submitted, NotSubmitted)
             last_event = events[-1] if events else None
             error = last_event.message if isinstance(last_event, NotSubmitted) else None
@@ -410,7 +412,9 @@ class StatusPoller:
             return f"{subject}not submitted{reason}"
         if self.run.config.site.requeue or self.run.config.sweep is not None or not STAGES[status.stage].is_training:
             return ""  # only the train stage has a successor job, and only if the site forbids requeueing
-        if last is None or find_successor(last, active) or is_job_ending(status.run, status.stage, last.state):
+        if awaited_job is None or find_successor(awaited_job, active):
+            return ""
+        if is_job_ending(status.run, status.stage, awaited_job.state):
             return ""
         return "its successor is not submitted"
 
