@@ -378,7 +378,7 @@ def _read_text_lines(path: str, start: int, end: int, has_compressed_name: bool)
 
 
 def _decode_line(line: bytes | None) -> str:
-    """Return the text of a line without its line end. Raises RejectedError for None, which stands for a long line."""
+    """Return the text of a line without its line end. Raises RejectedError if `line` is None: a line that is too long."""
     if line is None:
         raise RejectedError(describe_too_long())
     return line.removesuffix(b"\n").removesuffix(b"\r").decode()
@@ -519,7 +519,11 @@ _TOO_DEEP = f"JSON that nests more than {MAX_JSON_DEPTH} deep"
 
 
 def parse_object(line: bytes | None) -> ParseResult:
-    """Return the JSON object in a line, or in a member of an archive. None stands for a line that is too long."""
+    """Return the JSON object in a line or in a member of an archive.
+
+    Return None for a blank line, and an exception with the reason if there is no valid object. The argument is None for
+    a line or member that is too long.
+    """
     if line is None:
         return RejectedError(describe_too_long())
     try:
@@ -946,7 +950,7 @@ def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list
 
 
 def _decode_content(content: bytes | None) -> str:
-    """Return the text of a row or of a tar member. Raises RejectedError for None, which stands for a long member."""
+    """Return the text of a row or of a tar member. Raises RejectedError if it is too long; None is a long member."""
     if content is None or len(content) > MAX_DOCUMENT_BYTES:
         raise RejectedError(describe_too_long())
     return content.decode()
@@ -1156,11 +1160,11 @@ def find_filter_file(target: str) -> Path:
     """
     module, _, function = target.rpartition(":")
     folder, name = os.path.split(module)
-    relative = name.removesuffix(".py").replace(".", os.sep) + ".py"
-    file = next((path for parent in (folder, *sys.path) if (path := Path(parent, relative)).is_file()), None)
+    relative_path = name.removesuffix(".py").replace(".", os.sep) + ".py"
+    file = next((path for parent in (folder, *sys.path) if (path := Path(parent, relative_path)).is_file()), None)
     if file is None:
         raise UserError(
-            "data.no_filter", f"data.filter: there is no {relative} in {folder} or in a folder of PYTHONPATH"
+            "data.no_filter", f"data.filter: there is no {relative_path} in {folder} or in a folder of PYTHONPATH"
         )
     try:
         with translate_read_errors(str(file)):

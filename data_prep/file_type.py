@@ -137,6 +137,7 @@ class _MultiStreamReader(io.RawIOBase):
         content = b""
         while not content:
             if self._decompressor.eof:
+                # Skip the padding after the stream, and start the next stream if there is one.
                 rest = self._decompressor.unused_data.lstrip(self._padding)
                 while not rest and (block := self._file.read(_BLOCK_BYTES)):
                     rest = block.lstrip(self._padding)
@@ -339,12 +340,15 @@ def detect_json_kind(head: bytes) -> str | None:
     if isinstance(value, dict):
         return "JSON Lines"
     if isinstance(value, list):
+        # Several lines with arrays are JSON Lines, although their records are no objects.
         return "JSON Lines" if "".join(rest).lstrip().startswith("[") else "JSON"
     if start.startswith("["):
+        # The array continues after the first line. It must contain objects, or be empty.
         return "JSON" if re.match(r"\[\s*([{\]]|$)", start) else None
     if line.strip() == "{":
         return "JSON"
     try:
+        # The first line has an object and more text, or the start of an object that spans lines.
         _, end = json.JSONDecoder().raw_decode(start)
         spans_lines = end > len(line)
         has_another_value = line[end:].lstrip().startswith("{")

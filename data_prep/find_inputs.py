@@ -118,14 +118,16 @@ class _DocumentFiles:
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
-        # Plain text may come from any kind of file, records only from files of JSON objects.
+        # Plain text may come from any kind of file (None), records only from files of JSON objects.
         allowed_kinds = {"text": None, "tokens": ()}.get(data.records, ("jsonl", "json"))
         self.endings = {
-            ending: name
-            for ending, name in ENDINGS.items()
-            if allowed_kinds is None or FORMATS[name].kind in allowed_kinds
+            ending: file_format
+            for ending, file_format in ENDINGS.items()
+            if allowed_kinds is None or FORMATS[file_format].kind in allowed_kinds
         }
-        self.kinds = {FORMATS[name].kind for name in self.endings.values()}
+        """Allowed file name endings and their formats."""
+        self.kinds = {FORMATS[file_format].kind for file_format in self.endings.values()}
+        """Kinds of these formats."""
         self.fields = _RECORD_FIELDS.get(data.records, (data.text_field,))
 
     def detect_by_name(self, path: str) -> str | None:

@@ -182,7 +182,7 @@ class DialogueReader:
         messages = self._check_messages(value)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.has_marks:
-            answers = []
+            answers = []  # The marks in the whole text are enough.
         # Each prefix is a pair: number of messages, and whether to add the generation prompt. The first is the whole
         # text.
         prefixes = [(len(messages), False)]

@@ -71,10 +71,12 @@ class ShardWriter:
         self._attributes = attributes
         self._window = window
         self._eos_id = eos_id
+        # A file with windows has whole windows and one more token.
         self._limit = limit if window is None else (limit - 1) // window * window
         types = {"tokens": np.dtype(dtype).newbyteorder("<")}
         if window is not None:
             types["mask"] = np.dtype(np.uint8)
+        # For each dataset, the temporary file with its content, and the element type.
         self._buffers = {
             name: (tempfile.TemporaryFile(dir=data_dir / SHARDS_DIR, buffering=1 << 20), element_type)  # noqa: SIM115
             for name, element_type in types.items()
@@ -166,7 +168,10 @@ class DeferredErrorFile(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data` and return its size. One system call writes at most 2 GiB, so several may be needed."""
+        """Write all of `data`, unless an error occurred before, and return the size of `data` in any case.
+
+        One system call writes at most 2 GiB, so several calls may be needed.
+        """
         view = memoryview(data).cast("B")
         done = 0
         try:

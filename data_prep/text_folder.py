@@ -272,7 +272,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         of this input. If documents are deduplicated, each unit depends on all inputs.
         """
         prepared = self.prepared
-        ranges = ([self.inputs[index], *span] for index, *span in self.plan.units[number])
+        ranges = ([self.inputs[input_index], *span] for input_index, *span in self.plan.units[number])
         optional_hashes = [entry.sha256 for entry in (prepared.chat, prepared.filter) if entry]
         optional_hashes += [prepared.units.sha256] if self.data.deduplicate else []
         return sha256_json([prepared.key, prepared.tokenizer.sha256, *optional_hashes, *ranges])

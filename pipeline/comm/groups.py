@@ -92,7 +92,7 @@ def join_process_group(rank_info: RankInfo, config: Config) -> World:
 
 
 def _connect_store(rank_info: RankInfo) -> dist.Store:
-    """Return the store through which ranks find each other."""
+    """Return the store through which ranks find each other. Raises NodeError if its port is in use on this node."""
     if rank_info.world_size == 1:
         return dist.HashStore()
     is_master = rank_info.rank == 0

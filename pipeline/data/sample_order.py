@@ -272,6 +272,7 @@ def _split_by_shares(samples: Int64Array, shares: Sequence[int]) -> Int64Array:
     remaining = samples.copy()
     remaining_share = sum(shares)
     for source, share in enumerate(shares):
+        # This is round(remaining * share / remaining_share) in integers.
         counts[source] = (2 * remaining * share + remaining_share) // (2 * remaining_share) if share else 0
         remaining -= counts[source]
         remaining_share -= share

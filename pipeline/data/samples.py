@@ -53,7 +53,7 @@ def map_arrays(
 
     Args:
         entry: the entry of the manifest, with offset, type and shape of each array.
-        path: the file, which may be a copy of the one that the entry names.
+        path: the file that the entry names, or a copy of this file.
         map_file: function that maps a file. It may return the same map for several entries of a large file.
 
     Raises InputError with the path if the file is missing or too short.

@@ -56,6 +56,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
             path = run.data_dir / entry.file
             try:
                 status = path.stat() if path.exists() else None
+                # If all these values are the same as at an earlier check, the file has not changed since then.
                 stamp = status and [status.st_size, status.st_mtime_ns, status.st_ino, entry.sha256]
                 has_changed = stamp is None or verified_before.get(entry.name) != stamp
                 entry.check(run.data_dir, mode != "sizes" and has_changed)

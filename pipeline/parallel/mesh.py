@@ -601,9 +601,10 @@ def _describe_schedule_misfits(schedule: str, pp: int, virtual: int, micro_batch
     if schedule.startswith("interleaved"):
         if virtual < 2:
             yield f"two or more stages per rank: parallel.virtual_stages must not be {virtual}"
+        # torch runs the micro-batches in rounds of equal size, with about one micro-batch per pipeline rank.
         rounds = max(1, micro_batches // pp)
         if micro_batches % rounds:
-            yield (f"micro-batches that divide into {rounds} rounds (micro-batches // pipeline {pp}); {actual}")
+            yield f"micro-batches that divide into {rounds} rounds (micro-batches // pipeline {pp}); {actual}"
     elif virtual != (required := 2 if schedule in V_SCHEDULES else 1):
         yield f"parallel.virtual_stages (stages per rank) to be {required}, not {virtual}"
     minimum = {"1f1b": pp, "dualpipe_v": 2 * pp}.get(schedule, 0)

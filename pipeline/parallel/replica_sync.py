@@ -190,16 +190,18 @@ class GradientHook(ReplicaSync):
             positions.append(largest + int(gradient.storage_offset() - buffer.storage_offset()))
             values.append(flat[largest])
             residual = flat.clone()
-            residual[largest] = 0
+            residual[largest] = 0  # These values are sent.
             self._next_residual[name] = residual.view_as(gradient)
         # The fp32 values are sent as the int32 numbers with the same bits, so that one collective is enough.
         message = torch.cat([torch.cat(positions).int(), torch.cat(values).view(torch.int32)])
         all_messages = message.new_empty((self.replicas, 2, message.numel() // 2))
 
         def unpack() -> Tensor:
+            """Set the buffer to the sum of the values of all replicas."""
             buffer.zero_()
-            for position, value in all_messages:  # All ranks add in the same order, so they get the same bits.
-                buffer.index_add_(0, position, value.view(buffer.dtype))
+            # All replicas add in the same order, so they get the same bits.
+            for replica_positions, replica_values in all_messages:
+                buffer.index_add_(0, replica_positions, replica_values.view(buffer.dtype))
             return buffer
 
         return _call_when_done(_all_gather(all_messages.view(-1), message, group=self._group, async_op=True), unpack)
@@ -234,6 +236,7 @@ class GradientHook(ReplicaSync):
         self._buffers_in_use += [packed_P, packed_Q]  # The matrices P are views of `packed_P`.
 
         def unpack() -> Tensor:
+            """Set the buffer to P Qᵀ of each matrix and to the sums of the other gradients, and store the next Q."""
             for m, p, q, (name, _) in zip(M, P, _unpack(packed_Q, [q.shape for q in Q]), matrices, strict=True):
                 # A column of zeros would stay zero in every later step. The next step therefore starts with the old
                 # values of this column.
@@ -400,6 +403,7 @@ def _call_when_done(work: Any, function: Callable[[], Tensor]) -> _Future[Tensor
     """
 
     def call_function(done: _Future[Any]) -> Tensor:
+        """Return the result of `function`, given the finished future of `work`."""
         done.value()  # This raises the error of `work`.
         return function()
 
