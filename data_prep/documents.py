@@ -378,7 +378,7 @@ def _read_text_lines(path: str, start: int, end: int, has_compressed_name: bool)
 
 
 def _decode_line(line: bytes | None) -> str:
-    """Return the text of a line without its line end. Raises RejectedError if `line` is None: a line that is too long."""
+    """Return the text of a line without its line end. Raises RejectedError if the line is too long (None)."""
     if line is None:
         raise RejectedError(describe_too_long())
     return line.removesuffix(b"\n").removesuffix(b"\r").decode()
@@ -950,7 +950,7 @@ def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list
 
 
 def _decode_content(content: bytes | None) -> str:
-    """Return the text of a row or of a tar member. Raises RejectedError if it is too long; None is a long member."""
+    """Return the text of a row or of a tar member. Raises RejectedError if it is too long (or None for a member)."""
     if content is None or len(content) > MAX_DOCUMENT_BYTES:
         raise RejectedError(describe_too_long())
     return content.decode()

@@ -183,29 +183,30 @@ Selection = tuple[dict[str, str], dict[str, str]]
 
 def _select_in_folder(folder: str, recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
     """Select the files of a folder. If at least one file is accepted, the other files are ignored, not refused."""
-    if recognizer is None:
+    if recognizer is None:  # The inputs are not documents, so only the names decide.
         return {path: _find_format(path, endings) or "" for path in _make_absolute(list_files(folder, endings))}, {}
-    if recognizer.data.format is not None:
+    if recognizer.data.format is not None:  # Take the files with an ending of this format, or else all files.
         kind = recognizer.data.format
         kind_endings = [ending for ending, name in ENDINGS.items() if FORMATS[name].kind == kind]
         paths = _make_absolute(list_files(folder, kind_endings) or list_files(folder, [""]))
         return {path: recognizer.detect_by_name(path) or "" for path in paths}, {}
-    named = {
+    formats = {
         path: recognizer.detect_by_name(path) or "" for path in _make_absolute(list_files(folder, recognizer.endings))
     }
-    uncertain = [path for path, name in named.items() if FORMATS[name].kind in ("json", "csv", "tsv")]
-    problems = _map_files(lambda path: recognizer.find_problem(path, named[path]), uncertain)
+    # Files of these kinds may only describe the data, so their first records are checked.
+    uncertain_paths = [path for path, name in formats.items() if FORMATS[name].kind in ("json", "csv", "tsv")]
+    problems = _map_files(lambda path: recognizer.find_problem(path, formats[path]), uncertain_paths)
     refused = {path: problem for path, problem in problems.items() if problem}
-    if accepted := {path: name for path, name in named.items() if path not in refused}:
+    if accepted := {path: name for path, name in formats.items() if path not in refused}:
         return accepted, {}
-    # No file name shows that there are documents, so the contents decide. If none of the first files has documents, the
-    # others are not opened.
-    unnamed = sorted({*_make_absolute(list_files(folder, [""]))} - {*named})
-    detected = _map_files(recognizer.detect_by_content, unnamed[:_MAX_FILES_SHOWN])
-    if any(detected.values()):
-        detected |= _map_files(recognizer.detect_by_content, unnamed[_MAX_FILES_SHOWN:])
-    accepted = {path: name for path, name in detected.items() if name}
-    return accepted, ({} if accepted else {path: refused.get(path, "") for path in sorted({*unnamed, *refused})})
+    # No file with a known ending has documents, so the contents of the other files decide. If none of the first of
+    # these files has documents, the rest is not opened.
+    other_paths = sorted({*_make_absolute(list_files(folder, [""]))} - {*formats})
+    detected_formats = _map_files(recognizer.detect_by_content, other_paths[:_MAX_FILES_SHOWN])
+    if any(detected_formats.values()):
+        detected_formats |= _map_files(recognizer.detect_by_content, other_paths[_MAX_FILES_SHOWN:])
+    accepted = {path: name for path, name in detected_formats.items() if name}
+    return accepted, ({} if accepted else {path: refused.get(path, "") for path in sorted({*other_paths, *refused})})
 
 
 def _select_matches(paths: Sequence[str], recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
@@ -215,9 +216,9 @@ def _select_matches(paths: Sequence[str], recognizer: _DocumentFiles | None, end
         formats = {path: _find_format(path, endings) for path in paths}
     else:
         formats = {path: recognizer.detect_by_name(path) for path in paths}
-        unknown = [path for path, name in formats.items() if name is None]
+        unknown_paths = [path for path, name in formats.items() if name is None]
         formats |= dict.fromkeys(filter(is_mds, paths))  # The index.json of MDS contains no documents.
-        for path, name in _map_files(recognizer.detect_by_content, unknown).items():
+        for path, name in _map_files(recognizer.detect_by_content, unknown_paths).items():
             # An empty file among others is accepted as a file without lines.
             is_empty = name is None and len(paths) > 1 and detect_file_type(path).kind == "empty"
             formats[path] = "jsonl" if is_empty else name

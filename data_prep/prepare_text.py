@@ -246,7 +246,7 @@ def _make_no_documents_error(
 def _measure_tokens(encoder: Encoder, sample: Sequence[str]) -> tuple[float, float]:
     """Return the bytes of text per token and the fraction of unknown tokens, measured on some texts of the sample.
 
-    Without a token, the result is (1.0, 0.0).
+    If the texts have no token, the result is (1.0, 0.0).
     """
     step = sum(len(text) for text in sample) // _ESTIMATE_BYTES + 1
     texts = list(sample[::step])

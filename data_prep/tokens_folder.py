@@ -202,10 +202,10 @@ class TokensFolder(TextFolder):
         statistics = self._scan_tokens(tokens, self.prepared.eos_id, self.prepared.vocab_size)
         if source.path not in self._held_out_starts:
             self._held_out_starts[source.path] = self._find_held_out_start(file, self.prepared.eos_id)
-        held_out = self._held_out_starts[source.path] <= start < file.tokens
+        is_held_out = self._held_out_starts[source.path] <= start < file.tokens
         # The hash of the first range also covers the file's bytes before the tokens. The hash of the last range also
         # covers the bytes after them.
-        first_byte = tokens.offset or 0 if start else 0
+        first_byte = (tokens.offset or 0) if start else 0
         end_byte = (file.select_range(end, end).offset if end < file.tokens else source.size) or 0
         entry = ShardEntry(
             file=source.path,
@@ -214,11 +214,11 @@ class TokensFolder(TextFolder):
             part=None if (first_byte, end_byte) == (0, source.size) else (first_byte, end_byte),
             tokens=end - start,
             documents=statistics.eos_tokens,
-            bytes=self._count_text_bytes(tokens) if held_out else 0,
+            bytes=self._count_text_bytes(tokens) if is_held_out else 0,
             offset=tokens.offset or 0,
             dtype=MAPPABLE_TYPES[file.dtype],
         )
-        return entry, held_out
+        return entry, is_held_out
 
     def _scan_tokens(self, file: TokenFile, eos_id: int, vocab_size: int) -> TokenStatistics:
         """Read all tokens of a file or range and return statistics.

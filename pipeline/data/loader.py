@@ -119,6 +119,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
             raise block
         with self._changed:
             if self._last_taken_batches:
+                # The consumer used the batches of its last block from `_last_taken_time` to `start`.
                 self._target_ahead = self.AHEAD_S * self._last_taken_batches / max(1e-6, start - self._last_taken_time)
             self._last_taken_time = now
             self._last_taken_batches = len(block)

@@ -101,8 +101,9 @@ class PipelineRunner:
         for stage in stages:
             stage.forward_context = forward_context
         schedule_class: Any = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
-        scheduled = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        self._schedule = schedule_class(scheduled, layout.micro_batches, loss_fn=loss, scale_grads=False)
+        # Schedules with several stages per rank expect a list, other schedules expect one stage.
+        stage_argument = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
+        self._schedule = schedule_class(stage_argument, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
     def run_step(
         self,

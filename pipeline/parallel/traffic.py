@@ -52,7 +52,7 @@ class TrainedParameters(NamedTuple):
     block_shares: tuple[float, ...]
     """For each block, the share of its elements that is trained."""
     first_block: int
-    """The first block whose backward pass runs.
+    """The first block that needs a backward pass.
 
     This is block 0 if the embedding is trained, otherwise the first block with a trained parameter. If no block is
     trained, it is the number of blocks, plus one if the last norm is not trained either.
@@ -74,11 +74,12 @@ def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, 
         layers: number of blocks.
         sizes: name and number of elements of each parameter of a block. The names lack the prefix `model.layers.N`.
     """
-    blocks = [{f"model.layers.{number}{name}": size for name, size in sizes} for number in range(layers)]
-    all_names = {EMBEDDING, FINAL_NORM, LM_HEAD, *(name for block in blocks for name in block)}
+    # For each block, the number of elements of each parameter by its full name.
+    blocks = [{f"model.layers.{block}{name}": size for name, size in sizes} for block in range(layers)]
+    all_names = {EMBEDDING, FINAL_NORM, LM_HEAD, *(name for block_sizes in blocks for name in block_sizes)}
     names = frozenset(name for name in all_names if not any(fnmatch(name, pattern) for pattern in freeze))
     total = sum(size for _, size in sizes)
-    shares = tuple(sum(size for name, size in block.items() if name in names) / total for block in blocks)
+    shares = tuple(sum(size for name, size in block_sizes.items() if name in names) / total for block_sizes in blocks)
     is_trained = (*shares, FINAL_NORM in names)
     first_block = next((block for block, share in enumerate(is_trained) if share), layers + 1)
     return TrainedParameters(names, shares, 0 if EMBEDDING in names else first_block)
