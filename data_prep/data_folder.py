@@ -260,6 +260,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
         recent_lines = [line for line in lines_by_unit.values() if line["seconds"]][-_PACE_UNITS:]
         if not recent_lines:
             return len(lines_by_unit), total, None
+        # All tasks together built these units in the time from the first start to the last end.
         start_time = min(line["time"] - line["seconds"] for line in recent_lines)
         seconds_per_unit = (recent_lines[-1]["time"] - start_time) / len(recent_lines)
         return len(lines_by_unit), total, (total - len(lines_by_unit)) * seconds_per_unit

@@ -564,6 +564,7 @@ def _estimate_value_count(source: str) -> int:
     # This sum is an upper bound, because strings may also contain delimiters.
     if sum(map(source.count, delimiters)) <= MAX_JSON_VALUES:
         return 0
+    # Remove the strings. If the text ends within a string, also remove this string.
     without_strings = _STRING.sub("", source.replace("\\\\", "").replace('\\"', ""))
     return sum(map(without_strings.partition('"')[0].count, delimiters))
 
@@ -744,6 +745,7 @@ class _CsvLines:
         self._lines = read_lines(stream, 0, sys.maxsize, None)
 
     def __iter__(self) -> Iterator[str]:
+        """Yield the lines as text. Raises UserError if a line or row is too long."""
         for line in self._lines:
             self.count += 1
             if line is None:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from pipeline.base.files import replace_atomically, sha256_json
 
-_HASH_ROW = np.dtype([("hash", "S16"), ("place", "<i8")])
+_HASH_ROW = np.dtype([("hash", "S16"), ("index", "<i8")])
 """Row of a file of hashes: the hash of a document, and the index of the document in its work unit."""
 _INDEX = np.dtype("<i8")
 """Row of a file of duplicates: the index of a document in its work unit."""
@@ -82,22 +82,22 @@ class Duplicates:
     @cached_property
     def _duplicate_files(self) -> list[Path]:
         """Path of the file of duplicates of each hash range. Missing files are written first."""
-        count = min(_BUCKETS, max(self._tasks, -(-sum(self._document_counts) // _MAX_RANGE_HASHES)))
-        paths = [self._folder / f"unit-{self._key}-{number:03d}-of-{count:03d}.twice" for number in range(count)]
-        assigned = range(count * self._task // self._tasks, count * (self._task + 1) // self._tasks)
-        for number in self._order_work(assigned, count):
+        ranges = min(_BUCKETS, max(self._tasks, -(-sum(self._document_counts) // _MAX_RANGE_HASHES)))
+        paths = [self._folder / f"unit-{self._key}-{number:03d}-of-{ranges:03d}.twice" for number in range(ranges)]
+        assigned_ranges = range(ranges * self._task // self._tasks, ranges * (self._task + 1) // self._tasks)
+        for number in self._order_work(assigned_ranges, ranges):
             if not _is_complete(paths[number], len(self._hash_files) + 1, _INDEX):
-                self._find_duplicates(paths[number], _BUCKETS * number // count, _BUCKETS * (number + 1) // count)
+                self._find_duplicates(paths[number], _BUCKETS * number // ranges, _BUCKETS * (number + 1) // ranges)
         return paths
 
-    def _order_work(self, assigned: range, count: int) -> list[int]:
+    def _order_work(self, assigned_numbers: range, count: int) -> list[int]:
         """Return the numbers 0 to count - 1: first the numbers assigned to this task, then the other numbers.
 
         Each task shuffles the other numbers differently, so that two tasks rarely do the same work.
         """
-        others = sorted({*range(count)} - {*assigned})
-        random.Random(self._task).shuffle(others)
-        return [*assigned, *others]
+        other_numbers = sorted({*range(count)} - {*assigned_numbers})
+        random.Random(self._task).shuffle(other_numbers)
+        return [*assigned_numbers, *other_numbers]
 
     def _hash_unit(self, unit: int) -> None:
         """Write the file of hashes of a work unit."""
@@ -108,7 +108,7 @@ class Duplicates:
         order = np.argsort(hashes, kind="stable")
         rows = np.empty(len(hashes), _HASH_ROW)
         rows["hash"] = hashes[order]
-        rows["place"] = order
+        rows["index"] = order
         first_bytes = rows.view(np.uint8)[:: _HASH_ROW.itemsize]
         _write_file(self._hash_files[unit], np.searchsorted(first_bytes, np.arange(_BUCKETS + 1)), rows)
 
@@ -127,7 +127,7 @@ class Duplicates:
         is_duplicate = np.zeros(len(rows), bool)
         is_duplicate[order[1:][sorted_hashes[1:] == sorted_hashes[:-1]]] = True
         duplicates = np.flatnonzero(is_duplicate)
-        _write_file(path, np.searchsorted(duplicates, unit_starts), rows["place"][duplicates])
+        _write_file(path, np.searchsorted(duplicates, unit_starts), rows["index"][duplicates])
 
 
 def _write_file(path: Path, offsets: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:

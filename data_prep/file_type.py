@@ -306,8 +306,8 @@ def _detect_kind(path: str, head: bytes) -> str:
         return "web archive"
     if re.match(rb"<(\?xml|!doctype|html)", start, re.IGNORECASE):
         return "XML or HTML"
-    columns = {".csv": "CSV", ".tsv": "TSV"}.get(os.path.splitext(path)[1])
-    return columns or detect_json_kind(head) or "text"
+    table_kind = {".csv": "CSV", ".tsv": "TSV"}.get(os.path.splitext(path)[1])
+    return table_kind or detect_json_kind(head) or "text"
 
 
 def is_mds(path: str) -> bool:
@@ -381,10 +381,12 @@ def _is_tfrecord(head: bytes) -> bool:
     length, masked_crc = struct.unpack_from("<QI", head)
     if length >= 1 << 40:  # No record has 1 TiB.
         return False
+    # Compute the CRC-32C of the length. 0x82F63B78 is the bit-reversed polynomial.
     crc = 0xFFFFFFFF
     for byte in head[:8]:
         crc ^= byte
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
+    # TFRecord masks a CRC by rotating it by 15 bits and adding a constant.
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF == masked_crc

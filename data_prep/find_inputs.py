@@ -354,26 +354,30 @@ def list_files(folder: str, endings: Iterable[str]) -> list[str]:
     """
     files: list[str] = []
     suffixes = (*endings,)
-    pending = [folder]
-    visited = set[str]()
-    while pending:  # `pending` contains the folder itself, then the links to folders that are found.
-        for current, subfolders, names in os.walk(pending.pop(0), onerror=_raise_list_error):
-            real_path = os.path.realpath(current)
-            if real_path in visited:
+    pending_folders = [folder]
+    visited_folders = set[str]()
+    while pending_folders:  # `pending_folders` contains the folder itself, then the links to folders that are found.
+        for current_folder, subfolders, names in os.walk(pending_folders.pop(0), onerror=_raise_list_error):
+            real_path = os.path.realpath(current_folder)
+            if real_path in visited_folders:
                 subfolders.clear()
                 continue
-            visited.add(real_path)
+            visited_folders.add(real_path)
             if _DATASET_DICT_FILE in names:
-                splits = ", ".join(os.path.join(current, name) for name in sorted(subfolders)) or "a folder in it"
+                splits = (
+                    ", ".join(os.path.join(current_folder, name) for name in sorted(subfolders)) or "a folder in it"
+                )
                 raise UserError(
                     "data.ambiguous_dataset",
-                    f"{current} is a DatasetDict of several splits, such as train and test: name one of them: {splits}",
+                    f"{current_folder} is a DatasetDict of several splits, such as train and test: name one of them: {splits}",
                 )
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-            pending += filter(os.path.islink, (os.path.join(current, name) for name in subfolders))
-            names = _select_dataset_files(current, names)
+            pending_folders += filter(os.path.islink, (os.path.join(current_folder, name) for name in subfolders))
+            names = _select_dataset_files(current_folder, names)
             files += [
-                os.path.join(current, name) for name in names if name.endswith(suffixes) and not name.startswith(".")
+                os.path.join(current_folder, name)
+                for name in names
+                if name.endswith(suffixes) and not name.startswith(".")
             ]
     return files
 
