@@ -364,21 +364,17 @@ def list_files(folder: str, endings: Iterable[str]) -> list[str]:
                 continue
             visited_folders.add(real_path)
             if _DATASET_DICT_FILE in names:
-                splits = (
-                    ", ".join(os.path.join(current_folder, name) for name in sorted(subfolders)) or "a folder in it"
-                )
+                splits = ", ".join(os.path.join(current_folder, name) for name in sorted(subfolders))
                 raise UserError(
                     "data.ambiguous_dataset",
-                    f"{current_folder} is a DatasetDict of several splits, such as train and test: name one of them: {splits}",
+                    f"{current_folder} is a DatasetDict of several splits, such as train and test: name one of them: "
+                    f"{splits or 'a folder in it'}",
                 )
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             pending_folders += filter(os.path.islink, (os.path.join(current_folder, name) for name in subfolders))
             names = _select_dataset_files(current_folder, names)
-            files += [
-                os.path.join(current_folder, name)
-                for name in names
-                if name.endswith(suffixes) and not name.startswith(".")
-            ]
+            matching_names = [name for name in names if name.endswith(suffixes) and not name.startswith(".")]
+            files += [os.path.join(current_folder, name) for name in matching_names]
     return files
 
 

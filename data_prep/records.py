@@ -109,14 +109,14 @@ def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: 
         raise UserError("data.damaged_file", f"{map_file} cannot be read: {error}") from None
     settings = settings if isinstance(settings, dict) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
-    defined = {**read_special_tokens(settings), **read_special_tokens(settings, mapping)}
-    tokens = {name: defined[name] for name in used_names if name in defined}
+    defined_tokens = {**read_special_tokens(settings), **read_special_tokens(settings, mapping)}
+    tokens = {name: defined_tokens[name] for name in used_names if name in defined_tokens}
     if "eos_token" in used_names:
         tokens.setdefault("eos_token", eos_token)
     if "bos_token" in used_names and "bos_token" not in tokens:
-        loaded = load_tokenizer(tokenizer)
-        ids_before_text, _ = get_added_tokens(loaded)
-        bos_token = loaded.id_to_token(ids_before_text[0]) if len(ids_before_text) == 1 else None
+        loaded_tokenizer = load_tokenizer(tokenizer)
+        ids_before_text, _ = get_added_tokens(loaded_tokenizer)
+        bos_token = loaded_tokenizer.id_to_token(ids_before_text[0]) if len(ids_before_text) == 1 else None
         if bos_token is not None:
             tokens["bos_token"] = bos_token
         elif "bos_token" not in {**settings, **mapping} and not allows_undefined(template, "bos_token"):
@@ -208,7 +208,7 @@ class DialogueReader:
             )
         if value.get("tools"):
             raise RejectedError("field 'tools' is not supported")
-        checked: list[dict[str, str]] = []
+        checked_messages: list[dict[str, str]] = []
         for number, message in enumerate(messages, 1):
             if not isinstance(message, dict):
                 raise RejectedError(f"message {number} is not an object but {type(message).__name__}")
@@ -216,15 +216,16 @@ class DialogueReader:
                 fields = {field: get_text_field(message, field) for field in ("role", "content")}
             except RejectedError as error:
                 raise RejectedError(f"message {number}: {error}") from None
-            if unsupported := [key for key, content in message.items() if content is not None and key not in fields]:
-                raise RejectedError(f"message {number}: field {unsupported[0]!r} is not supported")
+            other_keys = [key for key, content in message.items() if content is not None and key not in fields]
+            if other_keys:
+                raise RejectedError(f"message {number}: field {other_keys[0]!r} is not supported")
             for text in fields.values():
-                if forbidden := [token for token in self.forbidden_texts if token in text]:
+                if forbidden_texts := [forbidden for forbidden in self.forbidden_texts if forbidden in text]:
                     raise RejectedError(
-                        f"message {number} contains {forbidden[0]!r}, which would become a special token"
+                        f"message {number} contains {forbidden_texts[0]!r}, which would become a special token"
                     )
-            checked.append(fields)
-        return checked
+            checked_messages.append(fields)
+        return checked_messages
 
     def _render_prefixes(
         self, messages: Sequence[Mapping[str, str]], prefixes: Sequence[tuple[int, bool]]

@@ -142,16 +142,16 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
     def combine_units(self, units: Sequence[SampleManifest], log: Log) -> None:
         """Write the manifest of all files. Raises UserError if all samples would be held out."""
         samples = self.prepared.samples
-        held_out = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
-        if held_out >= samples:
+        held_out_samples = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
+        if held_out_samples >= samples:
             raise UserError(
                 "data.no_training_sample",
                 f"data.held_out {self.data.held_out} of {samples} samples leaves none to train on: reduce it",
             )
         files = tuple(entry for unit in units for entry in unit.train)
-        manifest = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out)
+        manifest = SampleManifest(key=self.prepared.key, train=files, held_out_samples=held_out_samples)
         write_manifest(self.path / "manifest.json", manifest)
-        log(f"shard: {samples - held_out:,} samples to train on, {held_out:,} held out")
+        log(f"shard: {samples - held_out_samples:,} samples to train on, {held_out_samples:,} held out")
 
 
 def check_sample_files(path: str, target: str, folder: str, *others: str) -> None:
@@ -269,16 +269,18 @@ def _unpack_file(entry: SampleFile, data_dir: Path, name: str) -> SampleFile:
     with replace_atomically(path) as temporary, DeferredErrorFile(temporary, "w+") as disk:
         with h5py.File(disk, "w", libver=("earliest", "v108")) as file:
             datasets, _ = describe_datasets(entry.file, [*entry.arrays])
-            for key, array in entry.arrays.items():
-                output = file.create_dataset(key, array.shape, array.dtype, track_times=False)
-                rows = (datasets[key].chunks or (1,))[0]
-                row_bytes = max(1, datasets[key].nbytes // array.shape[0])
+            for array_name, array in entry.arrays.items():
+                dataset = datasets[array_name]
+                output = file.create_dataset(array_name, array.shape, array.dtype, track_times=False)
+                # Read whole chunks, so that each chunk is unpacked once, and about `_BLOCK_BYTES` at once.
+                rows = (dataset.chunks or (1,))[0]
+                row_bytes = max(1, dataset.nbytes // array.shape[0])
                 rows *= max(1, _BLOCK_BYTES // (rows * row_bytes))
                 start = 0
-                for block in read_rows(entry.file, key, rows):
+                for block in read_rows(entry.file, array_name, rows):
                     output[start : start + len(block)] = block
                     start += len(block)
-                arrays[key] = array.model_copy(update={"offset": output.id.get_offset()})
+                arrays[array_name] = array.model_copy(update={"offset": output.id.get_offset()})
         if disk.error is not None:
             raise disk.error
         os.fsync(disk.fileno())

@@ -41,8 +41,8 @@ def missing_inputs(run: Run) -> str | None:
     with suppress(InputError, OSError):
         if (folder.path / "manifest.json").exists():
             return folder.find_shard_problem()
-        checked = folder.inputs[:: len(folder.inputs) // MAX_INPUTS_CHECKED + 1]
-        return next(filter(None, (source.find_problem() for source in checked)), None)
+        checked_inputs = folder.inputs[:: len(folder.inputs) // MAX_INPUTS_CHECKED + 1]
+        return next(filter(None, (source.find_problem() for source in checked_inputs)), None)
     return None
 
 
@@ -57,14 +57,16 @@ def resume_note(run: Run) -> str | None:
         if folder.find_shard_problem() is not None:
             return None
         inputs = folder.inputs
-        compared = inputs[:: len(inputs) // _MAX_INPUTS_COMPARED + 1]
-        changed = {source.path for source in compared if os.path.exists(source.path) and source.find_problem()}
-        unchanged = {source.path for source in inputs} - changed
-        new_or_changed = sorted({*changed, *folder.list_named_files()} - unchanged)
-        if new_or_changed:
+        compared_inputs = inputs[:: len(inputs) // _MAX_INPUTS_COMPARED + 1]
+        changed_paths = {
+            source.path for source in compared_inputs if os.path.exists(source.path) and source.find_problem()
+        }
+        unchanged_paths = {source.path for source in inputs} - changed_paths
+        new_or_changed_paths = sorted({*changed_paths, *folder.list_named_files()} - unchanged_paths)
+        if new_or_changed_paths:
             return (
-                f"note: {new_or_changed[0]} ({len(new_or_changed):,} in all) is new or has changed since the shards "
-                "were made. This run keeps its shards; to use the new data, start a run with another run.name"
+                f"note: {new_or_changed_paths[0]} ({len(new_or_changed_paths):,} in all) is new or has changed since "
+                "the shards were made. This run keeps its shards; to use the new data, start a run with another run.name"
             )
     return None
 

@@ -97,7 +97,7 @@ class ShardWriter:
         """
         if self._window is not None:
             remaining = -self._token_count % self._window
-            if len(tokens) > remaining:
+            if len(tokens) > remaining:  # The record does not fit into the rest of the window.
                 self._append_padding(remaining)
                 if self._token_count == self._limit:
                     self._write_file()

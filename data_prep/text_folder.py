@@ -118,13 +118,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     @property
     def key(self) -> str:
         """Key that `prepare.json` must have: the hash of the code and of the config keys that affect the shards."""
-        excluded = {key.removeprefix("data.") for key in list_keys_with(Policy.KEEPS_SHARDS)}
+        excluded_keys = {key.removeprefix("data.") for key in list_keys_with(Policy.KEEPS_SHARDS)}
         if self.data.has_loss_mask:
-            excluded.remove("sequence_length")
+            excluded_keys.remove("sequence_length")  # It determines the windows of the shards.
         older_values = {key: DataConfig.model_fields[key].default for key in _NEWER_KEYS}
         older_values["add_special_tokens"] = False
-        excluded |= {key for key, value in older_values.items() if getattr(self.data, key) == value}
-        config = {**self.data.model_dump(mode="json", exclude=excluded), "source": self.data.sources}
+        excluded_keys |= {key for key, value in older_values.items() if getattr(self.data, key) == value}
+        config = {**self.data.model_dump(mode="json", exclude=excluded_keys), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code_hash})
 
     @property

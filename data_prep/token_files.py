@@ -207,15 +207,15 @@ class TokenFile(NamedTuple):
             ends = self.find_document_ends(block_start, block_start + len(block))
             if ends is None:
                 ends = np.flatnonzero(block == eos_id) + 1
-            start = 0
+            document_start = 0
             for end in ends.tolist():
-                yield np.concatenate([*chunks, block[start:end]])
+                yield np.concatenate([*chunks, block[document_start:end]])
                 chunks = []
                 chunk_tokens = 0
-                start = end
-            if start < len(block):
-                chunks = [*chunks, block[start:]]
-                chunk_tokens += len(block) - start
+                document_start = end
+            if document_start < len(block):
+                chunks = [*chunks, block[document_start:]]
+                chunk_tokens += len(block) - document_start
             if chunk_tokens > MAX_DOCUMENT_TOKENS:
                 raise UserError(
                     "data.no_document_end",
@@ -387,6 +387,7 @@ class _MegatronDocumentEnds(DocumentEnds):
         next_sequences = self.check_order(
             self.read_numbers(self._documents_at, start + 1, stop + 1), 0, self._sequences
         )
+        # Read the byte offsets of the sequences from `low` to `high`. The end of the file is the offset after the last.
         low, high = next_sequences[[0, -1]].tolist() if len(next_sequences) else (0, 0)
         offsets = np.append(self.read_numbers(self._offsets_at, low, min(high + 1, self._sequences)), self._data_size)
         return offsets[next_sequences - low] // self._width
@@ -517,6 +518,7 @@ def _inspect_hdf5(path: str) -> TokenFile:
             "stored: the file is incomplete",
         )
     offset = dataset.offset if dtype.byteorder != ">" else None
+    # A block of rows needs memory for whole chunks, so a chunk may be at most 8 times as large as a block.
     if dataset.chunks and np.prod(dataset.chunks) > 8 * BLOCK_TOKENS:
         raise UserError(
             "data.too_large",
@@ -649,6 +651,7 @@ def _inspect_web_dataset(path: str) -> TokenFile:
 def _read_web_dataset_rows(path: str) -> Iterator[Ids]:
     """Yield the ids in each array of a tar. Raises UserError if an array is invalid or too large."""
     for name, content in read_tar_members(path, (".npy",)):
+        # Members with other names, such as KEY.mask.npy, do not contain ids.
         if name.endswith((".tokens.npy", ".input_ids.npy")) or name.rpartition("/")[2].count(".") == 1:
             if content is None:
                 raise UserError(

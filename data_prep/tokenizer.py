@@ -92,8 +92,8 @@ class Encoder:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text with special tokens and the end-of-text token: 1-d arrays of `dtype`.
 
-        If the end-of-text token is also the only token before a document, it is not added before documents. Otherwise
-        there would be two of it between two documents.
+        If the tokenizer adds only the end-of-text token before a text, this token is not added. Otherwise there would
+        be two end-of-text tokens between two documents.
         """
         bos_ids = () if self.bos_ids == (self.eos_id,) else self.bos_ids
         end_ids = self.end_ids
@@ -201,10 +201,10 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
             f"data.add_special_tokens: the post-processor of {path} adds no token to a text: set auto or false, or add "
             "a TemplateProcessing to the file",
         )
-    if unknown := [token for token in (*bos_ids, *closing_ids) if tokenizer.id_to_token(token) is None]:
+    if unknown_ids := [token_id for token_id in (*bos_ids, *closing_ids) if tokenizer.id_to_token(token_id) is None]:
         raise UserError(
             "data.invalid_tokenizer",
-            f"{path}: its post-processor adds the id {unknown[0]}, which is not in its vocabulary: repair the file, or "
-            "set data.add_special_tokens: false",
+            f"{path}: its post-processor adds the id {unknown_ids[0]}, which is not in its vocabulary: repair the file, "
+            "or set data.add_special_tokens: false",
         )
     return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", bos_ids, closing_ids)
