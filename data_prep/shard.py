@@ -66,7 +66,8 @@ def resume_note(run: Run) -> str | None:
         if new_or_changed_paths:
             return (
                 f"note: {new_or_changed_paths[0]} ({len(new_or_changed_paths):,} in all) is new or has changed since "
-                "the shards were made. This run keeps its shards; to use the new data, start a run with another run.name"
+                "the shards were made. This run keeps its shards; to use the new data, start a run with another "
+                "run.name"
             )
     return None
 

@@ -204,7 +204,7 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
     if unknown_ids := [token_id for token_id in (*bos_ids, *closing_ids) if tokenizer.id_to_token(token_id) is None]:
         raise UserError(
             "data.invalid_tokenizer",
-            f"{path}: its post-processor adds the id {unknown_ids[0]}, which is not in its vocabulary: repair the file, "
-            "or set data.add_special_tokens: false",
+            f"{path}: its post-processor adds the id {unknown_ids[0]}, which is not in its vocabulary: repair the "
+            "file, or set data.add_special_tokens: false",
         )
     return Encoder(tokenizer, eos_id, vocab_size, "uint16" if vocab_size <= 1 << 16 else "uint32", bos_ids, closing_ids)

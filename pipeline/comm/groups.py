@@ -271,17 +271,17 @@ def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | Non
         NodeError: if `exclusive` is set and only some ranks see a GPU.
     """
     ranks_by_gpu: dict[tuple[str, str], list[int]] = {}
-    assigned: list[int | None] = [None] * len(ranks)
+    gpu_numbers: list[int | None] = [None] * len(ranks)
     for rank in sorted(range(len(ranks)), key=lambda rank: (len(ranks[rank].gpus), ranks[rank].local_rank)):
         host, _, gpus = ranks[rank]
         if gpus:
-            counts = [len(ranks_by_gpu.get((host, uuid), ())) for uuid in gpus]
-            number = counts.index(min(counts))
-            assigned[rank] = number
+            user_counts = [len(ranks_by_gpu.get((host, uuid), ())) for uuid in gpus]
+            number = user_counts.index(min(user_counts))
+            gpu_numbers[rank] = number
             ranks_by_gpu.setdefault((host, gpus[number]), []).append(rank)
     if exclusive and ranks_by_gpu:
-        if None in assigned:
-            rank = assigned.index(None)
+        if None in gpu_numbers:
+            rank = gpu_numbers.index(None)
             rank_with_gpus = next(visible for visible in ranks if visible.gpus)
             host = ranks[rank].host
             raise NodeError(
@@ -295,7 +295,7 @@ def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | Non
         if shared:
             gpu, sharing_ranks = min(shared.items(), key=lambda item: item[1])
             raise UserError("parallel.shared_gpu", _describe_shared_gpu(ranks, gpu, sharing_ranks))
-    return assigned
+    return gpu_numbers
 
 
 def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sharing_ranks: list[int]) -> str:
@@ -309,12 +309,13 @@ def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sha
     )
     if rank_count > len(gpu_counts):
         return (
-            f"{problem}: {rank_count} ranks run there and see {len(gpu_counts)} in all: lower stages.*.tasks_per_node, "
-            "raise site.gpus_per_node if the node has more, or use parallel.backend: gloo"
+            f"{problem}: {rank_count} ranks run there and see {len(gpu_counts)} GPUs in all: lower "
+            "stages.*.tasks_per_node, raise site.gpus_per_node if the node has more, or use parallel.backend: gloo"
         )
     return (
-        f"{problem}: {gpu_counts[uuid]} ranks are bound to it, but they see {len(gpu_counts)} in all: let each rank "
-        "see all of them with site.srun: {gpu-bind: none}, and check that site.setup does not set CUDA_VISIBLE_DEVICES"
+        f"{problem}: {gpu_counts[uuid]} ranks are bound to it, but they see {len(gpu_counts)} GPUs in all: let each "
+        "rank see all of them with site.srun: {gpu-bind: none}, and check that site.setup does not set "
+        "CUDA_VISIBLE_DEVICES"
     )
 
 

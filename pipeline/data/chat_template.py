@@ -126,14 +126,14 @@ def split_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
     The spans count characters of the returned text.
     """
-    plain = ""
+    plain_text = ""
     spans = []
-    for index, part in enumerate(re.split(f"[{''.join(MARKS)}]", text)):
+    for index, piece in enumerate(re.split(f"[{''.join(MARKS)}]", text)):
         is_marked = index % 2 == 1  # Opening and closing marks alternate.
-        if is_marked and part:
-            spans.append((len(plain), len(plain) + len(part)))
-        plain += part
-    return plain, spans
+        if is_marked and piece:
+            spans.append((len(plain_text), len(plain_text) + len(piece)))
+        plain_text += piece
+    return plain_text, spans
 
 
 def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[str, str]]:
@@ -147,8 +147,12 @@ def find_template(settings: Any, jinja: str | None) -> tuple[str | None, dict[st
     template = settings.get("chat_template")
     if isinstance(template, list):
         # The file has several named templates.
-        defaults = [named for named in template if isinstance(named, dict) and named.get("name") == "default"]
-        template = defaults[0].get("template") if defaults else None
+        default_templates = [
+            named_template
+            for named_template in template
+            if isinstance(named_template, dict) and named_template.get("name") == "default"
+        ]
+        template = default_templates[0].get("template") if default_templates else None
     if jinja is not None:
         template = jinja
     return template if isinstance(template, str) else None, read_special_tokens(settings)

@@ -169,13 +169,15 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
     def _copy_range(self, source: Path, target: Path, start: int, end: int) -> str:
         """Copy bytes [start, end) of a file and return their sha256. Raises InterruptedError if the context ends."""
         digest = hashlib.sha256()
-        with open(source, "rb", buffering=0) as read, open(target, "wb") as write:
-            write.seek(read.seek(start))  # The copy gets a hole before `start`, so that offsets remain valid.
-            while chunk := read.read(min(_CHUNK_BYTES, end - read.tell())):
+        with open(source, "rb", buffering=0) as source_file, open(target, "wb") as target_file:
+            target_file.seek(
+                source_file.seek(start)
+            )  # The copy gets a hole before `start`, so that offsets remain valid.
+            while chunk := source_file.read(min(_CHUNK_BYTES, end - source_file.tell())):
                 if self._closed.is_set():
                     raise InterruptedError
                 digest.update(chunk)
-                write.write(chunk)
+                target_file.write(chunk)
         return digest.hexdigest()
 
 

@@ -203,10 +203,10 @@ class Mixture:
             if self._phase_starts:
                 self._counts_before_phase.append(self.count_by_source(np.array([start]))[:, 0])
             total = sum(phase.weights.values())
-            scaled = [phase.weights[name] / total * WEIGHT_SCALE for name in sizes]
+            scaled_weights = [phase.weights[name] / total * WEIGHT_SCALE for name in sizes]
             self._phase_starts.append(start)
             # A weight above 0 must not be rounded to 0.
-            self._phase_shares.append([max(round(share), int(share > 0)) for share in scaled])
+            self._phase_shares.append([max(round(weight), int(weight > 0)) for weight in scaled_weights])
 
     def count_by_source(self, samples: Int64Array) -> Int64Array:
         """Return how many of the first s samples come from each source, for each s in `samples`.
@@ -241,12 +241,12 @@ class Mixture:
 
     def compute_indices(self, samples: Int64Array) -> Int64Array:
         """Return the dataset indices of sample numbers: int64, the shape of `samples`."""
-        flat = samples.ravel()
-        before = self._count_with_offset(flat, 0)
-        after = self._count_with_offset(flat, 1)
-        indices = np.empty_like(flat)
+        flat_samples = samples.ravel()
+        before = self._count_with_offset(flat_samples, 0)
+        after = self._count_with_offset(flat_samples, 1)
+        indices = np.empty_like(flat_samples)
         for source, size in enumerate(self.sizes.values()):
-            from_source = after[source] > before[source]
+            from_source = after[source] > before[source]  # The count of a source grows by its sample.
             if from_source.any():
                 indices[from_source] = self._first_indices[source] + compute_indices(
                     self._seeds[source], before[source, from_source], size

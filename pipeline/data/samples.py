@@ -187,15 +187,15 @@ class TokenDataset(MappedDataset):
 
     def __init__(self, shards: Sequence[ShardEntry], sequence_length: int, data_dir: Path = Path()) -> None:
         check_has_sample(shards, sequence_length)
-        usable = [shard for shard in shards if shard.tokens > sequence_length]
-        dtypes = {shard.dtype: shard.file for shard in usable}
+        usable_shards = [shard for shard in shards if shard.tokens > sequence_length]
+        dtypes = {shard.dtype: shard.file for shard in usable_shards}
         if not dtypes.keys() <= {"uint16", "uint32"}:
             files = ", ".join(f"{dtype} ({file})" for dtype, file in dtypes.items())
             raise InputError(
                 "data.wrong_type", f"tokens of shards are uint16 or uint32, but these shards have {files}: shard again"
             )
         self._length = sequence_length
-        super().__init__(usable, data_dir)
+        super().__init__(usable_shards, data_dir)
 
     def _map_samples(self, entry: ShardEntry | SampleFile, *location: Any) -> Arrays:
         # Each result is a view of the shard's bytes, of shape (samples, T + 1). Neighbouring rows share one token.

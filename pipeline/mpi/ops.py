@@ -46,7 +46,10 @@ _OPS: dict[str, tuple[MPI.Op, MPI.Op, Callable[..., torch.Tensor]]] = {
 
 
 def mpi_reduction(op: Any, dtype: torch.dtype) -> MPI.Op:
-    """Return the MPI operation for a `dist.ReduceOp.RedOpType`. Raise ValueError if `dtype` cannot be reduced so."""
+    """Return the MPI operation for a `dist.ReduceOp.RedOpType`.
+
+    Raises ValueError if MPI cannot reduce values of `dtype` with this operation.
+    """
     if dtype not in _TYPES or op.name not in _OPS or (op.name == "AVG" and not dtype.is_floating_point):
         raise ValueError(f"the MPI backend cannot reduce {dtype} with {op.name}")
     number_op, boolean_op, torch_function = _OPS[op.name]

@@ -88,9 +88,11 @@ def apply_fsdp(
 
 
 def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the backward pass of one micro-batch reduces gradients only if it must.
+    """Return a context for the forward and backward pass of one micro-batch.
 
-    For a model with FSDP2, this function sets options of `model`, and the context does nothing.
+    In this context, backward reduces gradients in the last micro-batch of the step only. If the layout requires it,
+    backward reduces gradients in each micro-batch (`Layout.reduce_each_micro_batch`). For a model with FSDP2, this
+    function sets options of `model`, and the context does nothing.
 
     Args:
         model: the model, wrapped in DDP, sharded by FSDP2, or neither.

@@ -197,8 +197,8 @@ def _describe_sizes(dp: int, sizes: Mapping[str, int]) -> str:
     Pipeline and tensor sizes are included even if they are 1.
     """
     text = f"pipeline {sizes['pp']} × data {dp} × tensor {sizes['tp']}"
-    others = [axis for axis, size in sizes.items() if axis not in ("pp", "tp") and size > 1]
-    return text + "".join(f" × {AXIS_KEYS[axis]} {sizes[axis]}" for axis in others)
+    other_axes = [axis for axis, size in sizes.items() if axis not in ("pp", "tp") and size > 1]
+    return text + "".join(f" × {AXIS_KEYS[axis]} {sizes[axis]}" for axis in other_axes)
 
 
 def _get_axis_sizes(config: Config) -> dict[str, int]:
@@ -311,6 +311,8 @@ def resolve_layout(
     else:
         replicate, shard = (1, dp) if parallel.zero else (dp, 1)
     virtual = parallel.virtual_stages if pp > 1 else 1
+    # FSDP2 stores the weights in three cases: with offload; with ZeRO or a split model on several data-parallel ranks;
+    # and with ZeRO on a single rank if the weights must be converted.
     splits_state = (world_size > dp or parallel.zero > 0) and dp > 1
     casts_on_one_rank = (world_size > dp or parallel.zero > 0) and world_size == 1 and config.train.precision != "fp32"
     return Layout(
@@ -619,8 +621,8 @@ def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size:
     can be split.
     """
     candidates = []
-    largest = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
-    sizes = [n for n in range(1, largest + 1) if world_size % n == 0]
+    largest_size = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
+    sizes = [n for n in range(1, largest_size + 1) if world_size % n == 0]
     for pp, tp in product(sizes, sizes):
         parallel = config.parallel.model_copy(update={"pipeline": pp, "tensor": tp, "data": "auto"})
         if not any(_find_misfits(config.model_copy(update={"parallel": parallel}), world_size, per_node, vocab_size)):
