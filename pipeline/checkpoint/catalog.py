@@ -64,8 +64,8 @@ def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
 
     Return None if there is no such entry, or if the manifest cannot be read.
 
-    The entry exists if a callback completed the train stage early. It contains the callback's `reason`, and `steps`,
-    the step at which the stage should have ended according to the config.
+    The entry exists if a callback completed the train stage early. The entry contains the `reason` of the callback, and
+    `steps`, the number of the step at which the stage should have ended according to the config.
     """
     with suppress(CheckpointError):
         extra = read_checkpoint_manifest(folder / checkpoint_name(step)).get("extra")
@@ -90,8 +90,9 @@ def describe_missing_checkpoints(run: Run) -> str | None:
     if not step:
         return None
     return (
-        f"step {step} was saved, but {run.checkpoints_dir} has no checkpoint. It may have been purged or moved, or is "
-        f"not mounted. Restore a checkpoint; or, to train from scratch, remove {run.metrics_file}"
+        f"step {step} was saved, but {run.checkpoints_dir} has no checkpoint. The checkpoints may have been purged "
+        f"or moved, or their file system is not mounted. Restore a checkpoint; or, to train from scratch, "
+        f"remove {run.metrics_file}"
     )
 
 

@@ -230,7 +230,7 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Load the newest intact checkpoint into `state`, in place.
 
-        The ranks share the verification, so each file is hashed once. If a checkpoint is damaged, it is renamed
+        The ranks share the verification, so each file is hashed once. A damaged checkpoint is renamed
         (`catalog.set_checkpoint_aside`), and the previous checkpoint is tried.
 
         Args:
@@ -444,7 +444,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only the classes that DCP's metadata needs, because other classes could execute code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function to which the pickle refers. Raise UnpicklingError if it is not allowed."""
+        """Return a class or function to which the pickle refers. Raise UnpicklingError if the name is not allowed."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name not in _ALLOWED_NAMES.get(module, ()) and not is_dtype:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")

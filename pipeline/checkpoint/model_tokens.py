@@ -32,7 +32,7 @@ class ModelTokens:
     """Special tokens of a trained model."""
 
     end_ids: tuple[int, ...]
-    """Ids of the tokens at which generation stops. The first one is the id of `eos_token`."""
+    """Ids of the tokens at which generation stops. The first id is that of `eos_token`."""
     eos_token: str
     """The EOS token that the files of the tokenizer contain."""
     bos_id: int | None

@@ -154,8 +154,8 @@ class BadStepGuard(Callback):
     def check_step(self, step: int, loss: float, grad_norm: float) -> str | None:
         """Return why this step must not change the weights; None if the step is good.
 
-        A step is bad if an earlier attempt skipped its batch, if its loss or gradient norm is not finite, or if its
-        loss is far above the recent losses.
+        A step is bad if its loss or gradient norm is not finite, or if its loss is far above the recent losses. A step
+        is also bad if an earlier attempt skipped its batch.
 
         Args:
             step: the number of the step.

@@ -62,7 +62,7 @@ class Deadline(Callback):
         longer.
         """
         self.is_saving = False
-        """Whether a save is in progress. If so, the next save must wait for this save."""
+        """Whether a save is in progress. The next save must wait for the end of this save."""
         self._grace_period_s = math.inf if grace_period_s is None else grace_period_s
         self._end_time = math.inf if time_limit_s is None else flag.start_time + time_limit_s
         """When the job reaches its time limit, by the monotonic clock; infinity if the job has no time limit."""
@@ -124,7 +124,7 @@ class StopCoordinator:
     Args:
         flag: set by the signals that request a stop.
         group: a Gloo group of all ranks.
-        deadline: the remaining time of the job; None if it is not limited.
+        deadline: the remaining time of the job; None if the time is not limited.
     """
 
     def __init__(self, flag: StopFlag, group: dist.ProcessGroup, deadline: Deadline | None = None) -> None:
@@ -159,7 +159,7 @@ class StopCoordinator:
         self._pending_checks[name] = is_pending
 
     def wants_attention(self) -> bool:
-        """Return True if this rank has any request. This takes a few microseconds."""
+        """Return True if this rank has any request, such as a stop. A call takes a few microseconds."""
         if self.flag or self.deadline.should_stop():
             return True
         return any(is_pending() for is_pending in self._pending_checks.values())

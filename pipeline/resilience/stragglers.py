@@ -104,8 +104,8 @@ class StragglerDetector(Callback):
         self._log_every = run.config.train.log_every
         self._stragglers: set[int] = set()
         self._changed_checks: dict[int, int] = {}
-        """For each rank, in how many checks in a row it was slow without being a straggler, or was a straggler without
-        being slow."""
+        """For each rank, in how many checks in a row the rank was slow without being a straggler, or was a straggler
+        without being slow."""
         self._sums: dict[str, list[float]] = {}
         """For each host, two sums in seconds: the times of its ranks, and the medians of the times of their peers."""
         self._next_host_file_time = 0.0

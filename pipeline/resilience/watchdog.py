@@ -75,8 +75,8 @@ class Watchdog(Callback):
         self.report_file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
         self._longest_step_s = 0.0
         self._step_count = 0
-        # The step, and the number of the phase within the step, its name and its start time. They are in one tuple, so
-        # that the two threads that use them replace and read all of them at once.
+        # The step, the number of the phase within the step, the name of the phase, and its start time. Two threads use
+        # these values, so the values are in one tuple, which is always replaced and read as a unit.
         self._phase = (0, 0, "start", time.monotonic())
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sluice-watchdog", daemon=True)

@@ -1,8 +1,8 @@
 """The engine runs the model and its optimizer on each rank, with the same interface for every parallel layout.
 
-The engine builds this rank's part of the model. It applies, in this order: float8, tensor parallelism, activation
-checkpointing, torch.compile, FSDP or DDP, and the pipeline. The names in `state_dict` do not depend on the layout, so
-a checkpoint of one layout can be loaded by another.
+The engine builds this rank's part of the model. To this part it applies, in this order: float8, tensor parallelism,
+activation checkpointing, torch.compile, FSDP or DDP, and the pipeline. The names in `state_dict` do not depend on the
+layout, so a checkpoint of one layout can be loaded by another.
 
 Initial weights depend only on the seed and the parameter names (pipeline/model/decoder.py), so they are the same in
 every layout. The random numbers of a step, for example for dropout, depend on seed, step, micro-batch and random stream
@@ -52,7 +52,14 @@ if TYPE_CHECKING:  # The import takes half a second, and only runs with pipeline
 
 
 def compute_step_seed(seed: int, step: int, stream: int, micro_batch: int) -> int:
-    """Return the seed for the random numbers of one micro-batch; `stream` is this rank's `Layout.random_stream`."""
+    """Return the seed for the random numbers of one micro-batch on this rank.
+
+    Args:
+        seed: the config key `run.seed`.
+        step: the number of the step, counted from 1.
+        stream: this rank's `Layout.random_stream`.
+        micro_batch: the index of the micro-batch in the step, counted from 0.
+    """
     text = f"{seed}/{step}/{stream}/{micro_batch}".encode()
     # The shift keeps 63 bits, because torch's seeds are signed 64-bit integers.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
@@ -121,8 +128,8 @@ class Engine:
                 nn.ModuleList(self.parts), config.optimizer, world.device, blocks, rounding_seeds, config.train.compile
             )
         self._has_placeholder_state = False
-        """Whether the state of a custom optimizer has arbitrary values. It exists so that a checkpoint can be
-        loaded."""
+        """Whether the state of a custom optimizer has arbitrary values. `state_dict` creates this state, so that a
+        checkpoint can be loaded into its tensors."""
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """The module whose `forward` is called if there is no pipeline."""
@@ -155,10 +162,10 @@ class Engine:
         """Build the part of the model that consists of these layers, with this rank's shard of each weight.
 
         Args:
-            layers: the numbers of the decoder blocks. The part also has the embedding if it is the first one, and the
-                output layer if it is the last one.
+            layers: the numbers of the decoder blocks. The first part of the model also has the embedding, and the last
+                part the output layer.
             mesh: the device mesh; None if this rank has the full model.
-            source: the weights to start from; None to sample them, if they are needed.
+            source: the weights to start from. If None, and if initial weights are needed, the weights are sampled.
         """
         config = self.config
         layout = self.layout
@@ -213,8 +220,8 @@ class Engine:
             wants_attention: returns True if this rank has a request, such as a stop (pipeline/resilience/stop.py).
 
         Returns:
-            The mean loss over all entries of the global batch that have a loss: float64, 0-d, the same on all ranks. It
-            is NaN if any rank has a request. In that case, `reduce_loss_again` returns the loss.
+            The mean loss over all entries of the global batch that have a loss: float64, 0-d, the same on all ranks. If
+            any rank has a request, the returned loss is NaN. In that case, `reduce_loss_again` returns the loss.
         """
         if (entries := self.task.count_loss_entries(batch)) is not None:
             # The sum counts the batch of a data-parallel replica once for each of its ranks.
@@ -274,7 +281,8 @@ class Engine:
             ranks.
         """
         assert self._pipeline is not None
-        # The pipeline runs the micro-batches in its own order, so the whole step uses the seed of the first one.
+        # The pipeline runs the micro-batches in its own order, so the whole step uses the seed of the first
+        # micro-batch.
         torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, 0))
         enter_phase("pipeline")
         self._batch = batch
@@ -324,8 +332,9 @@ class Engine:
         With fp16, the gradients are divided by the loss scale first.
 
         Returns:
-            The norm before clipping: fp32, 0-d, the same on all ranks. It is not finite if a gradient overflowed. With
-            Local SGD, each replica clips by its own norm, and the result is the root mean square over all replicas.
+            The norm before clipping: fp32, 0-d, the same on all ranks. If a gradient overflowed, the norm is not
+            finite. With Local SGD, each replica clips by its own norm, and the result is the root mean square over all
+            replicas.
         """
         parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
         if self.scaler is not None:
@@ -343,7 +352,7 @@ class Engine:
 
         If the parameters are distributed over ranks, each rank sums the squares of its gradients, and an all-reduce
         adds the sums. If a gradient is a DTensor that is replicated on several ranks, each of these ranks divides its
-        sum by their number, so that the gradient counts once. All other gradients are on one rank only.
+        sum by the number of these ranks. Therefore the gradient counts once. All other gradients are on one rank only.
 
         If this rank has the full model, the norm is that of this rank's gradients.
 
@@ -468,7 +477,7 @@ class Engine:
         """
         state, _ = self.checkpoint_state()
         sending_ranks: dict[str, int] = {}
-        if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts it to all ranks.
+        if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts the parameter to all ranks.
             names_by_rank = all_gather_results(group, lambda: list(state))
             for rank, names in reversed(list(enumerate(names_by_rank))):
                 sending_ranks |= dict.fromkeys(names, rank)
@@ -496,7 +505,7 @@ class Engine:
             read: fills the tensors of a dict from the checkpoint, by their names; None to restore no state of replicas.
 
         Returns:
-            A message about state of replicas that was dropped or changed; None if all of it was restored.
+            A message about state of replicas that was dropped or changed; None if all state was restored.
         """
         copy = self._get_output_layer_copy()
         if copy is not None and self._pipeline is not None and self._pipeline.has_first_stage:

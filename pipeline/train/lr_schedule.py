@@ -10,9 +10,9 @@ from pipeline.config.sections import OptimizerConfig
 def compute_learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 1, in a run of `steps` steps.
 
-    Each schedule is a function of a position p. With `schedule_counts_from: 1`, p is `step`; with 0, it is `step` - 1,
+    Each schedule is a function of a position p. With `schedule_counts_from: 1`, p is `step`; with 0, p is `step` - 1,
     the number of completed steps, as in the schedulers of transformers and `torch.optim.lr_scheduler`. Up to
-    p = `warmup_steps`, the rate is lr * p / warmup_steps. From there to p = `steps`, it is:
+    p = `warmup_steps`, the rate is lr * p / warmup_steps. From there to p = `steps`, the rate is:
 
     - `constant`: lr.
     - `linear`: a straight line from lr to lr * min_lr_ratio.

@@ -1,9 +1,9 @@
 """Callbacks that measure a run: metrics.jsonl, held-out loss, peak memory, exposed communication, progress in the log.
 
-`exposed_comm_s` is the time of a step in which a rank only waits for other ranks. It is measured only for DDP on CPUs,
-over Gloo or MPI, from the last local gradient until the loss is reduced over all ranks. In between, DDP waits for its
-buckets, a communication hook compresses the last bucket, and the loss is summed. For other layouts and for GPUs, use a
-profile (pipeline/train/profiler.py). The bytes that a rank sends are not measured but computed from the layout
+`exposed_comm_s` is the time of a step in which a rank only waits for other ranks. The time is measured only for DDP on
+CPUs, over Gloo or MPI, from the last local gradient until the loss is reduced over all ranks. In between, DDP waits for
+its buckets, a communication hook compresses the last bucket, and the loss is summed. For other layouts and for GPUs,
+use a profile (pipeline/train/profiler.py). The bytes that a rank sends are not measured but computed from the layout
 (pipeline/parallel/traffic.py).
 """
 
@@ -35,7 +35,7 @@ OVERHEADS = ("checkpoint_s", "evaluate_s", "profile_s")
 
 
 class ExposedCommMeter(Callback):
-    """Adds `exposed_comm_s` to a step's metrics, if it can be measured.
+    """Adds `exposed_comm_s` to the metrics of a step, if the time of communication can be measured.
 
     Args:
         model: the module whose `forward` is called.
@@ -94,7 +94,7 @@ class PeakMemory(Callback):
     """Adds the peak memory of a step to its metrics."""
 
     def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
-        """Reset the peak, so that it does not include start-up, evaluations and saves."""
+        """Reset the peak, so that the peak of the step does not include start-up, evaluations and saves."""
         measure_peak_memory(trainer.device)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class PeakMemory(Callback):
 class HeldOutEvaluation(Callback):
     """Measures the loss on held-out data after every `train.evaluate_every`-th step.
 
-    `_evaluate_if_due` describes what happens if the ranks stop after such a step.
+    `_evaluate_if_due` describes what happens if the ranks stop after this step.
     """
 
     def __init__(

@@ -174,12 +174,13 @@ def _update(
 
     int8 moments are stored as integer levels with one scale for each block of `INT8_BLOCK` entries of a row. The value
     of a level l is sign(l) · l² · scale. The levels of the first moment are -127 to 127. Instead of the second moment,
-    its square root is stored. The levels of this root are 0 to 255. They are stored minus 128, to fit into int8.
+    its square root is stored. The levels of this root are 0 to 255. The stored number is the level minus 128, which
+    fits into int8.
 
     Args:
-        coefficients: seven scalars: the factor that clips the gradients, 1 - beta1, 1 - beta2, the factor of the weight
-            decay, the learning rate with the bias correction of the first moment, the factor of the bias correction
-            for the root of the second moment, and eps. fp32, shape (7,).
+        coefficients: fp32, shape (7,): the factor that clips the gradients; 1 - beta1; 1 - beta2; the factor of the
+            weight decay; the learning rate with the bias correction of the first moment; the factor of the bias
+            correction for the root of the second moment; and eps.
         step_keys: the keys of this step's random numbers, for the weights and the two moments: int32, shape (3,).
         column_positions: for each dimension except the first, a tensor of int32 numbers. Their broadcast sum with
             `row_positions` has a number for each entry, which seeds the stochastic rounding of the entry.
@@ -336,7 +337,7 @@ class OptimizerKind:
     make: Callable[[list[dict[str, Any]], OptimizerConfig, bool | None], torch.optim.Optimizer]
     """Creates the optimizer from parameter groups, the config section `optimizer`, and torch's argument `fused`."""
     moments: tuple[str, ...]
-    """Names of the state tensors with the shape of the parameter. They are zero before the first step."""
+    """Names of the state tensors with the shape of the parameter. These tensors are zero before the first step."""
     counts_steps: bool = True
     """Whether the state of each parameter contains the number of its completed steps, under the key `step`."""
     allows_fused: bool = True
@@ -544,8 +545,8 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
     the state has arbitrary values. Checkpoints save only tensors of the state.
 
     Raises:
-        UserError: if the optimizer needs a closure, if a value in its state is not a tensor, or if a step changes an
-            option of a parameter group.
+        UserError: if the optimizer needs a closure, if its state contains a value that is not a tensor, or if a step
+            changes an option of a parameter group.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     weights_before = [parameter.clone() for parameter in parameters]

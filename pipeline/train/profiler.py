@@ -60,7 +60,7 @@ class Profiler(Callback):
         run: the run.
         layout: the sizes of all kinds of parallelism.
         world: the process group of all ranks.
-        coordinator: exchanges requests. Its deadline decides whether there is still time for a profile.
+        coordinator: exchanges requests. The deadline of the coordinator shows whether there is time for a profile.
     """
 
     def __init__(self, run: Run, layout: Layout, world: World, coordinator: StopCoordinator) -> None:
@@ -131,7 +131,7 @@ class Profiler(Callback):
         self._ranks = ranks or range(self.world.size)
 
     def begin_step(self, step: int) -> None:
-        """Start recording `step` if it was requested, or if `train.profile_every` selects it.
+        """Start recording `step` if the user requested a profile, or if `train.profile_every` selects this step.
 
         If the time limit is too near, do not record the step, and drop the request. If no step of the request was
         recorded yet, rename the request file back, so that the next attempt carries out the request.

@@ -108,8 +108,8 @@ def divide_step(spans: Sequence[Span], step_us: float) -> dict[str, Any]:
     1. `compute`: a span of the kind `compute` is active, and no span of the kind `wait`.
     2. `communication_exposed`: communication of a group other than the pipeline's group is active.
     3. `copy`: a copy is active.
-    4. `bubble`: communication of the pipeline's group is active. This includes the transfer of messages, because the
-       trace of one rank does not show when the other rank sent them.
+    4. `bubble`: communication of the pipeline's group is active. The bubble includes the transfer of messages,
+       because the trace of one rank does not show when the other rank sent a message.
     5. `idle`: none of the above.
 
     Args:

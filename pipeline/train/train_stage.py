@@ -64,8 +64,8 @@ def resume_note(run: Run) -> str | None:
     There are two unexpected cases:
 
     - The run has no step yet, and its last step will have the learning rate 0.
-    - The run is past its warm-up, and the learning rate of its next step is higher than that of its newest step. This
-      happens if `train.steps` was raised, because the schedule depends on the number of the last step.
+    - The warm-up is over, and the next step has a higher learning rate than the newest step. This happens if
+      `train.steps` was raised, because the schedule depends on the number of the last step.
 
     If the user's module defines the schedule, the learning rates are unknown, and the result is None.
     """

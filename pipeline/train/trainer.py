@@ -116,7 +116,7 @@ class Trainer:
         vocab_size = manifest.vocab_size if isinstance(manifest, Manifest) else None
         self.layout = resolve_layout(config, world.size, rank_info.local_world_size, vocab_size)
         self.task = make_task(run, manifest)
-        """Builds the model and computes its loss. It is not an array task of Slurm."""
+        """Builds the model and computes its loss. Not related to the tasks of a Slurm job array."""
         # The number of steps is only unknown if there are no shards, but `manifest` describes existing shards.
         self.steps = count_training_steps(config, run.data_dir) or 0
         check_warmup(config, self.steps)
@@ -159,7 +159,7 @@ class Trainer:
     # -- parts -------------------------------------------------------------------------------------------
 
     def _make_callbacks(self, flag: StopFlag) -> list[Callback]:
-        """Return all callbacks in the order in which their hooks are called. Those of the user's module are the last.
+        """Return all callbacks in the order in which their hooks are called, with the user's callbacks last.
 
         Args:
             flag: set by the signals that request a stop.
@@ -283,7 +283,7 @@ class Trainer:
         # Here the CPU waits for the GPU, because loss and norm must be checked before the weights change. One tensor
         # with both numbers needs only one copy from the GPU.
         loss, norm = torch.stack([mean_loss, grad_norm.double()]).tolist()
-        # These are the requests of the previous step. If a rank has a request in this step, `exchange` sets them again.
+        # Remove the requests of the previous step. If a rank has a request in this step, `exchange` adds it below.
         self.coordinator.pending_requests.clear()
         # A rank with a request contributes NaN to the reduced loss. So if the loss is NaN, a rank has a request, or the
         # loss itself is NaN. The reduced loss is the same on all ranks, so all ranks enter this branch together.
@@ -294,7 +294,7 @@ class Trainer:
         is_scaled = engine.scaler is not None and engine.scaler.scale > 1
         has_overflowed = is_scaled and not math.isfinite(norm)
         # Overflows are normal in fp16. The loss scaler skips the step and halves the scale. The callbacks get a norm of
-        # 0 instead, so that the bad-step guard, which is one of them, does not count the step as bad.
+        # 0, so that the bad-step guard, which is a callback, does not count the step as bad.
         skip_reason = self.callbacks.on_before_optimizer_step(step, loss, 0.0 if has_overflowed else norm)
         self.checkpointer.wait_until_staged()  # A background save may still be copying the weights of the last step.
         engine.update_weights(norm, is_good=skip_reason is None)
@@ -448,8 +448,8 @@ class Trainer:
     def _gather_requested_stop_reason(self) -> str | None:
         """Return why a callback called `request_stop`; None if no callback called this method.
 
-        If this happened on several ranks, all ranks return the reason of the lowest of these ranks. They also store the
-        reason in `requested_stop_reason`.
+        If callbacks called `request_stop` on several ranks, the reason of the lowest of these ranks is returned. All
+        ranks return the same reason, and store it in `requested_stop_reason`.
         """
         if not hasattr(self.task.user_module, "callbacks"):  # Only callbacks of the user call `request_stop`.
             return None
@@ -470,7 +470,8 @@ class Trainer:
         """Load the newest intact checkpoint.
 
         Args:
-            from_scratch: whether the engine has initial weights, because no checkpoint existed when it was built.
+            from_scratch: whether the engine has initial weights, because no checkpoint existed when the engine was
+                built.
 
         Returns:
             The step of the checkpoint (0 if there is none), and the states of callbacks by class name.
@@ -486,7 +487,8 @@ class Trainer:
         extra: Mapping[str, Any] = manifest["extra"] if manifest else {}
         notes: dict[str, str | None] = {}
         if manifest is None:
-            if not from_scratch:  # The engine has no initial weights, because a checkpoint existed when it was built.
+            # If a checkpoint existed when the engine was built, the engine has no initial weights.
+            if not from_scratch:
                 raise CheckpointError(
                     "checkpoint.disappeared",
                     f"the checkpoints in {self.run.checkpoints_dir} disappeared during the start; try again",

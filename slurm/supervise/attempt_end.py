@@ -1,7 +1,7 @@
 """Determine how an attempt at a stage ended: from the exit codes and reports of its ranks, or later from its events.
 
-Ranks write reports about errors and hangs to the run directory. If a rank is killed by a signal, or because it uses too
-much memory, the rank writes no report, but the other ranks report a lost connection. Therefore:
+Ranks write reports about errors and hangs to the run directory. A rank that is killed, for example
+because it uses too much memory, writes no report. But the other ranks then report a lost connection. Therefore:
 
 - If a rank was killed, this rank failed first. Otherwise the rank with the earliest report failed first. Reports about
   a lost connection do not count.
@@ -219,7 +219,7 @@ def describe_hung_rank(
     Args:
         hangs: the hang reports of the ranks (pipeline/resilience/watchdog.py); at least one.
         hosts: the host of each rank.
-        reporting_ranks: the ranks that wrote a report about another error. They did not cause the hang.
+        reporting_ranks: the ranks that wrote a report about another error. These ranks did not cause the hang.
     """
     # `number` is the number of the phase within the step.
     ordered_hangs = sorted(hangs, key=lambda hang: (hang["step"], hang["number"], hang["rank"]))
@@ -286,13 +286,13 @@ def read_progress_marker(run: Run, stage: str) -> str:
 def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> tuple[ExitCode, str] | None:
     """Decide whether this job may start the stage, and write the missing end event of the previous attempt.
 
-    If a supervisor is killed, for example because its node fails, it cannot write the end event of its attempt. In this
+    A supervisor that is killed, for example because its node fails, cannot write the end event of its attempt. In this
     case, this function writes the end event.
 
-    The start of this job is an automatic retry if Slurm requeued the job, or if the job is the successor of the job of
-    the previous attempt; but not if the user ran `resume`. For an automatic retry, this function also applies the rules
-    for retries. It writes the event of the retry, which counts in the budget of the cause. If no retry is left, the
-    stage fails permanently.
+    The start of this job is an automatic retry in two cases: Slurm requeued the job, or the job is the successor of the
+    previous attempt's job. After the user ran `resume`, the start is no automatic retry. For an automatic retry, this
+    function also applies the rules for retries: it writes the event of the retry, which counts in the budget of the
+    cause. If no retry is left, the stage fails permanently.
 
     Args:
         run: the run.
@@ -322,7 +322,7 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
         new_restarts == 1 and _was_preempted(run, stage, started) and preemption.requeues_preempted_jobs()
     )
     if state.is_done:
-        return (ExitCode.DONE, "it is done") if may_be_surplus_requeue else None
+        return (ExitCode.DONE, "the stage is done") if may_be_surplus_requeue else None
     is_successor = slurm_job_id is not None and find_predecessor(run, stage, rank_info.job_id or "") == slurm_job_id
     is_automatic_retry = (was_requeued or is_successor) and not state.resumed_by_user
     has_progress = read_progress_marker(run, stage) != started.standing
@@ -336,7 +336,7 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
     request = state.user_request or (cause.name.lower() if cause == ExitCode.CANCELLED else None)
     no_retry_reason = None
     if is_automatic_retry and request:
-        no_retry_reason = "a user stopped it"
+        no_retry_reason = "a user stopped the stage"
     elif is_automatic_retry:
         no_retry_reason = explain_no_retry(state, cause, has_progress, run.config.recovery)
     if no_retry_reason is not None and was_requeued and end is not None:

@@ -58,8 +58,8 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
         run: the run.
         stage: the job's stage.
         nodes: the job's nodes.
-        on_slurm: whether this process runs in a Slurm job. If so, and if the job has several nodes, srun starts
-            telemetry on all of them.
+        on_slurm: whether this process runs in a Slurm job. If the job has several nodes, srun starts telemetry
+            on all nodes.
     """
     track = run.config.track
     names = [name for name in track.enabled if STAGES[stage].is_distributed or TRACKERS[name].package is None]

