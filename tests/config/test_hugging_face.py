@@ -1,4 +1,4 @@
-"""Test converting config.json of open models to the section `model` and back, and checking folders of models."""
+"""Tests of converting config.json of open models to the model section and back, and of checking model folders."""
 
 from __future__ import annotations
 
@@ -34,9 +34,14 @@ from pipeline.config.read import (
 from pipeline.config.sections import ModelConfig, ModelMetadata
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 300}
-LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
-PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SMALL_MODEL: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 300}
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+PUBLISHED_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SmolLM2-135M": (
         {
             "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
@@ -55,11 +60,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 2048,
             "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
             "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
-            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {**LLAMA3_ROPE, "rope_type": "llama3"},
             "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
             "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
         },
-        {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "head_dim": 64},
+        {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3_ROPE, "rope_type": "llama3"}, "head_dim": 64},
     ),
     "Mistral-7B-v0.1": (
         {
@@ -97,7 +102,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qk_norm": True, "attention_bias": "none", "head_dim": 128},
     ),
 }  # fmt: skip
-"""The published config.json of each model (transformers 4), and some of the expected values of the section `model`."""
+"""The published config.json of each model (transformers 4), and some of the expected values of the model section."""
 
 
 def split_section(section: dict[str, Any]) -> tuple[ModelConfig, ModelMetadata]:
@@ -106,49 +111,55 @@ def split_section(section: dict[str, Any]) -> tuple[ModelConfig, ModelMetadata]:
     return make_model_config(section), ModelMetadata(**metadata)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_published_models_are_read_and_written_back(name: str) -> None:
-    published, expected_values = PUBLISHED[name]
-    section = parse_model_config(published)
+    published_json, expected_values = PUBLISHED_MODELS[name]
+    section = parse_model_config(published_json)
     assert section | expected_values == section
-    written = build_config_json(
-        *split_section(section), published["vocab_size"], 64, published["eos_token_id"], "bfloat16"
+    written_json = build_config_json(
+        *split_section(section), published_json["vocab_size"], 64, published_json["eos_token_id"], "bfloat16"
     )
     # The export may set keys that the published file leaves to their defaults, such as head_dim.
     set_values = {key: value for key, value in section.items() if value is not None}
-    assert parse_model_config(written) | set_values == parse_model_config(written)
+    assert parse_model_config(written_json) | set_values == parse_model_config(written_json)
     # transformers 5 must read the same values from both files, except for keys that do not change the model.
-    before, after = (transformers.AutoConfig.for_model(**config).to_dict() for config in (published, written))
-    different_keys = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    published_config, written_config = (
+        transformers.AutoConfig.for_model(**config).to_dict() for config in (published_json, written_json)
+    )
+    different_keys = {
+        key
+        for key in published_config.keys() | written_config.keys()
+        if published_config.get(key) != written_config.get(key)
+    }
     assert different_keys <= {
         "bos_token_id", "head_dim", "transformers_version", "max_window_layers", "sliding_window", "is_llama_config",
         "rope_interleaved", "_name_or_path", "use_mrope",
-    }, {key: (before.get(key), after.get(key)) for key in different_keys}  # fmt: skip
+    }, {key: (published_config.get(key), written_config.get(key)) for key in different_keys}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_a_config_saved_by_transformers_5_is_read(tmp_path: Path, family: str) -> None:
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+    rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
     sizes = {**SIZES, "num_key_value_heads": 2, "vocab_size": 300}
-    getattr(transformers, f"{family}Config")(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
+    getattr(transformers, f"{family}Config")(**sizes, rope_parameters=rope_parameters).save_pretrained(tmp_path)
     section = parse_model_config(json.loads((tmp_path / "config.json").read_bytes()))
     assert section["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert (section["rope_theta"], section["dim"], section["vocab_size"]) == (77.0, 32, 300)
 
 
 def test_missing_keys_have_the_defaults_of_their_family() -> None:
-    bare = {**SIZES, "vocab_size": 300}
-    assert parse_model_config({**bare, "model_type": "llama"})["kv_heads"] is None  # the number of heads
-    assert parse_model_config({**bare, "model_type": "llama"})["rms_norm_eps"] == 1e-6
-    with_8_heads = {**bare, "num_attention_heads": 8}
+    minimal = {**SIZES, "vocab_size": 300}
+    assert parse_model_config({**minimal, "model_type": "llama"})["kv_heads"] is None  # the number of heads
+    assert parse_model_config({**minimal, "model_type": "llama"})["rms_norm_eps"] == 1e-6
+    with_8_heads = {**minimal, "num_attention_heads": 8}
     assert parse_model_config({**with_8_heads, "model_type": "mistral"})["kv_heads"] == 8
     assert parse_model_config({**with_8_heads, "model_type": "mistral"})["sliding_window"] == 4096
-    with_32_heads = {**bare, "num_attention_heads": 32, "model_type": "qwen3"}
+    with_32_heads = {**minimal, "num_attention_heads": 32, "model_type": "qwen3"}
     assert (parse_model_config(with_32_heads)["kv_heads"], parse_model_config(with_32_heads)["head_dim"]) == (32, 128)
 
 
 @pytest.mark.parametrize(
-    ("change", "fact"),
+    ("change", "expected_text"),
     [
         ({"model_type": "gemma3"}, 'model_type "gemma3"'),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
@@ -178,23 +189,23 @@ def test_missing_keys_have_the_defaults_of_their_family() -> None:
         ({"num_key_value_heads": 3}, "kv_heads (3)"),
     ],
 )
-def test_an_unsupported_value_raises_an_error_that_names_the_key(change: dict[str, Any], fact: str) -> None:
+def test_an_unsupported_value_raises_an_error_that_names_the_key(change: dict[str, Any], expected_text: str) -> None:
     with pytest.raises(ValueError) as raised:
-        parse_model_config({**SMALL, **change})
-    assert fact in str(raised.value)
+        parse_model_config({**SMALL_MODEL, **change})
+    assert expected_text in str(raised.value)
 
 
-def test_malformed_values_raise_no_unexpected_error() -> None:
+def test_malformed_values_raise_no_error_except_value_and_type_errors() -> None:
     keys = ["model_type", "architectures", "layer_types", "rope_scaling", "rope_parameters", "rope_theta", "head_dim"]
-    for key in [*keys, "hidden_act", "sliding_window", "attention_bias", "tie_word_embeddings", *SMALL]:
+    for key in [*keys, "hidden_act", "sliding_window", "attention_bias", "tie_word_embeddings", *SMALL_MODEL]:
         for value in ([["a"]], {"type": ["a"]}, "text", -1, 1.5, float("nan")):
             for family in ("llama", "qwen3"):
                 with contextlib.suppress(ValueError, TypeError):
-                    make_model_config(parse_model_config({**SMALL, "model_type": family, key: value}))
+                    make_model_config(parse_model_config({**SMALL_MODEL, "model_type": family, key: value}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "window", "full_layers"),
+    ("changes", "sliding_window", "full_attention_layers"),
     [
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, 1),
         ({"use_sliding_window": True, "sliding_window": 64}, 64, 28),
@@ -207,20 +218,22 @@ def test_malformed_values_raise_no_unexpected_error() -> None:
     ],
 )
 def test_a_sliding_window_is_written_as_it_was_read(
-    changes: dict[str, Any], window: int | None, full_layers: int | None
+    changes: dict[str, Any], sliding_window: int | None, full_attention_layers: int | None
 ) -> None:
-    original = {**SMALL, "model_type": "qwen2", **changes}
-    section = parse_model_config(original)
-    assert (section["sliding_window"], section["max_window_layers"]) == (window, full_layers)
-    if "layer_types" in changes and full_layers is None:
+    original_json = {**SMALL_MODEL, "model_type": "qwen2", **changes}
+    section = parse_model_config(original_json)
+    assert (section["sliding_window"], section["max_window_layers"]) == (sliding_window, full_attention_layers)
+    if "layer_types" in changes and full_attention_layers is None:
         with pytest.raises(UserError) as raised:
             build_config_json(*split_section(section), 300, 64, 2, "float32")
         assert raised.value.code == "export.unsupported_model" and "model.max_window_layers" in str(raised.value)
         return
-    written = build_config_json(*split_section(section), 300, 64, 2, "float32")
-    assert parse_model_config(written) | {"head_dim": None, "max_position_embeddings": None} == section
-    before, after = (transformers.AutoConfig.for_model(**config) for config in (original, written))
-    assert getattr(before, "layer_types", None) == getattr(after, "layer_types", None)
+    written_json = build_config_json(*split_section(section), 300, 64, 2, "float32")
+    assert parse_model_config(written_json) | {"head_dim": None, "max_position_embeddings": None} == section
+    original_config, written_config = (
+        transformers.AutoConfig.for_model(**config) for config in (original_json, written_json)
+    )
+    assert getattr(original_config, "layer_types", None) == getattr(written_config, "layer_types", None)
 
 
 def write_model_folder(path: Path, **config: Any) -> Path:
@@ -231,7 +244,7 @@ def write_model_folder(path: Path, **config: Any) -> Path:
         config: the keys of config.json to change.
     """
     path.mkdir()
-    write_json(path / "config.json", {**SMALL, **config})
+    write_json(path / "config.json", {**SMALL_MODEL, **config})
     (path / "model.safetensors").touch()
     write_json(path / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 2, "content": "</s>"}]})
     write_json(path / "tokenizer_config.json", {"eos_token": {"content": "<end>"}})
@@ -249,12 +262,12 @@ def test_the_folder_is_read_only_when_the_config_is_first_loaded(tmp_path: Path)
     assert config.data.tokenizer.eos_token == "<end>"
     (folder / "tokenizer_config.json").unlink()
     assert load_config(file).data.tokenizer.eos_token == "</s>"
-    frozen = tmp_path / "config.yaml"
-    frozen.write_text(dump_config(config))
+    frozen_config_file = tmp_path / "config.yaml"
+    frozen_config_file.write_text(dump_config(config))
     write_json(tmp_path / "run.json", dump_metadata(config))
     for path in folder.iterdir():
         path.unlink()
-    assert load_run_config(frozen) == config
+    assert load_run_config(frozen_config_file) == config
     with pytest.raises(ConfigError) as raised:
         load_config(file)
     assert raised.value.code == "model.unreadable_folder"
@@ -262,7 +275,7 @@ def test_the_folder_is_read_only_when_the_config_is_first_loaded(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("override", "code", "facts"),
+    ("override", "code", "expected_texts"),
     [
         ("model.dim=64", "model.contradicts_folder", ["model.dim", "64", "32", "open/config.json"]),
         (
@@ -277,7 +290,7 @@ def test_the_folder_is_read_only_when_the_config_is_first_loaded(tmp_path: Path)
     ],
 )  # fmt: skip
 def test_a_config_that_contradicts_the_folder_is_rejected(
-    tmp_path: Path, override: str, code: str, facts: list[str]
+    tmp_path: Path, override: str, code: str, expected_texts: list[str]
 ) -> None:
     write_model_folder(tmp_path / "open", model_type="mistral", sliding_window=64)
     file = tmp_path / "run.yaml"
@@ -286,34 +299,34 @@ def test_a_config_that_contradicts_the_folder_is_rejected(
     with pytest.raises(ConfigError) as raised:
         load_config(file, [override])
     assert raised.value.code == code
-    assert all(fact in str(raised.value) for fact in facts)
+    assert all(expected_text in str(raised.value) for expected_text in expected_texts)
 
 
 def test_a_sweep_over_folders_reads_each_folder_only_once(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", **LLAMA3}
-    first = write_model_folder(tmp_path / "first", rope_scaling=rope)
-    second = write_model_folder(tmp_path / "second", hidden_size=64)
+    rope_scaling = {"rope_type": "llama3", **LLAMA3_ROPE}
+    first_folder = write_model_folder(tmp_path / "first", rope_scaling=rope_scaling)
+    second_folder = write_model_folder(tmp_path / "second", hidden_size=64)
     file = tmp_path / "run.yaml"
     text = "run: {name: a}\ntrain: {steps: 1}\nmodel: {dropout: 0.1}\nsweep: {grid: {model.init_from: [%s]}}\n"
     file.write_text(text % "first, null, second")
     config = load_config(file)
     points = make_point_configs(config)
     models = [(point.model.init_from, point.model.dim, point.model.rope_scaling is None) for point in points]
-    assert models == [(first, 32, False), (None, 32, False), (second, 64, True)]
+    assert models == [(first_folder, 32, False), (None, 32, False), (second_folder, 64, True)]
     digests = [point.metadata.model.init_sha256 for point in points]
     assert digests[1] is None and digests[0] != digests[2]
-    assert config.data.tokenizer.path == first / "tokenizer.json"
+    assert config.data.tokenizer.path == first_folder / "tokenizer.json"
     assert [point.model.dropout for point in points] == [0.1] * 3
-    write_json(second / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
+    write_json(second_folder / "tokenizer.json", {"model": {"vocab": {"b": 0}}})
     with pytest.raises(ConfigError) as raised:
         load_config(file)
     assert raised.value.code == "model.tokenizer_conflict"
-    frozen = tmp_path / "config.yaml"
-    frozen.write_text(dump_config(config))
+    frozen_config_file = tmp_path / "config.yaml"
+    frozen_config_file.write_text(dump_config(config))
     write_json(tmp_path / "run.json", dump_metadata(config))
-    for path in (*first.iterdir(), *second.iterdir()):
+    for path in (*first_folder.iterdir(), *second_folder.iterdir()):
         path.unlink()
-    run_config = load_run_config(frozen)
+    run_config = load_run_config(frozen_config_file)
     assert run_config == config and make_point_configs(run_config) == points
     file.write_text(text % "first, 3")
     with pytest.raises(ConfigError) as raised:
@@ -324,14 +337,14 @@ def test_a_sweep_over_folders_reads_each_folder_only_once(tmp_path: Path) -> Non
 
 def test_a_link_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text('{"eos_token": "<end>"}')
-    cache = tmp_path / "models--a--b"
-    (cache / "blobs").mkdir(parents=True)
-    (cache / "snapshots").mkdir()
-    folder = write_model_folder(cache / "snapshots/0a1b")
+    hub_cache = tmp_path / "models--a--b"
+    (hub_cache / "blobs").mkdir(parents=True)
+    (hub_cache / "snapshots").mkdir()
+    folder = write_model_folder(hub_cache / "snapshots/0a1b")
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{name: a}}\ntrain: {{steps: 1}}\nmodel: {{init_from: {folder}}}\n")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (folder / name).rename(cache / "blobs" / name)  # the layout of the cache of the Hugging Face Hub
+        (folder / name).rename(hub_cache / "blobs" / name)  # the layout of the cache of the Hugging Face Hub
         (folder / name).symlink_to(f"../../blobs/{name}")
         load_config(file)
         (folder / name).unlink()
@@ -341,11 +354,11 @@ def test_a_link_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
         assert raised.value.code == "model.link_outside_folder"
         assert str(folder / name) in str(raised.value)
         (folder / name).unlink()
-        (cache / "blobs" / name).rename(folder / name)
+        (hub_cache / "blobs" / name).rename(folder / name)
 
 
 @pytest.mark.parametrize(
-    ("place", "target", "is_allowed"),
+    ("folder_path", "target_path", "is_allowed"),
     [
         ("models--a--b/snapshots/0a1b", "models--a--b/blobs/f00d", True),
         ("models--a--b/snapshots/0a1b", "models--a--b/snapshots/0a1b/other.json", True),
@@ -358,12 +371,12 @@ def test_a_link_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_links_may_only_lead_to_blobs_of_the_same_hub_cache(
-    tmp_path: Path, place: str, target: str, is_allowed: bool
+    tmp_path: Path, folder_path: str, target_path: str, is_allowed: bool
 ) -> None:
-    for path in (tmp_path / place, (tmp_path / target).parent):
+    for path in (tmp_path / folder_path, (tmp_path / target_path).parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    folder = write_model_folder(tmp_path / place)
-    file = tmp_path / target
+    folder = write_model_folder(tmp_path / folder_path)
+    file = tmp_path / target_path
     file.parent.mkdir(exist_ok=True)
     (folder / "config.json").rename(file)
     (folder / "config.json").symlink_to(file)
@@ -382,7 +395,7 @@ def test_a_tokenizer_file_that_is_a_link_out_of_the_folder_or_a_pipe_is_rejected
     (folder / name).write_text("original")
     assert read_tokenizer_files(folder)[name] == "original"
     (folder / name).unlink()
-    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "secret").write_text("secret text")
     (folder / name).symlink_to(tmp_path / "secret")
     with pytest.raises(ModelFolderError) as raised:
         read_tokenizer_files(folder)
@@ -398,13 +411,13 @@ def test_a_tokenizer_file_that_is_a_link_out_of_the_folder_or_a_pipe_is_rejected
 
 def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a link replaces the file after it was opened, the opened file is read."""
-    (tmp_path / "secret").write_text('{"model_type": "mine"}')
+    (tmp_path / "secret").write_text('{"model_type": "secret"}')
     folder = write_model_folder(tmp_path / "open")
     real_realpath = os.path.realpath
     with open_inside(folder, "config.json") as file:
         (folder / "config.json").unlink()
         (folder / "config.json").symlink_to(tmp_path / "secret")
-        assert json.loads(file.read_text())["model_type"] != "mine"
+        assert json.loads(file.read_text())["model_type"] != "secret"
     monkeypatch.setattr(
         os.path, "realpath", lambda path: str(folder) if str(path).startswith(str(folder)) else real_realpath(path)
     )
@@ -414,7 +427,7 @@ def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("index", "replaced", "code", "fact"),
+    ("index", "replaced_names", "code", "expected_text"),
     [
         ({"weight_map": {"a": "../secret.safetensors"}}, [], "model.damaged_index", "'../secret.safetensors'"),
         ({"weight_map": {"a": "/etc/secret.safetensors"}}, [], "model.damaged_index", "'/etc/secret.safetensors'"),
@@ -442,18 +455,18 @@ def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, mon
         ),
     ],
 )  # fmt: skip
-def test_a_damaged_or_hostile_folder_is_rejected(
-    tmp_path: Path, index: Any, replaced: list[str], code: str, fact: str
+def test_a_damaged_or_malicious_folder_is_rejected(
+    tmp_path: Path, index: Any, replaced_names: list[str], code: str, expected_text: str
 ) -> None:
-    """Write `index` as model.safetensors.index.json, and replace the files `replaced` by empty files.
+    """Write `index` as model.safetensors.index.json, and replace the files `replaced_names` with empty files.
 
-    A name that begins with `|` is replaced by a pipe.
+    A file whose name begins with `|` is replaced with a pipe.
     """
     folder = write_model_folder(tmp_path / "open", eos_token_id=7)
     (folder / "model.safetensors").unlink()
     if index is not None:
         write_json(folder / "model.safetensors.index.json", index)
-    for name in replaced:
+    for name in replaced_names:
         (folder / name.removeprefix("|")).unlink(missing_ok=True)
         os.mkfifo(folder / name[1:]) if name[0] == "|" else (folder / name).touch()
     file = tmp_path / "run.yaml"
@@ -461,13 +474,15 @@ def test_a_damaged_or_hostile_folder_is_rejected(
     with pytest.raises(ConfigError) as raised:
         load_config(file)
     assert raised.value.code == code
-    assert fact in str(raised.value)
+    assert expected_text in str(raised.value)
 
 
-@pytest.mark.parametrize("added", ["all", [3], [{"id": 2}], [{"id": "2", "content": "</s>"}], {"2": "</s>"}, [[]]])
-def test_malformed_added_tokens_raise_an_error_that_names_the_file(tmp_path: Path, added: Any) -> None:
+@pytest.mark.parametrize(
+    "added_tokens", ["all", [3], [{"id": 2}], [{"id": "2", "content": "</s>"}], {"2": "</s>"}, [[]]]
+)
+def test_malformed_added_tokens_raise_an_error_that_names_the_file(tmp_path: Path, added_tokens: Any) -> None:
     folder = write_model_folder(tmp_path / "open", eos_token_id=7)
-    write_json(folder / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": added})
+    write_json(folder / "tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": added_tokens})
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open}\n")

@@ -1,4 +1,4 @@
-"""Test which layouts are rejected and which are suggested instead, and compare groups and schedules with torch."""
+"""Tests of which layouts are rejected and which are suggested instead. Groups and schedules are compared with torch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def test_a_tokenizer_file_with_an_indivisible_vocabulary_is_rejected(tmp_path: P
         with pytest.raises(UserError) as raised:
             tiny_config(2, parallel={"tensor": 2}, data=data)
         assert raised.value.code == "parallel.indivisible_size"
-        assert all(fact in str(raised.value) for fact in (f"{name}.json", "33", "parallel.tensor (2)"))
+        assert all(
+            expected_text in str(raised.value) for expected_text in (f"{name}.json", "33", "parallel.tensor (2)")
+        )
     (tmp_path / "broken.json").write_text("{}")
     data["tokenizer"] = {"kind": "file", "path": str(tmp_path / "broken.json")}
-    tiny_config(2, parallel={"tensor": 2}, data=data)  # the stage `prepare` reports that this file is not a tokenizer
+    tiny_config(2, parallel={"tensor": 2}, data=data)  # the prepare stage reports that this file is not a tokenizer
 
 
 def test_a_trained_tokenizer_with_an_indivisible_number_of_ids_is_rejected() -> None:
@@ -47,11 +49,14 @@ def test_a_trained_tokenizer_with_an_indivisible_number_of_ids_is_rejected() -> 
     with pytest.raises(LayoutError) as raised:
         resolve_layout(config, vocab_size=511)
     assert raised.value.code == "parallel.indivisible_size"
-    assert all(fact in str(raised.value) for fact in ("data.tokenizer.vocab_size 512", "511", "pipeline 1 × data 2"))
+    assert all(
+        expected_text in str(raised.value)
+        for expected_text in ("data.tokenizer.vocab_size 512", "511", "pipeline 1 × data 2")
+    )
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sections", "code", "facts"),
+    ("ranks", "sections", "code", "expected_texts"),
     [
         (4, {"parallel": {"tensor": 3}}, "parallel.wrong_world_size", ["parallel.tensor (3)", "4"]),
         (
@@ -199,21 +204,22 @@ def test_a_trained_tokenizer_with_an_indivisible_number_of_ids_is_rejected() -> 
         (2, {"parallel": {"reduce": "micro_batch", "zero": 2, "pipeline": 2}}, "config.conflict", ["2"]),
     ],
 )
-def test_a_config_that_cannot_work_is_rejected(
-    ranks: int, sections: dict[str, Any], code: str | None, facts: list[str]
+def test_a_contradictory_or_unsupported_config_is_rejected(
+    ranks: int, sections: dict[str, Any], code: str | None, expected_texts: list[str]
 ) -> None:
+    """The error must have the code `code`, unless it is None, and contain all expected texts."""
     with pytest.raises(ConfigError) as raised:
         tiny_config(ranks, **sections)
     assert code in (None, raised.value.code)
-    assert [fact for fact in facts if fact not in str(raised.value)] == []
+    assert [expected_text for expected_text in expected_texts if expected_text not in str(raised.value)] == []
 
 
 def test_a_custom_model_with_tensor_parallelism_cannot_be_compiled() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True}, model={"qk_norm": True})
     assert resolve_layout(config, 2, 2, 64).tp == 2, "the decoder can be compiled"
-    custom = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
+    custom_config = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
     with pytest.raises(LayoutError, match=r"train\.compile") as raised:
-        resolve_layout(custom, 2, 2, None)
+        resolve_layout(custom_config, 2, 2, None)
     assert raised.value.code == "config.conflict"
 
 
@@ -223,8 +229,8 @@ def test_more_ranks_than_gpus_on_a_node_are_rejected() -> None:
         with pytest.raises(UserError) as raised:
             tiny_config(1, site={"gpus_per_node": 2}, **sections)
         assert raised.value.code == "parallel.too_few_gpus"
-        for fact in (f"stages.{stage}.tasks_per_node (4)", "site.gpus_per_node (2)", "parallel.backend"):
-            assert fact in str(raised.value)
+        for expected_text in (f"stages.{stage}.tasks_per_node (4)", "site.gpus_per_node (2)", "parallel.backend"):
+            assert expected_text in str(raised.value)
         tiny_config(1, **sections | {"site": {"gpus_per_node": 4}})
         tiny_config(1, **sections | {"site": {"gpus_per_node": 2}, "parallel": {"backend": "gloo"}})
 
@@ -264,20 +270,19 @@ def test_without_a_pipeline_the_schedule_has_no_effect() -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_a_layout_is_valid_or_the_error_suggests_a_valid_one(data: st.DataObject) -> None:
-    draw = data.draw
-    ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32]))
+    ranks = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32]))
     parallel: dict[str, Any] = {
-        "pipeline": draw(st.sampled_from([1, 2, 3, 4, 8])),
-        "tensor": draw(st.sampled_from([1, 2, 4, 8])),
-        "zero": draw(st.integers(0, 3)),
-        "schedule": draw(st.sampled_from(SCHEDULES)),
-        "virtual_stages": draw(st.integers(1, 3)),
-        "sequence": draw(st.booleans()),
+        "pipeline": data.draw(st.sampled_from([1, 2, 3, 4, 8])),
+        "tensor": data.draw(st.sampled_from([1, 2, 4, 8])),
+        "zero": data.draw(st.integers(0, 3)),
+        "schedule": data.draw(st.sampled_from(SCHEDULES)),
+        "virtual_stages": data.draw(st.integers(1, 3)),
+        "sequence": data.draw(st.booleans()),
     }
     config = tiny_config(
         1,
-        model={"layers": draw(st.integers(1, 12)), "heads": draw(st.sampled_from([2, 4])), "kv_heads": 2},
-        train={"global_batch": draw(st.integers(1, 48)), "micro_batch": 1},
+        model={"layers": data.draw(st.integers(1, 12)), "heads": data.draw(st.sampled_from([2, 4])), "kv_heads": 2},
+        train={"global_batch": data.draw(st.integers(1, 48)), "micro_batch": 1},
     )
 
     def resolve(**sizes: int) -> Any:
@@ -303,19 +308,21 @@ def test_a_layout_is_valid_or_the_error_suggests_a_valid_one(data: st.DataObject
 
 @settings(max_examples=60)
 @given(st.sampled_from(SCHEDULES), st.integers(2, 5), st.integers(1, 4), st.integers(1, 24))
-def test_torch_supports_every_accepted_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> None:
+def test_torch_supports_every_accepted_schedule(
+    schedule: str, pipeline: int, virtual_stages: int, micro_batch_count: int
+) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     from pipeline.parallel.pipeline_parallel import TORCH_SCHEDULES
 
-    config = tiny_config(1, model={"layers": 20}, train={"global_batch": batches, "micro_batch": 1})
-    parallel = {"pipeline": pipeline, "virtual_stages": virtual, "schedule": schedule}
+    config = tiny_config(1, model={"layers": 20}, train={"global_batch": micro_batch_count, "micro_batch": 1})
+    parallel = {"pipeline": pipeline, "virtual_stages": virtual_stages, "schedule": schedule}
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
     try:
         layout = resolve_layout(config, pipeline, pipeline)
     except LayoutError:
         return
-    orders = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, batches, virtual)
+    orders = get_schedule_ops(TORCH_SCHEDULES[schedule], pipeline, micro_batch_count, virtual_stages)
     for rank, actions in enumerate(orders):
         stages = {
             sub_action.stage_index for action in actions if action for sub_action in (action.sub_actions or [action])
@@ -335,9 +342,9 @@ def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data:
     from pipeline.model.decoder import select_local_part
 
     pipeline, replicate, shard, tensor = sizes
-    world = pipeline * replicate * shard * tensor
-    assume(world <= 64)
-    rank = data.draw(st.integers(0, world - 1))
+    world_size = pipeline * replicate * shard * tensor
+    assume(world_size <= 64)
+    rank = data.draw(st.integers(0, world_size - 1))
     config = tiny_config(
         1, data={"sequence_length": 12}, model={"dim": 24, "heads": 12, "intermediate_size": 12, "layers": 4}
     )
@@ -348,22 +355,24 @@ def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data:
         "data": "auto" if replicate == 1 or shard == 1 else {"replicate": replicate, "shard": shard},
         "schedule": "gpipe",
     }
-    values = type(config.parallel).model_validate(parallel)
+    parallel_config = type(config.parallel).model_validate(parallel)
     train = config.train.model_copy(update={"micro_batch": 1, "global_batch": replicate * shard})
-    layout = resolve_layout(config.model_copy(update={"parallel": values, "train": train}), world, world, 12)
+    layout = resolve_layout(
+        config.model_copy(update={"parallel": parallel_config, "train": train}), world_size, world_size, 12
+    )
     assert (layout.dp_replicate, layout.dp_shard) == (replicate, shard)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         mesh = layout.build_device_mesh("cpu")
-        own_coordinates = layout.coordinates(rank)
+        rank_coordinates = layout.coordinates(rank)
 
         def differs_only_along(axis: str, other_rank: int) -> bool:
             """Return True if the coordinates of a rank equal those of `rank`, except along `axis`."""
             other_coordinates = layout.coordinates(other_rank)
             other_axes = (name for name in AXES if name != axis)
-            return all(getattr(other_coordinates, name) == getattr(own_coordinates, name) for name in other_axes)
+            return all(getattr(other_coordinates, name) == getattr(rank_coordinates, name) for name in other_axes)
 
-        expected = {axis: [other for other in range(world) if differs_only_along(axis, other)] for axis in AXES}
+        expected = {axis: [other for other in range(world_size) if differs_only_along(axis, other)] for axis in AXES}
         assert {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in expected} == expected
         rows, columns = (data.draw(st.integers(1, 2 * tensor * shard + 3)) for _ in range(2))
         split_dim = data.draw(st.sampled_from([0, 1, None]))
@@ -389,14 +398,16 @@ def test_an_error_names_both_numbers_of_ranks_if_they_differ_from_the_config() -
     config = tiny_config(1, stages={"train": {"nodes": 2, "tasks_per_node": 2}}, train={"global_batch": 8})
     with pytest.raises(LayoutError) as raised:
         resolve_layout(config, 3)
-    assert all(fact in str(raised.value) for fact in ("stages.train", "4 ranks", "2 nodes × 2", "3 run"))
+    assert all(
+        expected_text in str(raised.value) for expected_text in ("stages.train", "4 ranks", "2 nodes × 2", "3 run")
+    )
 
 
 def test_very_large_sizes_are_handled_without_loops() -> None:
-    huge = tiny_config(1, model={"layers": 2**62})
-    assert resolve_layout(huge).stage_layers == (range(2**62),)
-    first, second = split_layers(huge, 2, 64)
-    assert (first.start, first.stop, second.stop) == (0, second.start, 2**62)
+    huge_config = tiny_config(1, model={"layers": 2**62})
+    assert resolve_layout(huge_config).stage_layers == (range(2**62),)
+    first_part, second_part = split_layers(huge_config, 2, 64)
+    assert (first_part.start, first_part.stop, second_part.stop) == (0, second_part.start, 2**62)
     with pytest.raises(LayoutError):
         resolve_layout(tiny_config(1, train={"global_batch": 3 * 2**22, "micro_batch": 2}), 2**61, 2**61)
 
@@ -418,6 +429,6 @@ def test_layers_are_split_with_the_smallest_possible_largest_cost(stages: int, e
         costs[-1] += dim * vocab
         return max(costs)
 
-    possible_bounds = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
-    smallest = min(find_largest_cost([end - start for start, end in pairwise(bounds)]) for bounds in possible_bounds)
-    assert find_largest_cost([len(part) for part in split_layers(config, stages, vocab)]) == smallest
+    all_bounds = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+    smallest_cost = min(find_largest_cost([end - start for start, end in pairwise(bounds)]) for bounds in all_bounds)
+    assert find_largest_cost([len(part) for part in split_layers(config, stages, vocab)]) == smallest_cost
