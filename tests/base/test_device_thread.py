@@ -1,4 +1,4 @@
-"""Test that a device thread uses the GPU of the thread that creates it (see also tests/train/test_fake_gpu.py)."""
+"""Tests that a device thread uses the GPU of the thread that creates it (see also tests/train/test_fake_gpu.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipeline.base.device_thread import device_thread
 def run_and_record_calls(monkeypatch: pytest.MonkeyPatch, cuda_initialized: bool) -> list[tuple[str, object]]:
     """Create a device thread in a thread that uses GPU 3, and run it.
 
-    Return each call of `torch.cuda.set_device` and of its work, in order: the name of the thread that made the call,
-    and the GPU number or "work".
+    Return each call of `torch.cuda.set_device` and each call of the thread's function, in order: the name of the thread
+    that made the call, and the GPU number or "work".
     """
     calls: list[tuple[str, object]] = []
 

@@ -1,4 +1,4 @@
-"""Test reading rank, world size and rendezvous from the environments of real launchers, and from arbitrary ones."""
+"""Tests of reading rank, world size and rendezvous from environments of real launchers and from random environments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 
 Env = dict[str, str]
 
-BATCH: Env = {
+BATCH_ENV: Env = {
     "SLURM_JOB_ID": "4711",
     "SLURM_JOBID": "4711",
     "SLURM_JOB_NODELIST": "n[1-2]",
@@ -42,7 +42,7 @@ BATCH: Env = {
 
 def make_srun_env(rank: int, node: int, local_rank: int, **overrides: str) -> Env:
     """Return the environment of task `rank` of step 3, which an srun in the batch script has started."""
-    return BATCH | {
+    return BATCH_ENV | {
         "SLURM_STEP_ID": "3",
         "SLURM_STEPID": "3",
         "SLURM_STEP_NODELIST": "n[1-2]",
@@ -114,14 +114,14 @@ def make_torchrun_env(rank: int, world_size: int, local_rank: int, local_world_s
     }
 
 
-def rank_numbers(rank_info: RankInfo) -> tuple[int, int, int, int]:
+def get_rank_numbers(rank_info: RankInfo) -> tuple[int, int, int, int]:
     """Return rank, world size, local rank and local world size."""
     return rank_info.rank, rank_info.world_size, rank_info.local_rank, rank_info.local_world_size
 
 
 def test_process_without_launcher_is_a_single_rank() -> None:
     rank_info = read_rank_info({"HOME": "/root", "MASTER_ADDR": "elsewhere", "WORLD_SIZE": "8"})
-    assert rank_info.launcher == "alone" and rank_numbers(rank_info) == (0, 1, 0, 1)
+    assert rank_info.launcher == "alone" and get_rank_numbers(rank_info) == (0, 1, 0, 1)
     assert rank_info.master_host == "localhost"
     assert rank_info.job_id is None and rank_info.restart_count == 0
 
@@ -137,21 +137,21 @@ def test_process_without_launcher_is_a_single_rank() -> None:
     ],
 )
 def test_batch_script_and_salloc_shell_are_not_ranks(step_id: str | None) -> None:
-    env = BATCH | ({"SLURM_STEP_ID": step_id} if step_id else {})
+    env = BATCH_ENV | ({"SLURM_STEP_ID": step_id} if step_id else {})
     rank_info = read_rank_info(env)
-    assert rank_info.launcher == "alone" and rank_numbers(rank_info) == (0, 1, 0, 1)
+    assert rank_info.launcher == "alone" and get_rank_numbers(rank_info) == (0, 1, 0, 1)
     assert rank_info.job_id == "4711" and rank_info.restart_count == 0
 
 
 def test_requeued_array_task_has_its_id_and_restart_count() -> None:
-    env = BATCH | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "2"}
+    env = BATCH_ENV | {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "2"}
     rank_info = read_rank_info(env)
     assert rank_info.job_id == "4700_0" and rank_info.restart_count == 2
 
 
 def test_srun_task_has_rank_and_master() -> None:
     rank_info = read_rank_info(make_srun_env(3, 1, 1, SLURM_RESTART_COUNT="1"))
-    assert rank_info.launcher == "srun" and rank_numbers(rank_info) == (3, 4, 1, 2)
+    assert rank_info.launcher == "srun" and get_rank_numbers(rank_info) == (3, 4, 1, 2)
     assert rank_info.master_host == "n1"
     assert rank_info.job_id == "4711" and rank_info.restart_count == 1
 
@@ -159,7 +159,7 @@ def test_srun_task_has_rank_and_master() -> None:
 def test_srun_step_on_a_part_of_the_job_has_its_own_world_size_and_master() -> None:
     step = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3"}
     rank_info = read_rank_info(make_srun_env(2, 0, 2, **step))
-    assert rank_numbers(rank_info) == (2, 3, 2, 3)
+    assert get_rank_numbers(rank_info) == (2, 3, 2, 3)
     assert rank_info.master_host == "n2"
 
 
@@ -184,7 +184,7 @@ def test_variables_of_sluice_and_torch_override_the_master() -> None:
 
 def test_torchrun_inside_srun_uses_the_ranks_and_the_master_of_torchrun() -> None:
     rank_info = read_rank_info(make_srun_env(1, 1, 0) | make_torchrun_env(2, 4, 0, 2, "n1"))
-    assert rank_info.launcher == "torchrun" and rank_numbers(rank_info) == (2, 4, 0, 2)
+    assert rank_info.launcher == "torchrun" and get_rank_numbers(rank_info) == (2, 4, 0, 2)
     assert (rank_info.master_host, rank_info.master_port, rank_info.job_id) == ("n1", 29500, "4711")
 
 
@@ -193,30 +193,30 @@ def test_mpirun_inside_a_job_has_the_ranks_of_mpirun_and_the_first_node_as_maste
 
     Each mpirun has another PMIx namespace, so that two of them in one job use different ports.
     """
-    rank_infos = [read_rank_info(BATCH | make_openmpi_env(rank, 4, rank, 2)) for rank in (0, 1)]
+    rank_infos = [read_rank_info(BATCH_ENV | make_openmpi_env(rank, 4, rank, 2)) for rank in (0, 1)]
     rank_infos += [
         read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(rank, 4, rank - 2, 2)) for rank in (2, 3)
     ]
-    assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {rank_info.launcher for rank_info in rank_infos} == {"openmpi"}
     assert {(rank_info.master_host, rank_info.job_id) for rank_info in rank_infos} == {("n1", "4711")}
     assert len({rank_info.master_port for rank_info in rank_infos}) == 1
-    of_another_mpirun = read_rank_info(BATCH | make_openmpi_env(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
-    assert of_another_mpirun.master_port != rank_infos[0].master_port
+    other_mpirun_rank = read_rank_info(BATCH_ENV | make_openmpi_env(0, 4, 0, 2) | {"PMIX_NAMESPACE": "3158966274"})
+    assert other_mpirun_rank.master_port != rank_infos[0].master_port
 
 
 def test_mpirun_with_uneven_nodes_inside_a_job_has_the_ranks_of_mpirun() -> None:
-    rank_infos = [read_rank_info(BATCH | make_openmpi_env(rank, 3, rank, 2)) for rank in (0, 1)] + [
+    rank_infos = [read_rank_info(BATCH_ENV | make_openmpi_env(rank, 3, rank, 2)) for rank in (0, 1)] + [
         read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(2, 3, 0, 1))
     ]
-    assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
 def test_mpirun_on_one_machine_uses_localhost_as_master() -> None:
     rank_info = read_rank_info(make_openmpi_env(1, 2, 1, 2))
-    assert rank_numbers(rank_info) == (1, 2, 1, 2) and rank_info.master_host == "localhost"
+    assert get_rank_numbers(rank_info) == (1, 2, 1, 2) and rank_info.master_host == "localhost"
     # with Open MPI 5, the local rank may differ from the rank also on one machine
-    assert rank_numbers(read_rank_info(make_openmpi_env(1, 8, 2, 8))) == (1, 8, 2, 8)
+    assert get_rank_numbers(read_rank_info(make_openmpi_env(1, 8, 2, 8))) == (1, 8, 2, 8)
 
 
 @pytest.mark.parametrize("make_env", [make_openmpi_env, make_mpich_env])
@@ -226,38 +226,39 @@ def test_mpirun_on_several_machines_without_slurm_needs_master_addr(make_env: Ca
         read_rank_info(env)
     assert raised.value.code == "rank.missing_variable" and "MASTER_ADDR" in str(raised.value)
     rank_info = read_rank_info(env | {"MASTER_ADDR": "a1"})
-    assert rank_numbers(rank_info) == (2, 4, 0, 2) and rank_info.master_host == "a1"
+    assert get_rank_numbers(rank_info) == (2, 4, 0, 2) and rank_info.master_host == "a1"
 
 
-def test_hydra_inside_a_job_has_the_ranks_of_hydra_and_the_first_node_as_master() -> None:
-    """Hydra passes the variables of the first node to all ranks, including SLURMD_NODENAME."""
-    rank_infos = [read_rank_info(BATCH | make_mpich_env(rank, 4, rank % 2, 2)) for rank in range(4)]
-    assert [rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+def test_mpich_inside_a_job_has_the_ranks_of_mpich_and_the_first_node_as_master() -> None:
+    """Hydra, the launcher of MPICH, passes the variables of the first node to all ranks, including SLURMD_NODENAME."""
+    rank_infos = [read_rank_info(BATCH_ENV | make_mpich_env(rank, 4, rank % 2, 2)) for rank in range(4)]
+    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
     assert {(rank_info.launcher, rank_info.master_host, rank_info.master_port) for rank_info in rank_infos} == {
         ("pmi", "n1", rank_infos[0].master_port)
     }
 
 
-def test_hydra_in_an_srun_step_has_the_ranks_of_hydra() -> None:
-    """Hydra starts one proxy per node with srun. The proxies start the ranks."""
+def test_mpich_in_an_srun_step_has_the_ranks_of_mpich() -> None:
+    """Hydra, the launcher of MPICH, starts one process per node with srun. These processes start the ranks."""
     rank_info = read_rank_info(
         make_srun_env(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)") | make_mpich_env(3, 4, 1, 2)
     )
-    assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (3, 4, 1, 2)
+    assert rank_info.launcher == "pmi" and get_rank_numbers(rank_info) == (3, 4, 1, 2)
 
 
 def test_the_variables_of_cray_pals_are_read_without_slurm() -> None:
-    pals = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
-    rank_info = read_rank_info(pals)
-    assert rank_info.launcher == "pmi" and rank_numbers(rank_info) == (1, 2, 1, 2)
+    pals_env = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+    rank_info = read_rank_info(pals_env)
+    assert rank_info.launcher == "pmi" and get_rank_numbers(rank_info) == (1, 2, 1, 2)
 
 
 @pytest.mark.parametrize(
-    "outer", [{}, BATCH, make_srun_env(2, 1, 0), make_torchrun_env(0, 2, 0, 2, "x"), make_openmpi_env(0, 2, 0, 2)]
+    "outer_env",
+    [{}, BATCH_ENV, make_srun_env(2, 1, 0), make_torchrun_env(0, 2, 0, 2, "x"), make_openmpi_env(0, 2, 0, 2)],
 )
-def test_the_local_launcher_has_precedence_over_an_outer_launcher(outer: Env) -> None:
-    rank_info = read_rank_info(outer | make_local_rank_env(5, 6, 23456))
-    assert rank_info.launcher == "local" and rank_numbers(rank_info) == (5, 6, 5, 6)
+def test_the_local_launcher_has_precedence_over_an_outer_launcher(outer_env: Env) -> None:
+    rank_info = read_rank_info(outer_env | make_local_rank_env(5, 6, 23456))
+    assert rank_info.launcher == "local" and get_rank_numbers(rank_info) == (5, 6, 5, 6)
     assert (rank_info.master_host, rank_info.master_port) == ("127.0.0.1", 23456)
 
 
@@ -303,8 +304,8 @@ def test_the_local_launcher_has_precedence_over_an_outer_launcher(outer: Env) ->
         ),
         (make_srun_env(3, 1, 1, SLURM_STEP_TASKS_PER_NODE="2(y2)"), "rank.invalid_variable", ["'2(y2)'"]),
         (make_srun_env(3, 1, 1, SLURM_STEP_ID="x"), "rank.invalid_variable", ["SLURM_STEP_ID='x'"]),
-        (BATCH | {"SLURM_RESTART_COUNT": "-1"}, "rank.invalid_variable", ["SLURM_RESTART_COUNT='-1'"]),
-        (BATCH | {"SLURM_ARRAY_TASK_ID": "1"}, "rank.missing_variable", ["SLURM_ARRAY_JOB_ID"]),
+        (BATCH_ENV | {"SLURM_RESTART_COUNT": "-1"}, "rank.invalid_variable", ["SLURM_RESTART_COUNT='-1'"]),
+        (BATCH_ENV | {"SLURM_ARRAY_TASK_ID": "1"}, "rank.missing_variable", ["SLURM_ARRAY_JOB_ID"]),
         (
             {"SLUICE_RANK": "1", "SLUICE_WORLD_SIZE": "1"},
             "rank.contradictory_environment",
@@ -365,20 +366,21 @@ def test_a_huge_host_list_is_rejected_quickly() -> None:
 
 def format_hostlist(hosts: list[tuple[str, str]]) -> str:
     """Return host names (prefix, number) as a Slurm host list. Consecutive numbers of one width become ranges."""
-    groups: list[tuple[str, list[list[str]]]] = []  # prefix, and ranges of consecutive numbers
+    prefix_groups: list[tuple[str, list[list[str]]]] = []  # prefix, and ranges of consecutive numbers
     for prefix, number in hosts:
-        if not groups or groups[-1][0] != prefix:
-            groups.append((prefix, []))
-        ranges = groups[-1][1]
+        if not prefix_groups or prefix_groups[-1][0] != prefix:
+            prefix_groups.append((prefix, []))
+        ranges = prefix_groups[-1][1]
         if ranges and len(ranges[-1][-1]) == len(number) and int(ranges[-1][-1]) + 1 == int(number):
             ranges[-1].append(number)
         else:
             ranges.append([number])
 
     def format_range(numbers: list[str]) -> str:
+        """Return consecutive numbers as `FIRST-LAST`, or as `FIRST` if there is only one."""
         return numbers[0] if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
-    return ",".join(f"{prefix}[{','.join(map(format_range, ranges))}]" for prefix, ranges in groups)
+    return ",".join(f"{prefix}[{','.join(map(format_range, ranges))}]" for prefix, ranges in prefix_groups)
 
 
 @settings(max_examples=200)
@@ -414,7 +416,7 @@ def format_tasks_per_node(counts: list[int]) -> str:
 def test_ranks_are_correct_with_uneven_tasks_per_node(counts: list[int]) -> None:
     """`counts` are the tasks per node. Each task reads its rank and local rank; all read the same rendezvous."""
     world_size = sum(counts)
-    env = BATCH | {
+    env = BATCH_ENV | {
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_TASKS_PER_NODE": format_tasks_per_node(counts),
         "SLURM_STEP_NUM_TASKS": str(world_size),
@@ -425,7 +427,7 @@ def test_ranks_are_correct_with_uneven_tasks_per_node(counts: list[int]) -> None
     for rank, (node, local_rank) in enumerate(positions):
         task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
         rank_infos.append(read_rank_info(env | task))
-        assert rank_numbers(rank_infos[-1]) == (rank, world_size, local_rank, counts[node])
+        assert get_rank_numbers(rank_infos[-1]) == (rank, world_size, local_rank, counts[node])
     assert len({(rank_info.master_host, rank_info.master_port) for rank_info in rank_infos}) == 1
 
 
@@ -461,7 +463,7 @@ def test_ports_of_different_jobs_and_steps_rarely_collide() -> None:
     assert len(ports) > 90
 
 
-VARIABLES = sorted(
+LAUNCHER_VARIABLES = sorted(
     {
         *make_srun_env(0, 0, 0),
         *make_openmpi_env(0, 1, 0, 1),
@@ -472,7 +474,7 @@ VARIABLES = sorted(
     | {"SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLUICE_TIME_LEFT"}
 )
 """All variables that `read_rank_info` and `read_time_limit_s` may read."""
-VALUES = st.one_of(
+RANDOM_VALUES = st.one_of(
     st.integers(-2, 5).map(str),
     # a batch step, an array task, a digit of another script, and numbers that are too large
     st.sampled_from(["", "n[1-2]", "2(x2)", "4294967291", "1_0", " 1", "٣", "9" * 19, "9" * 5000]),
@@ -481,7 +483,7 @@ VALUES = st.one_of(
 
 
 @settings(max_examples=500)
-@given(st.dictionaries(st.sampled_from(VARIABLES), VALUES, max_size=20))
+@given(st.dictionaries(st.sampled_from(LAUNCHER_VARIABLES), RANDOM_VALUES, max_size=20))
 def test_any_environment_is_valid_or_a_user_error(env: Env) -> None:
     try:
         rank_info = read_rank_info(env)

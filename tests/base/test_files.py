@@ -1,4 +1,4 @@
-"""Test that several processes can append lines to one file, also without atomic appends and without locks."""
+"""Tests that several processes can append lines to one file, also without atomic appends and without locks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Test that `keep_freed_memory` makes a process reuse freed blocks instead of mapping new pages."""
+"""Tests that `keep_freed_memory` makes a process reuse freed blocks instead of mapping new pages."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# Print the number of page faults (of minor ones, which map new pages) after a warm-up.
 PROGRAM = """
 import resource, sys
 from pipeline.base.host_memory import keep_freed_memory
@@ -21,6 +20,7 @@ for _ in range(5):
     allocate_and_free()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+"""Program that prints the number of minor page faults, which map new pages, after three warm-up rounds."""
 
 
 def count_page_faults(argument: str) -> int:

@@ -1,4 +1,4 @@
-"""Test that Sluice may read, but never executes or overwrites, files that another user may have changed."""
+"""Tests that Sluice may read, but never executes or overwrites, files that another user may have changed."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ AS_NOBODY = [
 
 
 @pytest.fixture
-def trapped_run(tmp_path: Path) -> Run:
-    """Return a run with a checkpoint. Its code creates the file `executed` if any part of it is executed."""
+def run_with_detector(tmp_path: Path) -> Run:
+    """Return a run with a checkpoint. The run's code creates the file `executed` when any part of it is executed."""
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
     run_ranks(1, save_on_rank, run.checkpoints_dir, False)
     for entry in ("pipeline/__init__.py", "slurm/__init__.py", "submit.py"):
@@ -84,15 +84,15 @@ def change_owner_of_run(run: Run, uid: int) -> None:
         change_owner(path, uid)
 
 
-def test_run_of_another_user_is_not_executed_even_by_root(tmp_path: Path, trapped_run: Run) -> None:
-    change_owner_of_run(trapped_run, NOBODY)
-    events_before = trapped_run.events_file.read_bytes()
+def test_run_of_another_user_is_not_executed_even_by_root(tmp_path: Path, run_with_detector: Run) -> None:
+    change_owner_of_run(run_with_detector, NOBODY)
+    events_before = run_with_detector.events_file.read_bytes()
     for command in (
         [*SUBMIT, "tiny.yaml", "run.sharing=all", "--executor=local"],
         [*SUBMIT, "resume", "runs/tiny", "--executor=local"],
         [*SUBMIT, "resume", "runs/tiny", "--update-code"],
-        [sys.executable, "-m", "slurm", "prepare", str(trapped_run.path)],
-        [sys.executable, "-m", "pipeline", "prepare", str(trapped_run.path)],
+        [sys.executable, "-m", "slurm", "prepare", str(run_with_detector.path)],
+        [sys.executable, "-m", "pipeline", "prepare", str(run_with_detector.path)],
         [sys.executable, "-m", "pipeline", "prepare", "tiny.yaml", "run.sharing=all"],
     ):
         environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
@@ -101,7 +101,8 @@ def test_run_of_another_user_is_not_executed_even_by_root(tmp_path: Path, trappe
         for fact in ("error[run.foreign_owner]", "runs/tiny", f"uid {NOBODY}", "run.name"):
             assert fact in result.stderr, result.stderr
         assert not (tmp_path / "executed").exists(), command
-    assert trapped_run.events_file.read_bytes() == events_before and not list(trapped_run.jobs_dir.iterdir())
+    assert run_with_detector.events_file.read_bytes() == events_before
+    assert not list(run_with_detector.jobs_dir.iterdir())
     assert_run_is_readable(tmp_path)
 
 
@@ -123,8 +124,8 @@ def test_check_owner_fails_if_one_file_belongs_to_another_user(tmp_path: Path, n
         run.check_owner()
 
 
-def test_another_user_can_read_but_not_resume_a_run(tmp_path: Path, trapped_run: Run) -> None:
-    change_owner_of_run(trapped_run, 0)
+def test_another_user_can_read_but_not_resume_a_run(tmp_path: Path, run_with_detector: Run) -> None:
+    change_owner_of_run(run_with_detector, 0)
     assert_run_is_readable(tmp_path, AS_NOBODY)
     result = run_command(tmp_path, [*AS_NOBODY, *SUBMIT, "resume", "runs/tiny"])
     assert result.returncode == ExitCode.USER_ERROR
@@ -133,6 +134,7 @@ def test_another_user_can_read_but_not_resume_a_run(tmp_path: Path, trapped_run:
 
 
 def make_group_writable(path: Path) -> None:
+    """Allow the group to write to a file or folder."""
     path.chmod(path.stat().st_mode | 0o020)
 
 
@@ -173,7 +175,7 @@ def test_check_owner_fails_on_a_path_writable_by_others_until_the_printed_comman
 
 
 def test_check_owner_ignores_modes_inside_a_private_run(tmp_path: Path) -> None:
-    """The code may be group-writable, as old versions copied it. Other users still cannot enter the run directory."""
+    """Code that old versions copied may be group-writable. Other users still cannot enter the run directory."""
     run = Run.create(load_config(write_config(tmp_path)))
     for path in (run.code_dir, *run.code_dir.rglob("*"), run.jobs_dir):
         make_group_writable(path)
@@ -309,56 +311,60 @@ def test_parent_folder_in_which_others_can_replace_a_run_is_reported(
     lab.chmod(mode)
     (tmp_path / "link").symlink_to(lab)
     for run_path in ("lab/tiny", "lab/me/runs/tiny", "link/me/tiny"):
-        unsafe = find_unsafe_ancestors(tmp_path / run_path)
-        assert [folder for folder, _ in unsafe] == ([lab] if problem else []), unsafe
+        unsafe_folders = find_unsafe_ancestors(tmp_path / run_path)
+        assert [folder for folder, _ in unsafe_folders] == ([lab] if problem else []), unsafe_folders
         warning = describe_replacement_risk(tmp_path / run_path)
         assert (warning is None) == (problem is None)
         assert warning is None or re.search(f"{lab} .*{problem}", warning)
     if problem:
-        personal = lab / "me"
-        personal.mkdir()
-        personal.chmod(0o777)
-        assert [folder for folder, _ in find_unsafe_ancestors(personal / "tiny")] == [personal, lab]
+        personal_folder = lab / "me"
+        personal_folder.mkdir()
+        personal_folder.chmod(0o777)
+        assert [folder for folder, _ in find_unsafe_ancestors(personal_folder / "tiny")] == [personal_folder, lab]
 
 
 def test_folder_writable_by_a_private_group_is_safe_unless_the_group_has_another_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On many systems, each user has a private group and the umask 002, so that all folders are group-writable."""
-    ann = 1500  # the user ID of ann and the group ID of her private group
-    group = grp.struct_group(("ann", "x", ann, []))
-    monkeypatch.setattr(os, "geteuid", lambda: ann)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ann", "x", uid, ann, "", "/", "")))
+    ann_id = 1500  # the user ID of ann and the group ID of her private group
+    group = grp.struct_group(("ann", "x", ann_id, []))
+    monkeypatch.setattr(os, "geteuid", lambda: ann_id)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ann", "x", uid, ann_id, "", "/", "")))
     monkeypatch.setattr("grp.getgrgid", lambda gid: group)
     home = tmp_path / "ann"
     home.mkdir()
     home.chmod(0o775)
     if os.getuid() != 0:
         skip_or_fail_in_ci("changing the owner of a file needs root")
-    os.chown(home, ann, ann)
+    os.chown(home, ann_id, ann_id)
     assert home not in dict(find_unsafe_ancestors(home / "tiny"))
-    group = grp.struct_group(("ann", "x", ann, ["ann", "bob"]))
+    group = grp.struct_group(("ann", "x", ann_id, ["ann", "bob"]))
     assert home in dict(find_unsafe_ancestors(home / "tiny"))
 
 
-# -- a run that is replaced while its job is pending -----------------------------------------------------------
+# -- a run that is changed while its job is pending ------------------------------------------------------------
 
 
 def give_to_nobody(path: Path) -> None:
+    """Change the owner of a file or folder to the user `nobody`."""
     change_owner(path, NOBODY)
 
 
-def replace_by_link(path: Path) -> None:
+def replace_with_link(path: Path) -> None:
+    """Move a folder to the name `moved`, and put a symbolic link to it in its place."""
     path.rename(path.with_name("moved"))
     path.symlink_to(path.with_name("moved"))
 
 
-def replace_by_file(path: Path) -> None:
+def replace_with_file(path: Path) -> None:
+    """Move a folder to the name `moved`, and put an empty file in its place."""
     path.rename(path.with_name("moved"))
     path.write_text("")
 
 
 def move_away(path: Path) -> None:
+    """Move a folder to the name `moved`."""
     path.rename(path.with_name("moved"))
 
 
@@ -368,9 +374,9 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "code belongs to another user": (give_to_nobody, "code"),
     "run is writable by others": (make_group_writable, "."),
     "code is writable by others": (make_group_writable, "code"),
-    "run is a link": (replace_by_link, "."),
-    "code is a link": (replace_by_link, "code"),
-    "code is a file": (replace_by_file, "code"),
+    "run is a link": (replace_with_link, "."),
+    "code is a link": (replace_with_link, "code"),
+    "code is a file": (replace_with_file, "code"),
     "run is missing": (move_away, "."),
     "code is missing": (move_away, "code"),
 }
@@ -385,9 +391,10 @@ def test_batch_script_starts_python_only_if_no_other_user_can_have_changed_the_r
 ) -> None:
     """The batch script checks owners and modes before it starts Python.
 
-    Code of the run could not do this, because it may have been replaced. Slurm has its own copy of the batch script.
+    The code of the run cannot check them, because it may have been replaced. Slurm has its own copy of the script.
     """
-    # The check uses shell variables named closed, folder and found. It must not change those that site.setup exports.
+    # The check uses the shell variables closed, folder and found. It must not change variables of these names that
+    # site.setup exports.
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\necho $PYTHONPATH $closed $folder $found > {tmp_path}/started\n")
     python.chmod(0o755)
@@ -410,7 +417,7 @@ def test_batch_script_starts_python_only_if_no_other_user_can_have_changed_the_r
 
 
 def test_job_of_a_sweep_point_checks_the_sweep_and_the_point(tmp_path: Path) -> None:
-    """A point has no code of its own: its job executes the code of the sweep."""
+    """A point has no code of its own. Its job executes the code of the sweep."""
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     python.chmod(0o755)
@@ -444,6 +451,7 @@ def test_sbatch_template_starts_no_python_if_another_user_can_change_the_run(tmp
     template = CODE_ROOT / f"slurm/templates/{name}.sbatch"
 
     def run_template() -> subprocess.CompletedProcess[str]:
+        """Run the template as a batch script."""
         command = ["bash", str(template), "runs/tiny"]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -474,9 +482,9 @@ def test_submit_and_doctor_warn_if_others_can_replace_a_run(tmp_path: Path) -> N
     lab.chmod(0o2777)  # all users may write, and there is no sticky bit
     write_config(tmp_path)
     # a Slurm that responds and rejects every job
-    programs = {"scontrol": "echo Slurmctld is UP", "squeue": "exit 1", "sinfo": "exit 1"}
-    programs["sbatch"] = "echo sbatch: error: invalid partition specified >&2; exit 1"
-    for name, line in programs.items():
+    shell_lines = {"scontrol": "echo Slurmctld is UP", "squeue": "exit 1", "sinfo": "exit 1"}
+    shell_lines["sbatch"] = "echo sbatch: error: invalid partition specified >&2; exit 1"
+    for name, line in shell_lines.items():
         write_program(tmp_path / "bin" / name, line)
     environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "COLUMNS": "1000"}
     for arguments in (

@@ -1,4 +1,4 @@
-"""Test scales, ticks, downsampling and number labels of plots."""
+"""Tests of scales, ticks, downsampling and number labels of plots."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from hypothesis import strategies as st
 
 from pipeline.base.plot import Curve, Scale, average_buckets, downsample, draw_area, format_number, svg_document
 
-finite_numbers = st.floats(-1e300, 1e300)
-rounded_numbers = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
+FINITE_NUMBERS = st.floats(-1e300, 1e300)
+ROUNDED_NUMBERS = st.floats(-1e9, 1e9).map(lambda x: round(x, 6))
 
 
 @settings(max_examples=200)
-@given(st.lists(rounded_numbers, min_size=1, max_size=400), st.integers(2, 40))
-def test_downsample_keeps_the_extremes_of_each_bucket_and_both_ends(values: list[float], buckets: int) -> None:
+@given(st.lists(ROUNDED_NUMBERS, min_size=1, max_size=400), st.integers(2, 40))
+def test_downsample_keeps_the_extremes_of_each_bucket_and_both_ends(values: list[float], bucket_count: int) -> None:
     points = [*enumerate(values)]
-    kept = downsample(points, buckets)
-    assert set(kept) <= set(points) and list(kept) == sorted(kept, key=lambda p: p[0])
-    assert kept[0] == points[0] and kept[-1] == points[-1] and len(kept) <= max(2 * buckets + 2, 2)
-    for number in range(buckets):
-        start = number * len(values) // buckets
-        end = (number + 1) * len(values) // buckets
+    kept_points = downsample(points, bucket_count)
+    assert set(kept_points) <= set(points) and list(kept_points) == sorted(kept_points, key=lambda point: point[0])
+    assert kept_points[0] == points[0] and kept_points[-1] == points[-1]
+    assert len(kept_points) <= max(2 * bucket_count + 2, 2)
+    for number in range(bucket_count):
+        start = number * len(values) // bucket_count
+        end = (number + 1) * len(values) // bucket_count
         bucket = values[start:end]
-        kept_values = [y for x, y in kept if start <= x < end]
-        assert not bucket or (min(bucket) == min(kept_values) and max(bucket) == max(kept_values))
+        kept_bucket_values = [y for x, y in kept_points if start <= x < end]
+        assert not bucket or (min(bucket) == min(kept_bucket_values) and max(bucket) == max(kept_bucket_values))
 
 
 def test_average_buckets_returns_means_unless_a_bucket_has_fewer_than_four_points() -> None:
@@ -38,11 +39,11 @@ def test_average_buckets_returns_means_unless_a_bucket_has_fewer_than_four_point
 @settings(max_examples=150)
 @example([2.2250738585072014e-308], False, True)  # the smallest normal number
 @given(
-    st.one_of(st.lists(finite_numbers, min_size=1), st.lists(rounded_numbers, min_size=1)), st.booleans(), st.booleans()
+    st.one_of(st.lists(FINITE_NUMBERS, min_size=1), st.lists(ROUNDED_NUMBERS, min_size=1)), st.booleans(), st.booleans()
 )
-def test_any_finite_values_can_be_drawn(values: list[float], log: bool, rounded: bool) -> None:
-    scale = Scale.from_values(values, "x", log=log)
-    scale = scale.extend_to_round_numbers() if rounded else scale
+def test_any_finite_values_can_be_drawn(values: list[float], is_logarithmic: bool, is_extended: bool) -> None:
+    scale = Scale.from_values(values, "x", log=is_logarithmic)
+    scale = scale.extend_to_round_numbers() if is_extended else scale
     ticks = scale.ticks()
     assert all(-1e-6 <= scale.position(value) <= 1 + 1e-6 for value in values)
     assert len(ticks) <= 14 and [value for value, _ in ticks] == sorted({value for value, _ in ticks})

@@ -1,4 +1,4 @@
-"""Test the errors for unusable paths (files, symbolic links, pipes) and for limits on files and memory mappings."""
+"""Tests of the errors for unusable paths (files, symbolic links, pipes) and for limits on files and memory mappings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from tests.support.tiny import write_config
 
 
 def create_file(path: Path) -> None:
+    """Create a file and its parent folders."""
     path.parent.mkdir(parents=True)
     path.write_text("content")
 
 
 def create_link_to_itself(path: Path) -> None:
+    """Create a symbolic link to itself, and its parent folders."""
     path.parent.mkdir(parents=True)
     path.symlink_to(path.name)
 
@@ -128,17 +130,19 @@ def test_too_many_open_files_is_not_reported_as_a_damaged_file(tmp_path: Path) -
 
 
 def open_hdf5(path: Path) -> None:
+    """Open and close a file as HDF5."""
     with translate_read_errors(str(path)), h5py.File(path, "r"):
         pass
 
 
 def open_binary(path: Path) -> None:
+    """Open and close a file."""
     with translate_read_errors(str(path)), open(path, "rb"):
         pass
 
 
 def write_beyond_file_size_limit(folder: Path) -> None:
-    """Write a file that is larger than this process may write (`ulimit -f`)."""
+    """Try to write a file that is larger than this process may write (`ulimit -f`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -148,6 +152,7 @@ def write_beyond_file_size_limit(folder: Path) -> None:
 
 
 def rename_onto_nonempty_folder(folder: Path) -> None:
+    """Try to rename a folder to the name of a folder that contains a file."""
     (folder / "new").mkdir()
     (folder / "old/file").mkdir(parents=True)
     os.rename(folder / "new", folder / "old")
