@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints: correct results that are bit-identical on any number of ranks."""
+"""Tests of evaluating checkpoints: the results are correct, and bit-identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
     """Remove all results, evaluate on `ranks` ranks and return the result of the newest step."""
-    for old in run.evaluation_dir.iterdir():
-        old.unlink()
+    for old_result in run.evaluation_dir.iterdir():
+        old_result.unlink()
     options = {"step": step} if step else {}
     assert set(run_ranks(ranks, run_stage_on_rank, run.path, "evaluate", options)) == {ExitCode.DONE}
-    newest = sorted(run.evaluation_dir.iterdir())[-1]
-    return dict(json.loads(newest.read_text()))
+    newest_result = sorted(run.evaluation_dir.iterdir())[-1]
+    return dict(json.loads(newest_result.read_text()))
 
 
-def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
+def compute_reference_on_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
     """Return the summed loss, the number of tokens and the unigram entropy in bits, computed one window at a time."""
     import torch
 
@@ -53,8 +53,8 @@ def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
     model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
     weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
     load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
-    total = 0.0
-    count = 0
+    total_loss = 0.0
+    token_count = 0
     all_tokens = []
     for shard in manifest.held_out:
         tokens = np.fromfile(run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset).astype(np.int64)
@@ -65,10 +65,10 @@ def reference_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
             window = stream[start : start + length + 1]
             with torch.no_grad():
                 logits = model(window[None, :-1])[0]
-            total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
-            count += len(window) - 1
-    counts = np.unique(np.concatenate(all_tokens), return_counts=True)[1] / count
-    return total, count, float(-(counts * np.log2(counts)).sum() * count)
+            total_loss += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+            token_count += len(window) - 1
+    frequencies = np.unique(np.concatenate(all_tokens), return_counts=True)[1] / token_count
+    return total_loss, token_count, float(-(frequencies * np.log2(frequencies)).sum() * token_count)
 
 
 def test_the_result_equals_the_reference_on_any_number_of_ranks(trained_run: Run) -> None:
@@ -76,43 +76,45 @@ def test_the_result_equals_the_reference_on_any_number_of_ranks(trained_run: Run
 
     results = [evaluate(trained_run, ranks) for ranks in (1, 2, 3, 4)]
     assert all(result == results[0] for result in results[1:]), "the results must be bit-identical"
-    total, count, unigram_bits = run_ranks(1, reference_rank, trained_run.path)[0]
+    total_loss, token_count, unigram_bits = run_ranks(1, compute_reference_on_rank, trained_run.path)[0]
     result = results[0]
-    assert result["tokens"] == count and result["step"] == 21
-    assert result["loss"] == pytest.approx(total / count, rel=1e-6)
-    assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
-    assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / result["bytes"], rel=1e-6)
+    assert result["tokens"] == token_count and result["step"] == 21
+    assert result["loss"] == pytest.approx(total_loss / token_count, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(total_loss / token_count), rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(total_loss / math.log(2) / result["bytes"], rel=1e-6)
     assert result["unigram_bits_per_byte"] == pytest.approx(unigram_bits / result["bytes"], rel=1e-9)
     assert result["bytes"] == load_manifest(trained_run.data_dir).held_out_bytes
 
 
-def run_rank_with_logits_limit(rank_info: RankInfo, path: Path, windows: int) -> int:
-    """Evaluate with a limit for the logits of `windows` windows; return the windows of the largest forward pass."""
+def evaluate_on_rank_with_logits_limit(rank_info: RankInfo, path: Path, window_count: int) -> int:
+    """Evaluate with a limit for the logits of this many windows. Return the number of windows of the largest pass."""
     from pipeline.data.manifest import load_manifest
     from pipeline.evaluate import evaluator
 
     run = Run.open(path)
-    largest = 0
-    original = evaluator.TextHeldOut.compute_sums
+    largest_count = 0
+    original_compute_sums = evaluator.TextHeldOut.compute_sums
 
     def record_size(self: Any, model: Any, start: int, stop: int) -> dict[str, float]:
-        nonlocal largest
-        largest = max(largest, stop - start)
-        return original(self, model, start, stop)
+        nonlocal largest_count
+        largest_count = max(largest_count, stop - start)
+        return original_compute_sums(self, model, start, stop)
 
-    evaluator.LOGITS_BYTES = windows * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
+    evaluator.LOGITS_BYTES = (
+        window_count * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
+    )
     evaluator.TextHeldOut.compute_sums = record_size  # type: ignore[method-assign]
     assert run_stage_on_rank(rank_info, path, "evaluate") == ExitCode.DONE
-    return largest
+    return largest_count
 
 
-@pytest.mark.parametrize(("windows", "largest"), [(0, 1), (3, 3), (99, 8)])
+@pytest.mark.parametrize(("limit_windows", "expected_windows"), [(0, 1), (3, 3), (99, 8)])
 def test_a_forward_pass_has_no_more_windows_than_the_logits_limit_allows(
-    trained_run: Run, windows: int, largest: int
+    trained_run: Run, limit_windows: int, expected_windows: int
 ) -> None:
     expected = evaluate(trained_run, 1)
     (trained_run.evaluation_dir / f"{checkpoint_name(21)}.json").unlink()
-    assert run_ranks(1, run_rank_with_logits_limit, trained_run.path, windows) == [largest]
+    assert run_ranks(1, evaluate_on_rank_with_logits_limit, trained_run.path, limit_windows) == [expected_windows]
     result = json.loads((trained_run.evaluation_dir / f"{checkpoint_name(21)}.json").read_text())
     assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
@@ -120,12 +122,14 @@ def test_a_forward_pass_has_no_more_windows_than_the_logits_limit_allows(
 def test_evaluation_with_a_sharded_model_has_the_same_result(trained_run: Run) -> None:
     """On three ranks, some ranks have no batch left while the others still need their shards of the weights."""
     expected = evaluate(trained_run, 1)
-    before = trained_run.changes_file.read_bytes() if trained_run.changes_file.exists() else None
+    changes_before = trained_run.changes_file.read_bytes() if trained_run.changes_file.exists() else None
     trained_run.apply_overrides(["parallel.zero=3"])
     try:
         assert evaluate(trained_run, 3) == expected, "the results must be bit-identical"
     finally:
-        trained_run.changes_file.unlink() if before is None else trained_run.changes_file.write_bytes(before)
+        trained_run.changes_file.unlink() if changes_before is None else trained_run.changes_file.write_bytes(
+            changes_before
+        )
 
 
 def test_the_stage_evaluates_the_checkpoints_of_the_option_step(trained_run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Task files of evaluations: scores compared with transformers and lm-eval, and errors of malformed files."""
+"""Tests of task files of evaluations: scores compared with transformers and lm-eval, and errors of malformed files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import WORDS, make_run, run_stage_on_rank
 from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
-OPTIONS = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
+TASK_OVERRIDES = ("train.steps=60", "stages.train.tasks_per_node=1", "model.dropout=0.0", "evaluate.answer_tokens=3")
 
 
 def write_tasks(folder: Path) -> tuple[Path, Path]:
@@ -48,11 +48,11 @@ def write_tasks(folder: Path) -> tuple[Path, Path]:
         choice_count = generator.randint(2, 4)
         choices = [" ".join(generator.choices(WORDS, k=generator.randint(1, 4))) for _ in range(choice_count)]
         lines.append({"prompt": prompt, "choices": choices, "answer": generator.randrange(len(choices))})
-    chosen = folder / "chosen.jsonl"
-    free = folder / "free.jsonl"
-    chosen.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    free.write_text("".join(json.dumps({"prompt": line["prompt"], "answer": "x"}) + "\n" for line in lines[3:9]))
-    return chosen, free
+    choice_file = folder / "chosen.jsonl"
+    free_file = folder / "free.jsonl"
+    choice_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    free_file.write_text("".join(json.dumps({"prompt": line["prompt"], "answer": "x"}) + "\n" for line in lines[3:9]))
+    return choice_file, free_file
 
 
 def make_task(file: Path, tokenizer: Tokenizer, eos_id: int, bos_ids: tuple[int, ...] = ()) -> TaskFile:
@@ -66,14 +66,14 @@ def make_task(file: Path, tokenizer: Tokenizer, eos_id: int, bos_ids: tuple[int,
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run whose train stage is done, with the two task files of `write_tasks`."""
     folder = tmp_path_factory.mktemp("tasks")
-    chosen, free = write_tasks(folder)
-    run = make_run(folder, "tiny", (*OPTIONS, f"evaluate.tasks=[{chosen}, {free}]"))
+    choice_file, free_file = write_tasks(folder)
+    run = make_run(folder, "tiny", (*TASK_OVERRIDES, f"evaluate.tasks=[{choice_file}, {free_file}]"))
     assert run_ranks(1, run_stage_on_rank, run.path, "train") == [ExitCode.DONE]
     return run
 
 
 def choose_with_transformers(
-    folder: Path, length: int, items: list[dict[str, Any]], special: bool = False
+    folder: Path, length: int, items: list[dict[str, Any]], add_special_tokens: bool = False
 ) -> tuple[list[int], list[int]]:
     """Return for each item the choice with the highest score of transformers' model, in total and per character.
 
@@ -81,29 +81,34 @@ def choose_with_transformers(
         folder: the exported model.
         length: maximum number of predicted tokens.
         items: the items of the task file.
-        special: whether a text begins with the tokenizer's special tokens.
+        add_special_tokens: whether a text begins with the tokenizer's special tokens.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    choices = []
-    choices_per_character = []
+    best_choices = []
+    best_choices_per_character = []
     for item in items:
         scores = []
         for choice in item["choices"]:
             prompt = item["prompt"].rstrip()
-            ids = tokenizer(f"{prompt} {choice}", add_special_tokens=special).input_ids
-            count = len(ids) - len(tokenizer(prompt, add_special_tokens=special).input_ids)
-            ids = ids if prompt or special else [tokenizer.eos_token_id, *ids]
-            row = torch.tensor(ids)[-length - 1 :]
+            ids = tokenizer(f"{prompt} {choice}", add_special_tokens=add_special_tokens).input_ids
+            choice_token_count = len(ids) - len(tokenizer(prompt, add_special_tokens=add_special_tokens).input_ids)
+            ids = ids if prompt or add_special_tokens else [tokenizer.eos_token_id, *ids]
+            window_ids = torch.tensor(ids)[-length - 1 :]
             with torch.no_grad():
-                logits = model(row[None, :-1]).logits[0].double().log_softmax(-1)
-            scores.append(sum(logits[i - 1, row[i]].item() for i in range(len(row) - count, len(row))))
+                logits = model(window_ids[None, :-1]).logits[0].double().log_softmax(-1)
+            scores.append(
+                sum(
+                    logits[i - 1, window_ids[i]].item()
+                    for i in range(len(window_ids) - choice_token_count, len(window_ids))
+                )
+            )
         scores_per_character = [score / len(choice) for score, choice in zip(scores, item["choices"], strict=True)]
-        choices.append(scores.index(max(scores)))
-        choices_per_character.append(scores_per_character.index(max(scores_per_character)))
-    return choices, choices_per_character
+        best_choices.append(scores.index(max(scores)))
+        best_choices_per_character.append(scores_per_character.index(max(scores_per_character)))
+    return best_choices, best_choices_per_character
 
 
 LM_EVAL = """
@@ -145,12 +150,12 @@ def test_scores_of_all_items_equal_those_of_lm_eval(trained_run: Run, tmp_path: 
     file.write_text("".join(json.dumps({**line, "prompt": line["prompt"].rstrip()}) + "\n" for line in lines))
     (tmp_path / "choices.yaml").write_text(LM_EVAL_TASK.replace("FILE", str(file)))
     export_checkpoint(trained_run, folder, None, "fp32")
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-c", LM_EVAL, str(folder), str(tmp_path)], capture_output=True, text=True, timeout=500, cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    expected_metrics, expected_samples = json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    expected_metrics, expected_samples = json.loads(result.stdout.splitlines()[-1])
     model, tokenizer, end_ids, _ = _load_folder(folder, "the", None, 40)
     task = make_task(file, tokenizer, end_ids[0])
     with torch.no_grad():
@@ -170,11 +175,14 @@ def test_choices_equal_those_of_transformers(trained_run: Run, tmp_path: Path) -
     file = next(trained_run.evaluation_dir.glob("*.json"))
     result = json.loads(file.read_text())
     items = [json.loads(line) for line in trained_run.config.evaluate.task_files[0].read_text().splitlines()]
-    reference = choose_with_transformers(tmp_path / "out", 32, items)
-    for key, choices in zip(("accuracy", "accuracy_norm"), reference, strict=True):
-        share = sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / len(items)
-        assert result[f"chosen.{key}"] == pytest.approx(share)
-        assert result[f"chosen.{key}_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / (len(items) - 1)))
+    reference_choices = choose_with_transformers(tmp_path / "out", 32, items)
+    for key, choices in zip(("accuracy", "accuracy_norm"), reference_choices, strict=True):
+        expected_accuracy = sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / len(
+            items
+        )
+        assert result[f"chosen.{key}"] == pytest.approx(expected_accuracy)
+        standard_error = math.sqrt(expected_accuracy * (1 - expected_accuracy) / (len(items) - 1))
+        assert result[f"chosen.{key}_stderr"] == pytest.approx(standard_error)
     assert result["chosen.items"] == 23 and 0 < result["chosen.accuracy"] < 1
     assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in format_result(result)
     for ranks, overrides in ((2, ()), (3, ("parallel.zero=3",))):  # First with data parallelism, then also sharded.
@@ -190,40 +198,44 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
     save_model(tmp_path / "model", "qwen2")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
     save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
-    chosen, _ = write_tasks(tmp_path)
-    items = [json.loads(line) for line in chosen.read_text().splitlines()]
+    choice_file, _ = write_tasks(tmp_path)
+    items = [json.loads(line) for line in choice_file.read_text().splitlines()]
     model, tokenizer_read = _load_folder(tmp_path / "model", "the", None, 40)[:2]
     for bos_ids in ((), (get_token_id(tokenizer, "<s>"),)):
-        task = make_task(chosen, tokenizer_read, 0, bos_ids)
+        task = make_task(choice_file, tokenizer_read, 0, bos_ids)
         with torch.no_grad():
             sums = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
         expected = [
             [float(choice == item["answer"]) for choice, item in zip(choices, items, strict=True)]
-            for choices in choose_with_transformers(tmp_path / "model", 32, items, special=bool(bos_ids))
+            for choices in choose_with_transformers(tmp_path / "model", 32, items, add_special_tokens=bool(bos_ids))
         ]
-        is_equal = [[item["accuracy"] for item in sums], [item["accuracy_norm"] for item in sums]] == expected
-        assert is_equal is (kind == "mistral" or not bos_ids), "the special tokens differ from those of transformers"
+        has_equal_accuracy = [[item["accuracy"] for item in sums], [item["accuracy_norm"] for item in sums]] == expected
+        expects_equal_accuracy = kind == "mistral" or not bos_ids
+        assert has_equal_accuracy is expects_equal_accuracy, "the special tokens differ from those of transformers"
 
 
 def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(" ".join(WORDS)), "llama 3"))
-    chosen, _ = write_tasks(tmp_path)
+    choice_file, _ = write_tasks(tmp_path)
     tokenizer_option = f"data.tokenizer={{kind: file, path: {tokenizer}, eos_token: <|end|>}}"
-    overrides = (tokenizer_option, f"evaluate.tasks={chosen}", "model.initializer_range=0.2")
+    overrides = (tokenizer_option, f"evaluate.tasks={choice_file}", "model.initializer_range=0.2")
     folder, _ = export_initial_weights(tmp_path, make_run(tmp_path, "data", overrides).data_dir, "run", *overrides)
     run = Run.open(tmp_path / "runs/run")
     assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.glob("*.json")).read_text())
-    items = [json.loads(line) for line in chosen.read_text().splitlines()]
+    items = [json.loads(line) for line in choice_file.read_text().splitlines()]
 
-    def compute_shares(special: bool) -> list[float]:
+    def compute_expected_accuracies(add_special_tokens: bool) -> list[float]:
+        """Return the accuracies of transformers' choices, in total and per character."""
         return [
             sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / 23
-            for choices in choose_with_transformers(folder, 32, items, special)
+            for choices in choose_with_transformers(folder, 32, items, add_special_tokens)
         ]
 
-    assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(compute_shares(True))
-    assert compute_shares(False) != compute_shares(True)
+    assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(
+        compute_expected_accuracies(True)
+    )
+    assert compute_expected_accuracies(False) != compute_expected_accuracies(True)
 
 
 def test_the_blank_before_a_choice_counts_as_part_of_the_choice(trained_run: Run) -> None:
@@ -246,12 +258,12 @@ def test_free_answers_equal_those_that_transformers_generates_greedily(trained_r
     lines = [json.loads(line) for line in trained_run.config.evaluate.task_files[1].read_text().splitlines()]
     for line in lines[1:]:
         ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False).input_ids[:, -29:]
-        new = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
-        line["answer"] = tokenizer.decode(new, skip_special_tokens=True).strip()
+        new_ids = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
+        line["answer"] = tokenizer.decode(new_ids, skip_special_tokens=True).strip()
         assert line["answer"]
     file = tmp_path / "generated.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = make_run(tmp_path, "other", (*OPTIONS, f"evaluate.tasks={file}"), trained_run.data_dir)
+    run = make_run(tmp_path, "other", (*TASK_OVERRIDES, f"evaluate.tasks={file}"), trained_run.data_dir)
     run.checkpoints_dir.rmdir()
     run.checkpoints_dir.symlink_to(trained_run.checkpoints_dir)
     assert run_ranks(2, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE] * 2
@@ -259,7 +271,7 @@ def test_free_answers_equal_those_that_transformers_generates_greedily(trained_r
 
 
 @pytest.mark.parametrize(
-    ("line", "fact"),
+    ("line", "expected_text"),
     [
         ("[]", "task.jsonl:2"),
         ('{"prompt": 3, "answer": "x"}', "task.jsonl:2"),
@@ -271,10 +283,10 @@ def test_free_answers_equal_those_that_transformers_generates_greedily(trained_r
         ('{"prompt": "a", "choices": ["x', "task.jsonl:2"),
     ],
 )
-def test_a_malformed_item_is_an_error_with_file_and_line(tmp_path: Path, line: str, fact: str) -> None:
+def test_a_malformed_item_is_an_error_with_file_and_line(tmp_path: Path, line: str, expected_text: str) -> None:
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "a", "choices": ["x", "y"], "answer": 1}\n' + line)
-    with raises_error("evaluate.malformed_item", f"{file}:2", fact):
+    with raises_error("evaluate.malformed_item", f"{file}:2", expected_text):
         read_task_file(file)
 
 
