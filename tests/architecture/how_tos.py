@@ -1,4 +1,4 @@
-"""Read the how-tos of CONTRIBUTING.md, and apply their edits to a copy of the code.
+"""Reads the how-tos of CONTRIBUTING.md, and applies their edits to a copy of the code.
 
 A how-to is a section `### Title` with a line `Files: …`. Each edit is a line that names a file, followed by a block of
 code. The line may name a position in the file: `above`, `below` or `instead of` a piece of text.
@@ -21,8 +21,8 @@ class Edit:
     """One edit of a file."""
 
     file: str
-    place: str
-    """Where to insert `text`: `above`, `below` or `instead of` the anchor; "" for a new file."""
+    position: str
+    """Where to insert `text`: "above", "below" or "instead of" the anchor; "" for a new file."""
     anchor: str
     """A piece of text that the file contains exactly once; "" for a new file."""
     text: str
@@ -42,19 +42,19 @@ class HowTo:
         """Apply the edits to a copy of the code in the folder `checkout`."""
         for edit in self.edits:
             path = checkout / edit.file
-            if not edit.place:
+            if not edit.position:
                 assert not path.exists(), f"{self.title}: {edit.file} already exists"
                 path.write_text(edit.text)
                 continue
-            before = path.read_text()
-            count = before.count(edit.anchor)
+            original_text = path.read_text()
+            count = original_text.count(edit.anchor)
             assert count == 1, f"{self.title}: {edit.file} contains this {count} times: {edit.anchor}"
             replacement = {
                 "above": edit.text + edit.anchor,
                 "below": f"{edit.anchor}\n{edit.text.rstrip()}",
                 "instead of": edit.text.rstrip("\n"),
-            }[edit.place]
-            path.write_text(before.replace(edit.anchor, replacement))
+            }[edit.position]
+            path.write_text(original_text.replace(edit.anchor, replacement))
 
 
 def read_how_tos() -> dict[str, HowTo]:
@@ -70,7 +70,7 @@ def read_how_tos() -> dict[str, HowTo]:
     return how_tos
 
 
-def copy_product(folder: Path) -> Path:
+def copy_code(folder: Path) -> Path:
     """Copy the code, without tests and documentation, into `folder`; return `folder`."""
     folder.mkdir(exist_ok=True)
     for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs"):

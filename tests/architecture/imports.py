@@ -1,4 +1,4 @@
-"""Find which modules import which others, by parsing their source code.
+"""Finds the imports between the modules of Sluice, by parsing their source code.
 
 `python -m tests.architecture.imports` prints each package and the packages that it imports.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MAY_IMPORT = {
+ALLOWED_IMPORTS = {
     "pipeline": set[str](),
     "data_prep": {"pipeline"},
     "slurm": {"pipeline"},
@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "submit": {"cli", "pipeline"},
 }
 """Each top-level package, and the other top-level packages that it may import."""
-ORDER = {
+PACKAGE_ORDER = {
     "pipeline": (
         "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
         "train.callback", "resilience", "parallel", "model", "evaluate", "publish", "train", "",
@@ -37,7 +37,7 @@ it is listed by its name.
 def list_modules(root: Path = ROOT) -> dict[str, Path]:
     """Return the paths of all product modules by module name, except packages that contain only a docstring."""
     modules = {}
-    package_files = (path for name in MAY_IMPORT for path in sorted((root / name).rglob("*.py")))
+    package_files = (path for name in ALLOWED_IMPORTS for path in sorted((root / name).rglob("*.py")))
     for path in (root / "submit.py", *package_files):
         if path.name != "__init__.py" or len(ast.parse(path.read_text()).body) > 1:
             parts = path.relative_to(root).with_suffix("").parts
@@ -45,16 +45,16 @@ def list_modules(root: Path = ROOT) -> dict[str, Path]:
     return modules
 
 
-def list_imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
+def list_imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
     """Yield the modules that a file imports, and the dotted names that it imports from modules.
 
     Args:
         path: the file.
-        at_start: whether to omit imports that do not run when the file is imported, because they are in a function or
+        at_import_only: whether to omit imports that do not run when the file is imported. These are in functions or
             under `if TYPE_CHECKING`.
     """
     tree = ast.parse(path.read_text())
-    nodes: Iterator[ast.AST] = _walk_outside_functions(tree) if at_start else ast.walk(tree)
+    nodes: Iterator[ast.AST] = _walk_outside_functions(tree) if at_import_only else ast.walk(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -67,8 +67,8 @@ def list_imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
 def _walk_outside_functions(node: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes below `node`, except those in functions and under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
-        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.Lambda):
+        is_type_checking_block = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not is_type_checking_block and not isinstance(child, ast.FunctionDef | ast.Lambda):
             yield child
             yield from _walk_outside_functions(child)
 
@@ -112,26 +112,26 @@ def build_package_graph(root: Path = ROOT) -> dict[str, set[str]]:
     """Return the packages that each package imports."""
     modules = list_modules(root)
     graph: dict[str, set[str]] = {}
-    for name, others in build_module_graph(root).items():
+    for name, imported_modules in build_module_graph(root).items():
         package = get_package(name, modules)
-        graph.setdefault(package, set()).update(get_package(other, modules) for other in others)
+        graph.setdefault(package, set()).update(get_package(other, modules) for other in imported_modules)
         graph[package].discard(package)
     return graph
 
 
 def find_forbidden_imports(root: Path = ROOT) -> list[str]:
-    """Return the imports that `MAY_IMPORT` or `ORDER` forbid, each in the form `MODULE imports MODULE`."""
+    """Return the imports that `ALLOWED_IMPORTS` or `PACKAGE_ORDER` forbid, each in the form `MODULE imports MODULE`."""
     forbidden = []
-    for name, others in build_module_graph(root).items():
-        top, _, rest = name.partition(".")
-        for other in sorted(others):
-            other_top, _, other_rest = other.partition(".")
-            if top != other_top:
-                allowed = other_top in MAY_IMPORT[top]
-            elif top in ORDER:
-                order = ORDER[top]
-                allowed = order.index(_find_order_entry(other_rest, order)) <= order.index(
-                    _find_order_entry(rest, order)
+    for name, imported_modules in build_module_graph(root).items():
+        top_package, _, subpackage = name.partition(".")
+        for other in sorted(imported_modules):
+            other_top_package, _, other_subpackage = other.partition(".")
+            if top_package != other_top_package:
+                allowed = other_top_package in ALLOWED_IMPORTS[top_package]
+            elif top_package in PACKAGE_ORDER:
+                order = PACKAGE_ORDER[top_package]
+                allowed = order.index(_find_order_entry(other_subpackage, order)) <= order.index(
+                    _find_order_entry(subpackage, order)
                 )
             else:
                 allowed = True
@@ -140,16 +140,16 @@ def find_forbidden_imports(root: Path = ROOT) -> list[str]:
     return forbidden
 
 
-def _find_order_entry(rest: str, order: tuple[str, ...]) -> str:
+def _find_order_entry(module_below_top: str, order: tuple[str, ...]) -> str:
     """Return the entry of `order` that contains a module.
 
     Args:
-        rest: the name of the module without its top-level package.
+        module_below_top: the name of the module without its top-level package.
         order: the subpackages of the top-level package.
     """
-    if rest in order:
-        return rest
-    return rest.partition(".")[0] if "." in rest else ""
+    if module_below_top in order:
+        return module_below_top
+    return module_below_top.partition(".")[0] if "." in module_below_top else ""
 
 
 def find_reachable_imports(start: str, root: Path = ROOT) -> dict[str, str]:
@@ -164,7 +164,7 @@ def find_reachable_imports(start: str, root: Path = ROOT) -> dict[str, str]:
     while queue:
         name = queue.pop()
         follow_functions = name == start or name.split(".")[0] in ("cli", "slurm")
-        for other in list_imports(modules[name], at_start=not follow_functions):
+        for other in list_imports(modules[name], at_import_only=not follow_functions):
             if other not in importers:
                 importers[other] = name
                 if other in modules:

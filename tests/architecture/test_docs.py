@@ -1,4 +1,4 @@
-"""Test that links and error codes in the documentation exist, and that the README stays short."""
+"""Tests that links and error codes in the documentation exist, and that the README stays short."""
 
 from __future__ import annotations
 

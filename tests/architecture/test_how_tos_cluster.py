@@ -1,4 +1,4 @@
-"""Test that a stage added by its how-to runs on a real Slurm, in the chain of a run and of a sweep."""
+"""Tests that a stage added by its how-to runs on a real Slurm, in the chain of a run and of a sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cluster = cluster_fixture()
 pytestmark = pytest.mark.timeout(900)
 
 SWEEP = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
-SMALL = ("train.steps=4", "stages.train.tasks_per_node=1")
+SHORT_RUN = ("train.steps=4", "stages.train.tasks_per_node=1")
 
 
 def test_a_new_stage_runs_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
@@ -34,13 +34,13 @@ def test_a_new_stage_runs_on_the_cluster(cluster: Cluster, tmp_path: Path) -> No
         """Run submit.py of the copy on the cluster, and return its output."""
         environment = {**os.environ, **cluster.environment(), "PYTHONPATH": str(code), "COLUMNS": "200"}
         command = [sys.executable, str(code / "submit.py"), *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
-    chain_output = run_submit("tiny.yaml", *SMALL)
+    chain_output = run_submit("tiny.yaml", *SHORT_RUN)
     assert re.search(r"^count +job \d+, after \d+$", chain_output, re.M), chain_output
-    sweep_output = run_submit("tiny.yaml", *SMALL, SWEEP, "run.name=swept")
+    sweep_output = run_submit("tiny.yaml", *SHORT_RUN, SWEEP, "run.name=swept")
     assert re.search(r"^count +job \d+, after \d+$", sweep_output, re.M), sweep_output
     deadline = time.monotonic() + 600
     for run in ("tiny", "swept"):

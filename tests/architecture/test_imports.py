@@ -1,4 +1,4 @@
-"""Test that imports follow the order of packages without cycles, and that commands for the login node start fast."""
+"""Tests that imports follow the order of packages without cycles, and that commands for the login node start fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.imports import (
-    ORDER,
+    PACKAGE_ORDER,
     ROOT,
     build_module_graph,
     find_cycle,
@@ -44,14 +44,16 @@ def test_reachable_imports_include_indirect_imports() -> None:
 
 
 def test_the_order_lists_every_subpackage() -> None:
-    subpackages: dict[str, set[str]] = {name: set() for name in ORDER}
+    subpackages: dict[str, set[str]] = {name: set() for name in PACKAGE_ORDER}
     for module in list_modules():
-        top, _, rest = module.partition(".")
-        if top in ORDER:
-            subpackages[top].add(rest.partition(".")[0] if "." in rest else "")
-    assert subpackages == {name: {entry for entry in order if "." not in entry} for name, order in ORDER.items()}
+        top_package, _, module_below_top = module.partition(".")
+        if top_package in PACKAGE_ORDER:
+            subpackages[top_package].add(module_below_top.partition(".")[0] if "." in module_below_top else "")
+    assert subpackages == {
+        name: {entry for entry in order if "." not in entry} for name, order in PACKAGE_ORDER.items()
+    }
     assert {
-        f"{name}.{entry}" for name, order in ORDER.items() for entry in order if "." in entry
+        f"{name}.{entry}" for name, order in PACKAGE_ORDER.items() for entry in order if "." in entry
     } <= list_modules().keys()
 
 
@@ -75,11 +77,13 @@ def test_a_forbidden_import_is_detected(tmp_path: Path, file: str, line: str, ru
     for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "submit.py", tmp_path)
-    text = (tmp_path / file).read_text()
+    original_text = (tmp_path / file).read_text()
     (tmp_path / file).write_text(
-        text.replace("from __future__ import annotations\n", f"from __future__ import annotations\n{line}\n", 1)
+        original_text.replace(
+            "from __future__ import annotations\n", f"from __future__ import annotations\n{line}\n", 1
+        )
     )
-    assert (tmp_path / file).read_text() != text
+    assert (tmp_path / file).read_text() != original_text
     checks = {
         "direction": lambda: set(find_forbidden_imports(tmp_path)) - set(find_forbidden_imports()),
         "cycle": lambda: find_cycle(build_module_graph(tmp_path)),
