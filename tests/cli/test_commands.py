@@ -1,4 +1,4 @@
-"""Test the command line: commands from any folder and with any Python, printed commands, help, and imports."""
+"""Test the command line: how submit.py starts, the commands that it prints, its help, and its imports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLOW_PACKAGES = {"torch", "numpy", "h5py", "tokenizers", "safetensors", "pyarrow
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Create a checkout of this code with a `.venv`. Return its path."""
+    """Return a folder like a checkout: submit.py, and links to the packages and to a `.venv`."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     shutil.copy(CODE_ROOT / "submit.py", folder)
@@ -46,7 +46,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sluice(tmp_path: Path) -> Path:
-    """Create the console script that pip would create from the entry point in setup.cfg. Return its path."""
+    """Write the command `sluice` as pip would write it from the entry point in setup.cfg. Return its path."""
     setup = ConfigParser()
     setup.read(CODE_ROOT / "setup.cfg")
     name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
@@ -60,7 +60,7 @@ def sluice(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def group() -> CommandGroup:
-    """Return the group of all commands, as typer builds it."""
+    """Return the typer group of all commands."""
     command_group = get_command(app)
     assert isinstance(command_group, CommandGroup)
     return command_group
@@ -76,6 +76,7 @@ def run_command(
 
 
 def test_submit_continues_in_the_venv_of_its_checkout(checkout: Path, tmp_path: Path) -> None:
+    """A Python without the packages starts submit.py, which starts the Python of `.venv`. Without `.venv`, it fails."""
     result = run_command([*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py", "status"], tmp_path)
     assert result.returncode == 0 and "no runs below runs" in result.stdout, result.stderr
     (checkout / ".venv").unlink()
@@ -97,7 +98,9 @@ def test_a_venv_python_that_is_a_wrapper_script_is_started_once(checkout: Path, 
 
 
 @pytest.mark.parametrize("entry_point", ["in the checkout", "from another folder", "sluice", "sluice by its path"])
-def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_path: Path, entry_point: str) -> None:
+def test_a_printed_command_works_in_the_same_folder(
+    checkout: Path, sluice: Path, tmp_path: Path, entry_point: str
+) -> None:
     folder = tmp_path
     command = [*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py"]
     environment = CLEAN_ENVIRONMENT
@@ -110,7 +113,7 @@ def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_p
     if entry_point == "sluice":
         command = ["sluice"]
         environment = environment | {"PATH": f"{sluice.parent}{os.pathsep}{environment['PATH']}"}
-    # `env` searches PATH as a shell does
+    # use `env`, because subprocess would search for the program in the PATH of this process
     output = run_command(["env", *command, "status"], folder, environment).stdout
     printed_command = output.replace("\n", " ").partition("to make one: ")[2].removesuffix(" CONFIG.yaml ")
     assert printed_command.split()[-1] == command[-1], output
@@ -119,20 +122,23 @@ def test_a_printed_command_works_when_pasted(checkout: Path, sluice: Path, tmp_p
 
 
 def test_a_printed_command_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/somewhere/slurm/__main__.py", "train"])
+    monkeypatch.setattr(sys, "argv", ["/code/slurm/__main__.py", "train"])  # a process that submit.py did not start
     assert shlex.split(format_command("resume", "runs/it's")) == ["python", "submit.py", "resume", "runs/it's"]
     monkeypatch.setattr(sys, "argv", ["/my code/submit.py"])
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    # the command names this Python, because another one would lack the packages
+    # the command names this Python, because another Python may lack the packages
     assert shlex.split(format_command("status")) == [sys.executable, "/my code/submit.py", "status"]
 
 
-@pytest.mark.parametrize(("command", "match"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])
-def test_the_error_for_an_unknown_command_names_the_most_similar_command(command: str, match: str | None) -> None:
+@pytest.mark.parametrize(("command", "similar_command"), [("statuss", "status"), ("canel", "cancel"), ("xyzzy", None)])
+def test_the_error_for_an_unknown_command_names_the_most_similar_command(
+    command: str, similar_command: str | None
+) -> None:
+    """If no command is similar, the error lists all commands."""
     with pytest.raises(UserError) as error:
         app([command, "runs/tiny"])
     assert error.value.code == "cli.unknown_command" and str(error.value).startswith(f"{command}: ")
-    for name in [match] if match else COMMANDS:
+    for name in [similar_command] if similar_command else COMMANDS:
         assert name in str(error.value).partition(";")[2]
 
 
@@ -148,6 +154,7 @@ def test_an_existing_file_or_a_path_is_not_reported_as_an_unknown_command(
 
 
 def test_the_shell_completes_commands(sluice: Path, tmp_path: Path) -> None:
+    """The variables are those with which bash requests completions of the word "re"."""
     completion_request = {"PYTHONPATH": str(CODE_ROOT), "_SLUICE_COMPLETE": "complete_bash", "COMP_WORDS": "sluice re"}
     result = run_command([str(sluice)], tmp_path, {**CLEAN_ENVIRONMENT, **completion_request, "COMP_CWORD": "1"})
     assert result.stdout.split() == ["resume", "report"], result.stderr
@@ -162,9 +169,9 @@ def test_the_help_lists_every_command_on_one_line(
     output = capsys.readouterr().out
     assert exit_info.value.code == 0 and max(map(len, output.splitlines())) <= 80
     assert "..." not in output.split("Options:")[1]
-    listed = re.findall(r"^      (\w+) .*  [a-z]", output.split("Run\n")[1], re.M)
-    # `submit` has no name on the command line: its argument is CONFIG
-    assert sorted(listed) == sorted(["CONFIG", *({*COMMANDS} - {"submit"})])
+    listed_names = re.findall(r"^      (\w+) .*  [a-z]", output.split("Run\n")[1], re.M)
+    # `submit` has no name on the command line; its argument CONFIG is listed instead
+    assert sorted(listed_names) == sorted(["CONFIG", *({*COMMANDS} - {"submit"})])
     assert "my_text.yaml --dry-run" in output
 
 
@@ -207,7 +214,7 @@ COMMANDS_WITHOUT_TORCH = {
     "init": [],
     "schema": [],
 }
-"""Commands that never import a slow package in their own process, and arguments for each."""
+"""Commands that must not import a slow package in their process, and arguments for each."""
 
 
 @pytest.mark.parametrize("name", COMMANDS_WITHOUT_TORCH)
@@ -236,7 +243,7 @@ def test_help_imports_neither_pydantic_nor_command_modules(tmp_path: Path) -> No
 
 
 def test_a_command_that_imports_torch_prefers_the_packages_of_sluice(tmp_path: Path) -> None:
-    """A folder on PYTHONPATH has a package of the same name. Processes that torch starts must not import it either."""
+    """A folder on PYTHONPATH contains another package `planning`. Processes that torch starts must not import it."""
     (tmp_path / "planning").mkdir()
     (tmp_path / "planning/__init__.py").write_text("raise ImportError('a package of the user')\n")
     program = (
@@ -293,7 +300,7 @@ def test_a_missing_argument_and_an_unknown_option_are_user_errors() -> None:
 
 
 def test_a_rank_raises_its_limit_of_open_files_to_the_hard_limit() -> None:
-    """Without this, a job would have the soft limit of the login node."""
+    """Otherwise, a job would keep the soft limit of the login node, which Slurm copies to jobs."""
     program = (
         "from resource import *; from pipeline.__main__ import main; main(['train', 'nowhere.yaml']); "
         "print(getrlimit(RLIMIT_NOFILE))"

@@ -1,4 +1,4 @@
-"""Test the output of `--dry-run`: the summary, jobs, layout, memory, inputs and warnings."""
+"""Test the output of `--dry-run`: summary, jobs, layout, memory, inputs and warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.tiny import make_run, write_config
 
 @pytest.fixture
 def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a command in a folder with a tiny config, and returns the output."""
+    """Return a function that runs submit.py with arguments in a folder with tiny.yaml, and returns the output."""
     write_config(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -42,6 +42,7 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_the_summary_fits_on_a_screen_and_begins_with_the_verdict(run_cli: Callable[..., str]) -> None:
+    """A screen has 24 lines. Without `--scripts`, the summary has no scripts and no resolved config."""
     for arguments in ((), ("--executor", "slurm"), ("sweep={grid: {optimizer.lr: [0.1, 0.2, 0.3, 0.4, 0.5]}}",)):
         output = run_cli("tiny.yaml", "--dry-run", *arguments)
         assert len(output.splitlines()) <= 24 and output.startswith("run       runs/tiny\nverdict   "), output
@@ -50,11 +51,11 @@ def test_the_summary_fits_on_a_screen_and_begins_with_the_verdict(run_cli: Calla
 
 
 def test_the_option_scripts_prints_scripts_after_the_summary(run_cli: Callable[..., str]) -> None:
-    """Scripts exist only for Slurm. The resolved config is always printed."""
-    local = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "local")
-    assert "#!/bin/bash" not in local and "sequence_length: 32" in local
-    slurm = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "slurm")
-    summary, scripts = slurm.split("# ---- config, resolved\n")
+    """There are scripts only for Slurm. With `--scripts`, the resolved config is also printed."""
+    local_output = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "local")
+    assert "#!/bin/bash" not in local_output and "sequence_length: 32" in local_output
+    slurm_output = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "slurm")
+    summary, scripts = slurm_output.split("# ---- config, resolved\n")
     assert summary.startswith("run ") and scripts.count("#!/bin/bash") == 5 and "sequence_length: 32" in scripts
 
 
@@ -66,20 +67,20 @@ def test_without_slurm_no_slurm_options_are_printed(
     assert "#SBATCH" not in output and "none on Slurm: 4 stages on this machine" in output
 
 
-@pytest.mark.parametrize("controller", [None, "UP", "DOWN"])
+@pytest.mark.parametrize("controller_state", [None, "UP", "DOWN"])
 def test_a_controller_that_does_not_respond_is_a_problem(
-    run_cli: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controller: str | None
+    run_cli: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controller_state: str | None
 ) -> None:
-    """A dry run works without a controller, but reports that submitting would fail."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("sbatch", "scontrol") if controller else ():
-        (tools / name).write_text(f"#!/bin/sh\necho 'Slurmctld(primary) at here is {controller}'\n")
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin" if controller else "/nowhere")
+    """A dry run works without a controller, but reports that a submission would fail. None: Slurm is not installed."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "scontrol") if controller_state else ():
+        (folder / name).write_text(f"#!/bin/sh\necho 'Slurmctld(primary) at a is {controller_state}'\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin" if controller_state else "/nowhere")
     output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm")
-    assert ("problem   submitting would fail" in output) == (controller != "UP"), output
-    assert ("scontrol ping" in output) == (controller != "UP")
+    assert ("problem   submitting would fail" in output) == (controller_state != "UP"), output
+    assert ("scontrol ping" in output) == (controller_state != "UP")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_the_batch_is_split_over_replicas_and_the_layout_is_shown(
 
 
 def test_a_dry_run_for_an_existing_run_shows_changes_and_remaining_stages(run_cli: Callable[..., str]) -> None:
-    """Changes are corrections in the config, or values that `resume` has changed. Completed stages need no job."""
+    """The config may have corrections, and `resume` may have changed values. Completed stages need no job."""
     run = make_run(Path.cwd())
     output = run_cli("tiny.yaml", "--dry-run", "optimizer.lr=0.5", "--executor", "local")
     assert "\ncorrects  optimizer.lr: 0.01 → 0.5\n" in output
@@ -135,7 +136,7 @@ LARGE_MODEL = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 2867
 
 
 @pytest.mark.parametrize(
-    ("arguments", "size", "fits"),
+    ("arguments", "size_text", "fits"),
     [
         (["site.gpu_memory_gib=80"], "site.gpu_memory_gib: 80 GiB", False),
         (["site.machine=h100"], "site.machine h100: 79.6 GiB", False),
@@ -148,16 +149,19 @@ LARGE_MODEL = ("model={dim: 8192, layers: 80, heads: 64, intermediate_size: 2867
     ],
 )
 def test_gpu_memory_is_checked_as_in_plan_if_its_size_is_known(
-    run_cli: Callable[..., str], arguments: list[str], size: str | None, fits: bool
+    run_cli: Callable[..., str], arguments: list[str], size_text: str | None, fits: bool
 ) -> None:
-    """Each rank has one GPU. The dry run imports no torch, but its verdict must be that of `plan`."""
+    """Each rank has one GPU. The dry run does not import torch, but its verdict must equal that of `plan`.
+
+    `size_text` is the source and the size of the memory; None: the size is unknown, and the memory is not checked.
+    """
     output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", *LARGE_MODEL, "site.gpus_per_node=2", *arguments)
     lines = [line for line in output.splitlines() if re.match("(problem|memory) .*GPU", line)]
-    if size is None:
+    if size_text is None:
         assert not lines
         return
     (line,) = lines
-    assert size in line and line.startswith("memory ") == fits and (" fits: " in line) == fits, line
+    assert size_text in line and line.startswith("memory ") == fits and (" fits: " in line) == fits, line
     size_gib = re.search(r": ([\d.]+) GiB", line)
     assert size_gib is not None
     overrides = [argument for argument in arguments if "=" in argument]
@@ -167,6 +171,7 @@ def test_gpu_memory_is_checked_as_in_plan_if_its_size_is_known(
 
 
 def test_a_gpu_type_with_several_memory_sizes_gets_a_verdict_for_each_size(run_cli: Callable[..., str]) -> None:
+    """There are A100 with 40 GiB and with 80 GiB."""
     output = run_cli(
         "tiny.yaml", "--dry-run", *LARGE_MODEL, "model.layers=4", "site.gpu_type=a100", "--executor", "slurm"
     )
@@ -192,6 +197,7 @@ def test_a_model_that_exceeds_the_host_memory_of_this_machine_is_a_problem(
 ) -> None:
     """Each of two ranks needs 16 bytes per parameter: fp32 weights, gradients and two moments."""
     monkeypatch.setattr(memory_check, "has_gpu", lambda: False)
+    # the machine has 23 GB
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
     assert "memory    host: fits" in run_cli("tiny.yaml", "--dry-run", "--executor", "local")
     output = run_cli("tiny.yaml", "--dry-run", "--executor", "local", HUGE_MODEL)
@@ -225,7 +231,7 @@ def test_a_model_that_exceeds_the_host_memory_of_its_job_is_a_problem(
 
 
 @pytest.mark.parametrize(
-    ("line", "limit_file"),
+    ("cgroup_line", "limit_file"),
     [
         ("0::/user.slice/user-7.slice/s", "user.slice/user-7.slice/memory.max"),
         ("4:memory:/jobs/a", "memory/jobs/memory.limit_in_bytes"),
@@ -233,12 +239,15 @@ def test_a_model_that_exceeds_the_host_memory_of_its_job_is_a_problem(
     ],
 )
 def test_the_memory_limit_of_a_cgroup_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, limit_file: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup_line: str, limit_file: str
 ) -> None:
-    """Login nodes often limit the memory of each user, and containers have limits too."""
+    """Login nodes often limit the memory of each user, and containers may also have limits.
+
+    `cgroup_line` is a line of /proc/self/cgroup. The second line is that of cgroup v1. The value `max` is no limit.
+    """
     monkeypatch.setattr(memory_check, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory_check, "PROCESS_CGROUPS", tmp_path / "cgroup")
-    (tmp_path / "cgroup").write_text(f"3:cpuset:/x\n{line}\n")
+    (tmp_path / "cgroup").write_text(f"3:cpuset:/x\n{cgroup_line}\n")
     assert memory_check.local_memory_limit()[1] == "this machine"
     (tmp_path / limit_file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / limit_file).write_text("max\n")
@@ -274,8 +283,8 @@ def test_the_problem_names_the_sweep_point_that_exceeds_the_memory(
 
 def test_submitting_a_run_prints_memory_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(write_config(tmp_path), [HUGE_MODEL, "site.mem_gb=64", "site.gpu_memory_gib=80"])
-    kinds = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
-    assert kinds == ["warning: GPU memory:", "warning: host memory:"]
+    beginnings = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
+    assert beginnings == ["warning: GPU memory:", "warning: host memory:"]
     output = io.StringIO()
     monkeypatch.setattr(submit, "console", PlainConsole(file=output, width=300))
     monkeypatch.setattr(memory_check, "local_memory_limit", lambda: (23 * 10**9, "this machine"))
@@ -297,10 +306,12 @@ def test_the_number_and_size_of_input_files_are_printed(run_cli: Callable[..., s
 def test_a_note_is_printed_if_threads_outnumber_cores(
     run_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3})
-    assert "note " not in run_cli("tiny.yaml", "--dry-run", "--executor", "local"), "two ranks fit on two cores"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})  # this process may use 2 cores
+    assert "note " not in run_cli("tiny.yaml", "--dry-run", "--executor", "local"), (
+        "no note is needed for two ranks on two cores"
+    )
     for override, message in (
-        ("stages.train.tasks_per_node=4", "4 ranks of train with train.threads=1 each share 2 CPU cores"),
-        ("train.threads=2", "2 ranks of train with train.threads=2 each share 2 CPU cores"),
+        ("stages.train.tasks_per_node=4", "4 ranks of train, each with train.threads=1, share 2 CPU cores"),
+        ("train.threads=2", "2 ranks of train, each with train.threads=2, share 2 CPU cores"),
     ):
         assert message in run_cli("tiny.yaml", "--dry-run", "--executor", "local", override)

@@ -1,4 +1,4 @@
-"""Test which events are printed while a process follows a stage."""
+"""Test which events of a stage submit.py prints while it follows the stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny import write_config
 def test_restores_and_retries_are_printed_once_when_they_happen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
-    """Only new events of this stage are printed. Events that are written just before the end are included."""
+    """Only events of this stage that are new are printed, including those just before the end of the stage."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     monkeypatch.setattr(local_runner, "LIVE_INTERVAL_S", 0.0)
     run = Run.create(load_config(write_config(tmp_path)))
@@ -41,8 +41,8 @@ def test_restores_and_retries_are_printed_once_when_they_happen(
         write_event(run, "restored", "train", step=28, seconds=0.1, lost_steps=0)
         yield False
 
-    polls = write_events()
-    local_runner.follow_stage(run, "train", lambda: next(polls), console)
+    is_running = write_events()
+    local_runner.follow_stage(run, "train", lambda: next(is_running), console)
     output = file.getvalue()
     lines = [line[line.index("train  ") :] for line in output.splitlines() if "step " in line or "after" in line]
     assert [" ".join(line.split()) for line in lines] == [

@@ -1,4 +1,4 @@
-"""Test `init`: runs of the configs that it writes succeed, and it never overwrites a file."""
+"""Test `init`: the configs that it writes can be trained, and it never overwrites a file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SMALL_RUN = ("train.steps=3", "optimizer.warmup_steps=1", "train.global_batch=4"
 
 
 def write_data(folder: Path) -> None:
-    """Write the data that both configs name as data.source."""
-    corpus = write_corpus(folder, 100).read_text().splitlines()
+    """Write the data that `data.source` names in the two configs of `init`."""
+    texts = write_corpus(folder, 100).read_text().splitlines()
     for name in ("texts", "arrays"):
         (folder / name).mkdir()
-    for number, text in enumerate(corpus):
+    for number, text in enumerate(texts):
         (folder / f"texts/{number}.txt").write_text(text)
     with h5py.File(folder / "arrays/a.h5", "w") as file:
         file["inputs"] = np.random.default_rng(0).normal(size=(80, 16)).astype(np.float32)
@@ -37,7 +37,7 @@ def write_data(folder: Path) -> None:
 
 
 def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
-    """Run all stages of a config in `folder`, with train and evaluate on two ranks. Return the run."""
+    """Run all stages of a config in `folder`. Use two ranks for train and evaluate. Return the run."""
     run = Run.create(load_config(folder / config, (*SMALL_RUN, *overrides)))
     for stage in ("prepare", "shard"):
         assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag()) == ExitCode.DONE
@@ -47,7 +47,7 @@ def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
     return run
 
 
-def test_all_stages_of_the_text_config_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stages_of_the_config_for_text_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert write_starter(Path(), model=False).endswith(" my_text.yaml")
     assert os.listdir() == ["my_text.yaml"]
@@ -74,16 +74,16 @@ def test_a_dry_run_accepts_the_written_config_and_a_second_init_fails(
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     assert run_submit(*arguments).returncode == 0
-    without_data = run_submit(config, "--dry-run")
-    assert without_data.returncode == ExitCode.USER_ERROR
-    assert "error[data.no_files]: data.source: " in without_data.stderr
+    result = run_submit(config, "--dry-run")  # without data
+    assert result.returncode == ExitCode.USER_ERROR
+    assert "error[data.no_files]: data.source: " in result.stderr
     write_data(tmp_path)
-    with_data = run_submit(config, "--dry-run")
-    assert with_data.returncode == 0 and "\ntrain     " in with_data.stdout, with_data.stderr
-    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    second_init = run_submit(*arguments)
-    assert second_init.returncode == ExitCode.USER_ERROR and "error[cli.file_exists]" in second_init.stderr
-    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    result = run_submit(config, "--dry-run")
+    assert result.returncode == 0 and "\ntrain     " in result.stdout, result.stderr
+    files_before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    result = run_submit(*arguments)
+    assert result.returncode == ExitCode.USER_ERROR and "error[cli.file_exists]" in result.stderr
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == files_before
     assert str(CODE_ROOT / "configs/schema.json") in (tmp_path / config).read_text(), (
         "the config must name the schema, which editors use"
     )

@@ -1,4 +1,4 @@
-"""Test the ledger, which divides the hours of a run into categories, with simulated runs and with random events."""
+"""Test the ledger, which divides the time of a run into categories, with simulated runs and with random events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tracking.report import draw_timeline
 
 STAGES = ("shard", "train")
 START_TIME = 1_700_000_000.0
-"""When each simulated run begins, in seconds since 1970."""
+"""Start of each simulated run, in seconds since 1970."""
 MEASURED_CATEGORIES = {
     "data": ("data_wait_s", 1 / 4),
     "checkpoint": ("checkpoint_s", 1 / 8),
     "communication": ("exposed_comm_s", 1 / 16),
     "evaluation": ("evaluate_s", 1 / 32),
 }
-"""Categories of the time of a step, except compute: the key in a line of metrics, and the share in the simulation."""
+"""Categories of the time of a step, except compute. For each: the key in metrics.jsonl, and its simulated share."""
 durations = st.integers(1, 5000).map(lambda n: n / 100)
 
 
@@ -41,7 +41,7 @@ def format_time(seconds: float) -> str:
 
 
 class SimulatedRun:
-    """Writes the events and metrics of a train stage with a simulated clock, and records the true seconds."""
+    """Write the events and metrics of a train stage with a simulated clock, and record the true seconds."""
 
     def __init__(self) -> None:
         self.clock = START_TIME
@@ -50,29 +50,30 @@ class SimulatedRun:
         """The lines of metrics.jsonl."""
         self.saved_step = 0
         self.died_silently = False
-        """Whether the supervisor of the last attempt died without an end event."""
+        """True if the supervisor of the last attempt was killed before it wrote an end event."""
         self.true_seconds: list[dict[str, float]] = []
-        """For each attempt: category → seconds."""
+        """The seconds of each category, for each attempt."""
         self.attempt_of_step: dict[int, int] = {}
+        """Index of the attempt that ran a step."""
 
     def write_event(self, name: str, **fields: Any) -> None:
         """Append an event at the current time."""
         self.events.append({"time": format_time(self.clock), "event": name, "stage": "train", **fields})
 
     def spend(self, category: str, seconds: float) -> None:
-        """Advance the clock, and count the seconds for a category of the current attempt."""
+        """Advance the clock and add the seconds to a category of the current attempt."""
         self.clock += seconds
         self.true_seconds[-1][category] += seconds
 
     def run_attempt(self, plan: dict[str, Any], is_first: bool, is_last: bool) -> None:
-        """Queue, start, restore a checkpoint, run steps and end.
+        """Simulate an attempt: it waits in the queue, starts, restores a checkpoint, runs steps and ends.
 
         Args:
-            plan: the seconds of each phase (`idle`, `queue`, `startup`, `ending`) and of each step (`steps`). The user
-                submits the job if `by_user` is set. The attempt ends with a save if `save` is set, and without an event
-                if `silent` is set. The job has a successor job if `successor` is set.
-            is_first: whether this is the first attempt of the run.
-            is_last: whether it is the last one.
+            plan: the attempt as a dict. `idle`, `queue`, `startup` and `ending` are the seconds of these phases.
+                `steps` has the seconds of each step. If `by_user`, the user submits the job. If `save`, the attempt
+                ends with a save. If `silent`, it ends without an event. If `successor`, the job has a successor job.
+            is_first: True for the first attempt of the run.
+            is_last: True for the last attempt of the run.
         """
         self.true_seconds.append(dict.fromkeys(CATEGORIES, 0.0))
         if is_first or plan["by_user"]:
@@ -84,7 +85,7 @@ class SimulatedRun:
         self.spend("queue", plan["queue"] / 2)
         if plan["successor"]:
             self.write_event("submitted", job_id="8", kind="afternotok", after=["7"])
-            if is_first or plan["by_user"] or not self.died_silently:  # a `resume` while the job is already pending
+            if is_first or plan["by_user"] or not self.died_silently:  # a user runs `resume` while the job is pending
                 self.write_event("resumed")
         self.spend("queue", plan["queue"] / 2)
         if not is_first and self.died_silently:
@@ -152,7 +153,9 @@ def test_the_ledger_equals_the_true_seconds_of_a_simulated_run(attempt_plans: li
         run.run_attempt(plan, number == 0, number == len(attempt_plans) - 1)
     ledger = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock)
     assert len(ledger) == len(attempt_plans)
-    assert sum(a.end_time - a.start_time for a in ledger) == pytest.approx(run.clock - START_TIME, abs=0.01)
+    assert sum(attempt.end_time - attempt.start_time for attempt in ledger) == pytest.approx(
+        run.clock - START_TIME, abs=0.01
+    )
     for attempt, true_seconds, plan in zip(ledger, run.true_seconds, attempt_plans, strict=True):
         assert sum(attempt.seconds.values()) == pytest.approx(attempt.end_time - attempt.start_time, abs=1e-6)
         tolerance_s = 0.01 * (2 + len(plan["steps"]))
@@ -171,9 +174,9 @@ random_events = st.fixed_dictionaries(
     },
     optional={"task": st.sampled_from([None, None, 0, 1]), "noticed_later": st.booleans(), "cause": st.just("crashed")},
 )
-KEYS = ("step_time_s", *(key for key, _ in MEASURED_CATEGORIES.values()))
-lines = st.lists(st.tuples(*[durations] * len(KEYS)), max_size=30).map(
-    lambda rows: [{"step": i} | dict(zip(KEYS, row, strict=True)) for i, row in enumerate(rows, 1)]
+TIME_KEYS = ("step_time_s", *(key for key, _ in MEASURED_CATEGORIES.values()))
+metrics_lines = st.lists(st.tuples(*[durations] * len(TIME_KEYS)), max_size=30).map(
+    lambda rows: [{"step": i} | dict(zip(TIME_KEYS, row, strict=True)) for i, row in enumerate(rows, 1)]
 )
 job_runs = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), max_size=4).map(
     lambda rows: [JobRun("7", START_TIME + a, START_TIME + a + b) for a, b in rows]
@@ -181,10 +184,11 @@ job_runs = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), m
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(random_events, min_size=5, max_size=25), lines, job_runs, st.booleans())
+@given(st.lists(random_events, min_size=5, max_size=25), metrics_lines, job_runs, st.booleans())
 def test_categories_add_up_to_the_wall_time_for_any_events(
     events: list[dict[str, Any]], metrics: list[dict[str, Any]], jobs: list[JobRun], is_running: bool
 ) -> None:
+    """Also, the page with the timeline contains no unescaped text and no "nan"."""
     now = START_TIME + 20_000
     ledger = build_ledger(parse_events(events), metrics, STAGES, now, ["train"] if is_running else [], jobs)
     previous_attempts: dict[tuple[str, int | None], AttemptTimes] = {}
@@ -201,9 +205,9 @@ def test_categories_add_up_to_the_wall_time_for_any_events(
 
 
 def test_compute_ratios_returns_ettr_and_forward_progress() -> None:
-    """Of 200 s, 90 s are productive, 60 s are in the queue and 20 s are idle.
+    """Of 200 s, 90 s are productive (compute and data), 60 s are in the queue and 20 s are idle.
 
-    ETTR excludes idle time, and forward progress also excludes the queue.
+    The effective training time ratio (ETTR) excludes idle time. Forward progress also excludes the queue.
     """
     seconds = dict.fromkeys(CATEGORIES, 0.0) | {
         "idle": 20,
@@ -216,11 +220,12 @@ def test_compute_ratios_returns_ettr_and_forward_progress() -> None:
     assert compute_ratios(seconds) == pytest.approx((90 / 180, 90 / 120))
 
 
-def test_the_times_of_a_job_that_died_silently_are_taken_from_accounting() -> None:
+def test_the_times_of_a_job_without_an_end_event_are_taken_from_accounting() -> None:
+    """Accounting says that the job ran from second 15 to 60, and again from second 120 to 150."""
     run = SimulatedRun()
-    common = {"idle": 5.0, "startup": 10.0, "ending": 1.0, "by_user": False, "save": True, "successor": False}
-    run.run_attempt({**common, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, True, False)
-    run.run_attempt({**common, "queue": 100.0, "steps": [1.0], "silent": False}, False, True)
+    plan = {"idle": 5.0, "startup": 10.0, "ending": 1.0, "by_user": False, "save": True, "successor": False}
+    run.run_attempt({**plan, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, True, False)
+    run.run_attempt({**plan, "queue": 100.0, "steps": [1.0], "silent": False}, False, True)
     jobs = [JobRun("7", START_TIME + 15, START_TIME + 60), JobRun("7", START_TIME + 120, START_TIME + 150)]
     first, second = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock, (), jobs)
     assert first.seconds["queue"] == pytest.approx(15) and first.seconds["startup"] == pytest.approx(15)
@@ -230,6 +235,7 @@ def test_the_times_of_a_job_that_died_silently_are_taken_from_accounting() -> No
 
 
 def test_the_last_attempt_of_a_running_stage_lasts_until_now() -> None:
+    """The ledger is built 50 s after the last event. If the stage does not run, the attempt ends at that event."""
     run = SimulatedRun()
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 1.0, "by_user": False, "save": False}
     run.run_attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, True, False)
@@ -241,7 +247,10 @@ def test_the_last_attempt_of_a_running_stage_lasts_until_now() -> None:
 
 
 def test_steps_are_scaled_if_they_take_longer_than_their_attempt() -> None:
-    """The clocks of the supervisor and of the host of rank 0 may differ. The sum must remain the wall time."""
+    """The clocks of the supervisor and of the host of rank 0 may differ. The sum must equal the wall time.
+
+    Four steps take 4 s, but the end event is only 2 s after the event `ready`.
+    """
     run = SimulatedRun()
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 0.0, "by_user": False, "save": False}
     run.run_attempt({**plan, "steps": [1.0] * 4, "silent": False, "successor": False}, True, True)

@@ -1,4 +1,4 @@
-"""Test `status` without RUN: one line for each run of a folder, with a single query of Slurm."""
+"""Test `status` without RUN. It prints one line for each run of a folder, and queries Slurm only once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.support.tiny import write_config
 
 
 def test_all_unfinished_slurm_runs_are_queried_with_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm is not queried for runs that are done or were never submitted to Slurm."""
+    """Slurm is not queried about runs that are done or were never submitted to Slurm. A broken config is reported."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
-    names = ("local", "done", "pending-1", "pending-2")
+    names = ("local", "done", "pending-1", "pending-2")  # the run `local` has no Slurm job
     _, done_run, first_pending_run, second_pending_run = (
         Run.create(load_config(write_config(tmp_path, name))) for name in names
     )

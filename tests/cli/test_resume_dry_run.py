@@ -1,4 +1,7 @@
-"""Test `resume --dry-run`: it prints what `resume` would change and submit, reports the same errors, writes nothing."""
+"""Test `resume --dry-run`. It prints what `resume` would change and submit, and writes nothing.
+
+It reports the same errors as `resume`.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +28,25 @@ __all__ = ["queue", "run"]  # fixtures
 
 
 def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return the modification time (ns) and the size (bytes) of a folder and of everything in it."""
+    """Return, by path, the modification time (ns) and the size (bytes) of a folder and of all files in it."""
     return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in [folder, *folder.rglob("*")]}
 
 
 def run_preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool = False, scripts: bool = False) -> str:
-    """Return the output of a dry run of `resume`, and check that it writes nothing."""
+    """Return the output of a dry run of `resume`, and check that it writes nothing.
+
+    If not `slurm`, the executor is `local`. The other arguments are options of the command.
+    """
     console = PlainConsole(width=200, record=True)
-    before = list_files(run.path)
+    files_before = list_files(run.path)
     executor: Literal["slurm", "local"] = "slurm" if slurm else "local"
     preview_resume(run, overrides, update_code, executor, bool(overrides), console, scripts=scripts)
-    assert list_files(run.path) == before
+    assert list_files(run.path) == files_before
     return console.export_text()
 
 
 def test_a_dry_run_lists_changes_and_jobs(run: Run, queue: FakeQueue) -> None:
+    """Jobs 1 and 2 are pending. With changes of keys, they would be replaced; without changes, they would stay."""
     write_submitted(run, "train", "1")
     write_submitted(run, "evaluate", "2", "afterok", "1")
     queue.set_state("1", "PENDING", "Priority")
@@ -53,7 +60,7 @@ def test_a_dry_run_lists_changes_and_jobs(run: Run, queue: FakeQueue) -> None:
     assert any(line.startswith("shard done: ") for line in lines)
     [resources] = [line for line in lines if line.startswith("train 2 × 2 = 4 processes, 01:00:00")]
     assert "partition low" in resources
-    assert "#!/bin/bash" not in run_preview(run, "stages.train.nodes=2"), "scripts are printed with --scripts only"
+    assert "#!/bin/bash" not in run_preview(run, "stages.train.nodes=2"), "scripts must be printed only with --scripts"
     scripts = output.split("# ---- on Slurm: ")[1:]
     assert [script.split("\n")[0] for script in scripts] == ["train", "evaluate"]
     assert "#SBATCH --nodes=2\n" in scripts[0] and "#SBATCH --partition=low\n" in scripts[0]
@@ -64,6 +71,7 @@ def test_a_dry_run_lists_changes_and_jobs(run: Run, queue: FakeQueue) -> None:
 
 
 def test_a_dry_run_lists_the_new_jobs_of_a_failed_chain(run: Run, queue: FakeQueue) -> None:
+    """Train job 1 has failed, and a user has cancelled the run. The dry run must change neither."""
     write_submitted(run, "train", "1")
     write_submitted(run, "evaluate", "2", "afterok", "1")
     write_event(run, "started", "train", job_id="1")
@@ -73,7 +81,7 @@ def test_a_dry_run_lists_the_new_jobs_of_a_failed_chain(run: Run, queue: FakeQue
     queue.set_state("2", "PENDING", "DependencyNeverSatisfied")
     output = run_preview(run)
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert any(line.startswith("cancelled: ") for line in lines), "resume would remove the request to cancel"
+    assert any(line.startswith("cancelled: ") for line in lines), "the removal of the cancellation must be listed"
     assert {"evaluate job 2 would be cancelled", "train job new-1", "evaluate job new-2, after new-1"} <= {*lines}
     assert run.cancelled_file.exists() and queue.states["2"].state == "PENDING"
 
@@ -96,7 +104,7 @@ def test_a_dry_run_reports_a_time_limit_that_is_too_short(
     assert "hunter2" not in run_preview(run, "site.setup=[export TOKEN=hunter2]")
     run.apply_overrides(["stages.train.time=00:02:00"])
     start_run(run, "slurm", is_resumed=True)
-    assert warning.search(capsys.readouterr().out), "resume must report it too"
+    assert warning.search(capsys.readouterr().out), "`resume` must also report the short time limit"
 
 
 @pytest.mark.parametrize(
@@ -122,12 +130,12 @@ def test_resume_and_its_dry_run_fail_before_anything_is_recorded(
 ) -> None:
     monkeypatch.setattr("cli.resume.choose_executor", lambda executor, run: "slurm")
     (run.checkpoints_dir / "step-00000007").mkdir()
-    before = list_files(run.path)
+    files_before = list_files(run.path)
     for options in ([], ["--dry-run"]):
         with raises_error(code, *expected_texts):
             app(["resume", str(run.path), *overrides, *options], standalone_mode=False)
-    changed = {path.name for path, stat in list_files(run.path).items() if before.get(path) != stat}
-    assert not changed - {".creating", run.path.name}  # only the lock file is created
+    changed_names = {path.name for path, stat in list_files(run.path).items() if files_before.get(path) != stat}
+    assert not changed_names - {".creating", run.path.name}  # `resume` creates only the lock file
 
 
 def test_a_local_dry_run_lists_stages(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -136,7 +144,7 @@ def test_a_local_dry_run_lists_stages(monkeypatch: pytest.MonkeyPatch, run: Run)
     assert "train.steps: 30 → 40\n" in output
     assert re.search(r"^shard +done: ", output, re.MULTILINE)
     assert re.search(r"^train +would run: 0/40", output, re.MULTILINE)
-    assert "train.threads=" in output, "two processes on one core cause a warning"
+    assert "train.threads=" in output, "a note about two ranks on one core is missing"
     assert "#!/bin/bash" not in output
     assert f"{run.code_dir} would be replaced" in run_preview(run, slurm=False, update_code=True)
 
@@ -147,7 +155,7 @@ def test_resume_has_the_option_dry_run(
     run = Run.create(load_config(write_config(tmp_path)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["submit.py", "resume"])
-    before = list_files(run.path)
+    files_before = list_files(run.path)
     arguments = ["resume", "runs/tiny", "train.steps=40", "--dry-run", "--update-code", "--executor", "local"]
     app(arguments, standalone_mode=False)
-    assert "train.steps: 30 → 40\n" in capsys.readouterr().out and list_files(run.path) == before
+    assert "train.steps: 30 → 40\n" in capsys.readouterr().out and list_files(run.path) == files_before

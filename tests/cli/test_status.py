@@ -1,4 +1,4 @@
-"""Test the state of stages that `status` shows, its tables, and how often it queries Slurm, without a cluster."""
+"""Test the states of stages and the tables that `status` shows, and how often it queries Slurm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
 
 
 @pytest.mark.parametrize(
-    ("missing", "is_locked", "events", "job_state", "state", "problem", "is_active"),
+    ("missing_outputs", "is_locked", "events", "job_state", "state", "problem", "is_active"),
     [
         (None, False, [STARTED, DONE], "COMPLETED", "done", "", False),
         (None, False, [], None, "done", "", False),
@@ -59,7 +59,7 @@ FAILED = {"event": "failed", "cause": "hang", "message": "rank 3"}
     ],
 )
 def test_the_state_of_a_stage_follows_from_its_outputs_lock_events_and_job(
-    missing: str | None,
+    missing_outputs: str | None,
     is_locked: bool,
     events: list[dict[str, Any]],
     job_state: str | None,
@@ -67,8 +67,9 @@ def test_the_state_of_a_stage_follows_from_its_outputs_lock_events_and_job(
     problem: str,
     is_active: bool,
 ) -> None:
+    """`missing_outputs` describes which outputs are missing (None: none), `job_state` is the state of job 9."""
     job = JobState("9", job_state) if job_state else None
-    summary = status.determine_state(missing, is_locked, parse_events(events), job)
+    summary = status.determine_state(missing_outputs, is_locked, parse_events(events), job)
     assert (summary.state, summary.is_active) == (state, is_active)
     assert problem in summary.problem and bool(problem) == bool(summary.problem), summary
 
@@ -76,7 +77,7 @@ def test_the_state_of_a_stage_follows_from_its_outputs_lock_events_and_job(
 def test_the_state_of_jobs_with_an_unsatisfiable_dependency_is_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes the job of evaluate, which depends on the job of train."""
+    """The dependency of train can never be satisfied, so evaluate, which depends on train, can never start either."""
     run = make_run(tmp_path)
     jobs = [
         SubmittedJob(run.path, "train", "3", JobState("3", "PENDING", "DependencyNeverSatisfied")),
@@ -101,40 +102,39 @@ def test_the_state_of_a_held_job_has_the_command_that_releases_it(reason: str, h
 
 
 def test_the_state_of_a_waiting_stage_names_a_missing_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only stages that wait for their inputs check them, because there may be 100,000 of them."""
+    """`status` checks the input files only of stages that wait for them, because there may be 100,000 files."""
     run = make_run(tmp_path)
     (run.data_dir / "manifest.json").unlink()
-    checked: list[Input] = []
+    checked_inputs: list[Input] = []
     find_problem = Input.find_problem
 
     def record_check(source: Input) -> str | None:
-        checked.append(source)
+        checked_inputs.append(source)
         return find_problem(source)
 
     monkeypatch.setattr(Input, "find_problem", record_check)
     rows = status.StatusPoller(run).poll()[:2]
-    assert [(row.state, row.problem) for row in rows] == [("done", ""), ("waiting", "")] and len(
-        checked
-    ) == 1  # the corpus
+    assert [(row.state, row.problem) for row in rows] == [("done", ""), ("waiting", "")]
+    assert len(checked_inputs) == 1, "the corpus must be checked once"
     corpus = tmp_path / "corpus.jsonl"
     corpus.unlink()
     rows = status.StatusPoller(run).poll()[:2]
     assert [row.state for row in rows] == ["done", "waiting"]
     for problem in (rows[1].problem, str(load_stage_module("prepare").describe_missing_outputs(run))):
         assert problem.startswith(f"input {corpus} has been removed")
-    checked.clear()
+    checked_inputs.clear()
     write_event(run, "submitted", "shard", job_id="1", executor="local")
     write_event(run, "started", "shard", job_id="1")
     assert status.StatusPoller(run).poll()[1].state == "died"
-    assert not checked, "a stage that has started checks its inputs itself"
+    assert not checked_inputs, "`status` must not check the inputs of a stage that has started"
 
 
 def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"{number:03}.txt" for number in range(250)]
-    checked: list[Path] = []
+    checked_paths: list[Path] = []
 
     def record_stat(path: Path) -> os.stat_result:
-        checked.append(path)
+        checked_paths.append(path)
         return os.stat(path)
 
     inputs = [Input(str(tmp_path / name), 0, 0, "text") for name in names]
@@ -144,8 +144,8 @@ def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pyt
     folder = SimpleNamespace(path=tmp_path, inputs=inputs)
     monkeypatch.setattr("data_prep.shard.open_finished_data_folder", lambda run: folder)
     monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=record_stat))
-    assert missing_inputs(Run(tmp_path)) is None and 80 < len(checked) <= 100
-    for name in names[100:110]:  # ten in a row, because about every third input is checked
+    assert missing_inputs(Run(tmp_path)) is None and 80 < len(checked_paths) <= 100
+    for name in names[100:110]:  # ten consecutive files, because about every third file is checked
         (tmp_path / name).unlink()
     assert "removed" in str(missing_inputs(Run(tmp_path)))
 
@@ -153,7 +153,7 @@ def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pyt
 def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run reads an existing token file without copying it. The shard stage is done, without events."""
+    """The run reads an existing token file without a copy of it. Each work unit is a part of this file."""
     text = "data: {{source: {0}/tokens.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
     text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: tokens, root: {0}}}\n"
     (tmp_path / "tokens.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))
@@ -163,16 +163,16 @@ def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing
     run = Run.create(load_config(tmp_path / "tokens.yaml"))
     for stage in ("prepare", "shard"):
         load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
-    checked: list[Path] = []
+    checked_paths: list[Path] = []
     find_problem = FileEntry.find_problem
 
     def record_check(entry: FileEntry, path: Path, hashes: bool = True) -> str | None:
-        checked.append(path)
+        checked_paths.append(path)
         return find_problem(entry, path, hashes)
 
     monkeypatch.setattr(FileEntry, "find_problem", record_check)
     row = status.StatusPoller(run).poll()[1]
-    assert (row.state, row.cells["step"]) == ("done", "21/21 units") and checked.count(path) == 1
+    assert (row.state, row.cells["step"]) == ("done", "21/21 units") and checked_paths.count(path) == 1
     path.unlink()
     row = status.StatusPoller(run).poll()[1]
     assert row.state == "waiting" and row.problem.startswith(f"{path} is missing")
@@ -181,7 +181,7 @@ def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing
 def test_a_failed_job_without_a_log_gets_the_advice_to_check_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reason for a missing log is that the node cannot access the run directory."""
+    """A log may be missing because the node cannot access the run directory."""
     run = make_run(tmp_path)
     jobs = [SubmittedJob(run.path, "train", "3", JobState("3", "FAILED"))]
     monkeypatch.setattr(status, "uses_slurm", lambda run: True)
@@ -196,6 +196,7 @@ def test_a_failed_job_without_a_log_gets_the_advice_to_check_the_nodes(
 def test_the_reason_of_a_job_is_not_truncated_on_a_narrow_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
+    """Instead, the table omits columns such as `attempts`."""
     run = make_run(tmp_path)
     reason = "ReqNodeNotAvail, UnavailableNodes:n1"
     jobs = [
@@ -217,20 +218,22 @@ def test_a_narrow_table_omits_columns_instead_of_truncating_cells(width: int) ->
     """If the remaining columns are still too wide, the terminal wraps each line."""
     durations = ["idle", "queue", "start-up", "compute", "comm", "save", "ending", "in all"]
     head = ["stage", "attempt", "ranks", "end", *durations]
-    cells = [head, ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
+    rows = [head, ["evaluate", "array of 12", "8", "done", *["11:22:33"] * 8]]
     console = Console(width=width, record=True)
-    console.print(status.build_table(cells, width), soft_wrap=True)
+    console.print(status.build_table(rows, width), soft_wrap=True)
     lines = console.export_text().splitlines()
-    shown = [(name, cell) for name, cell in zip(*cells, strict=True) if name in lines[0]]
-    assert lines[1].split() == " ".join(cell for _, cell in shown).split() and "…" not in "".join(lines)
-    assert {"stage", "attempt", "end", "queue", "start-up", "compute", "in all"} <= {name for name, _ in shown}
-    assert (("idle", "11:22:33") in shown) == (width == 120)
+    printed_columns = [(name, cell) for name, cell in zip(*rows, strict=True) if name in lines[0]]
+    assert lines[1].split() == " ".join(cell for _, cell in printed_columns).split() and "…" not in "".join(lines)
+    printed_names = {name for name, _ in printed_columns}
+    assert {"stage", "attempt", "end", "queue", "start-up", "compute", "in all"} <= printed_names
+    assert ("idle" in printed_names) == (width == 120)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_watch_prints_the_table_after_each_change_if_the_output_is_no_terminal_or_a_dumb_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
+    """A dumb terminal (TERM=dumb) cannot overwrite lines."""
     run = make_run(tmp_path)
     query_count = 0
 
@@ -244,9 +247,9 @@ def test_watch_prints_the_table_after_each_change_if_the_output_is_no_terminal_o
     monkeypatch.setattr(status, "find_run_jobs", find_jobs)
     monkeypatch.setattr(status, "QUERY_INTERVALS_S", (0.0, 0.0))
     monkeypatch.setattr(status_command, "POLL_INTERVAL_S", 0.001)
-    text = io.StringIO()
-    status_command.watch(run, PlainConsole(file=text, width=150, force_terminal=is_terminal, _environ={"TERM": "dumb"}))
-    assert re.findall(r"^train +(\w+)", text.getvalue(), re.M) == ["pending", "running", "cancelled"]
+    file = io.StringIO()
+    status_command.watch(run, PlainConsole(file=file, width=150, force_terminal=is_terminal, _environ={"TERM": "dumb"}))
+    assert re.findall(r"^train +(\w+)", file.getvalue(), re.M) == ["pending", "running", "cancelled"]
 
 
 def test_slurm_is_queried_less_and_less_often_until_an_event_is_written(
@@ -267,17 +270,18 @@ def test_slurm_is_queried_less_and_less_often_until_an_event_is_written(
     for _ in range(100):
         poller.poll()
         now += status.POLL_INTERVAL_S
-    pauses = [round(b - a) for a, b in itertools.pairwise(query_times)]
-    assert pauses[0] == 2 and pauses[-1] == 30 and pauses == sorted(pauses) and len(pauses) < 15
+    pauses_s = [round(next_time - time) for time, next_time in itertools.pairwise(query_times)]
+    assert pauses_s[0] == 2 and pauses_s[-1] == 30 and pauses_s == sorted(pauses_s) and len(pauses_s) < 15
     write_event(run, "requeued", "train")
     poller.poll()
-    assert query_times[-1] == now
+    assert query_times[-1] == now, "the event must cause a query at once"
     now += status.POLL_INTERVAL_S
     poller.poll()
-    assert query_times[-1] == now
+    assert query_times[-1] == now, "after an event, the pauses must be short again"
 
 
 def test_all_jobs_are_queried_at_once_and_ended_jobs_are_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job 1 has ended and is only in accounting. Job 2 is an array with a running and a pending task."""
     commands: list[tuple[str, ...]] = []
     identity = "cluster1|0|1970-01-01T00:00:00|a-train|"
 
@@ -291,11 +295,13 @@ def test_all_jobs_are_queried_at_once_and_ended_jobs_are_not_queried_again(monke
     monkeypatch.setattr(slurm_commands, "run_slurm_command", run_command)
     monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "cluster1")
     submit_time = datetime(1970, 1, 1).timestamp()
-    ended, running = (RecordedJob(job, ("sluice /a",), "cluster1", 0, "a-train", submit_time) for job in "12")
+    ended_job, running_job = (
+        RecordedJob(job_id, ("sluice /a",), "cluster1", 0, "a-train", submit_time) for job_id in ("1", "2")
+    )
     final_states: dict[RecordedJob, JobState] = {}
     for _ in range(2):
-        states = job_states.query_job_states([ended, running], final_states)
-        assert (states[ended].state, states[running].state) == ("COMPLETED", "RUNNING")
+        states = job_states.query_job_states([ended_job, running_job], final_states)
+        assert (states[ended_job].state, states[running_job].state) == ("COMPLETED", "RUNNING")
     assert [command[0] for command in commands] == ["squeue", "sacct", "squeue"]
     assert "--me" in commands[0] and "1,2" in commands[0] and "2" in commands[2]
 
@@ -325,12 +331,12 @@ def test_an_unknown_job_is_queried_again_only_if_slurm_does_not_respond(
 
 def test_stragglers_are_reported_until_they_recover_or_a_new_attempt_starts() -> None:
     started = make_event("started")
-    slow = make_event("straggler", rank=2, host="n3", ratio=1.6)
-    slower = make_event("straggler", rank=0, host="n1", ratio=2.5)
-    assert find_current_stragglers([started, slow]) == [slow]
-    assert find_current_stragglers([started, slow, slower])[0] == slower
-    assert find_current_stragglers([started, slow, make_event("recovered", rank=2)]) == []
-    assert find_current_stragglers([started, slow, started]) == []
+    slow_rank = make_event("straggler", rank=2, host="n3", ratio=1.6)
+    slower_rank = make_event("straggler", rank=0, host="n1", ratio=2.5)
+    assert find_current_stragglers([started, slow_rank]) == [slow_rank]
+    assert find_current_stragglers([started, slow_rank, slower_rank])[0] == slower_rank, "the slowest must be first"
+    assert find_current_stragglers([started, slow_rank, make_event("recovered", rank=2)]) == []
+    assert find_current_stragglers([started, slow_rank, started]) == []
 
 
 def test_status_and_report_work_for_a_run_without_events_and_a_cancelled_run(tmp_path: Path) -> None:
@@ -349,7 +355,7 @@ def test_status_and_report_work_for_a_run_without_events_and_a_cancelled_run(tmp
     [
         (None, "waiting"),
         (JobState("4", "CANCELLED"), "cancelled"),
-        (JobState("4", "COMPLETED"), "waiting"),  # the job evaluated an earlier checkpoint
+        (JobState("4", "COMPLETED"), "waiting"),  # the job evaluated only an earlier checkpoint
         (JobState("4", "PENDING", "Dependency"), "pending"),
         (JobState("4", "PENDING", "DependencyNeverSatisfied"), "never"),
         (JobState("4", "RUNNING"), "running"),

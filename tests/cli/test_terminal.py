@@ -1,4 +1,7 @@
-"""Test that paths, events, logs and configs are printed as plain text, without markup and terminal control codes."""
+"""Test that paths, events, logs and configs are printed as plain text, without terminal control codes.
+
+Markup of rich in these texts, such as [bold], must be printed unchanged.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +29,32 @@ from tracking.report import print_report
 CLEAR_SCREEN = "\x1b[2J\x1b[H"
 SET_TITLE = "\x1b]0;title\x07"
 RIGHT_TO_LEFT = "\u202etxt.exe"
-MALICIOUS = f"{CLEAR_SCREEN}{SET_TITLE}all is done\x9b2J{RIGHT_TO_LEFT}\r[bold red]:smiley:[/nothing]"
+"""Text that a terminal displays from right to left."""
+MALICIOUS_TEXT = f"{CLEAR_SCREEN}{SET_TITLE}all is done\x9b2J{RIGHT_TO_LEFT}\r[bold red]:smiley:[/nothing]"
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Create a failed run with malicious text in its path, events, logs and commit. Return it."""
+    """Return a failed run with malicious text in its events, logs and commit, and with markup in its path."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     root = json.dumps(str(tmp_path / "a[/b]c[red]:smiley:"))
     run = Run.create(load_config(write_config(tmp_path), [f"run.root={root}"]))
-    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=MALICIOUS)
-    write_event(run, "failed", "train", job_id="1", attempt=1, cause=MALICIOUS, message=MALICIOUS, exit_code=1)
+    write_event(run, "started", "train", job_id="1", attempt=1, task=None, host=MALICIOUS_TEXT)
+    write_event(
+        run, "failed", "train", job_id="1", attempt=1, cause=MALICIOUS_TEXT, message=MALICIOUS_TEXT, exit_code=1
+    )
     run.code_dir.mkdir()
-    (run.code_dir / "COMMIT").write_text(MALICIOUS)
+    (run.code_dir / "COMMIT").write_text(MALICIOUS_TEXT)
     (run.code_dir / "DIFF").write_text("")
-    (run.stage_dir("train") / "rank-0.log").write_bytes(f"step 1\tloss 5 é\r\n{MALICIOUS}\n".encode() + b"\xff\x1b\n")
-    (run.jobs_dir / "train/own-times.json").write_text(json.dumps({MALICIOUS: 1.5}))
+    (run.stage_dir("train") / "rank-0.log").write_bytes(
+        f"step 1\tloss 5 é\r\n{MALICIOUS_TEXT}\n".encode() + b"\xff\x1b\n"
+    )
+    (run.jobs_dir / "train/own-times.json").write_text(json.dumps({MALICIOUS_TEXT: 1.5}))
     return run
 
 
 def assert_no_control_characters(text: str) -> None:
-    """Check that a text has none of the control characters of MALICIOUS."""
+    """Check that a text has none of the control characters of MALICIOUS_TEXT, except line ends."""
     assert not any(character in text for character in "\x1b\x07\x9b\u202e"), ascii(text)
 
 
@@ -57,7 +65,7 @@ def test_status_report_and_messages_contain_no_control_codes(run: Run) -> None:
     print_report(run, console)
     print_line = partial(console.print, soft_wrap=True)
     report_stage_end(run, "train", attempts.load_stage_state(run, "train", None), 1.0, None, print_line)
-    print_findings([Finding(MALICIOUS, MALICIOUS, MALICIOUS)], console)
+    print_findings([Finding(MALICIOUS_TEXT, MALICIOUS_TEXT, MALICIOUS_TEXT)], console)
     output = file.getvalue()
     assert_no_control_characters(output)
     assert "a[/b]c[red]:smiley:/tiny" in output and "[bold red]:smiley:[/nothing]" in output
