@@ -225,8 +225,8 @@ def note_oversubscription(config: Config) -> Iterator[str]:
     cores = len(os.sched_getaffinity(0))
     if ranks * threads > cores:
         yield (
-            f"note      {ranks} ranks of train, each with train.threads={threads}, share {cores} CPU cores, which slows "
-            "all of them down; to start fewer: stages.train.tasks_per_node"
+            f"note      {ranks} ranks of train, each with train.threads={threads}, share {cores} CPU cores, which "
+            "slows all of them down; to start fewer: stages.train.tasks_per_node"
         )
 
 

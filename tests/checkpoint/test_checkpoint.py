@@ -25,7 +25,7 @@ from tests.support.ranks import Ranks, run_ranks
 
 
 def make_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return random weights and optimizer state, the same for the same seed."""
+    """Return random weights and optimizer state. The same seed gives the same tensors."""
     generator = torch.Generator().manual_seed(seed)
     state = {f"model.layer{i}.weight": torch.randn(17, 5 + i, generator=generator) for i in range(6)}
     state |= {f"optimizer.layer{i}.weight.exp_avg": torch.randn(17, 5 + i, generator=generator) for i in range(6)}
@@ -40,11 +40,12 @@ def make_empty_state() -> dict[str, torch.Tensor]:
 
 
 def has_same_tensors(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Return True if `state` contains all tensors of `expected`."""
     return all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 def make_checkpointer(rank_info: RankInfo, folder: Path, background: bool = False, keep: int = 3) -> Any:
-    """Return a checkpointer on this rank, which first joins the process group."""
+    """Join the process group, if this rank has not joined yet, and return a checkpointer for this rank."""
     import torch.distributed as dist
 
     from pipeline.checkpoint.checkpointer import Checkpointer
@@ -59,7 +60,7 @@ def make_checkpointer(rank_info: RankInfo, folder: Path, background: bool = Fals
 
 
 def save_on_rank(rank_info: RankInfo, folder: Path, background: bool) -> str:
-    """Save step 5 on one rank and return the digest of the checkpoint."""
+    """Save step 5 on this rank and return the digest of the checkpoint."""
     from pipeline.checkpoint.checkpointer import compute_digest
 
     checkpointer = make_checkpointer(rank_info, folder, background)
@@ -69,7 +70,7 @@ def save_on_rank(rank_info: RankInfo, folder: Path, background: bool) -> str:
 
 
 def load_on_rank(rank_info: RankInfo, folder: Path) -> bool:
-    """Restore step 5 on one rank, and return True if the state is the saved one."""
+    """Restore step 5 on this rank, and return True if the state equals the saved state."""
     state = make_empty_state()
     manifest = make_checkpointer(rank_info, folder).restore(state, lambda step, reason: None)
     assert manifest is not None and manifest["step"] == 5 and manifest["samples_consumed"] == 40
@@ -88,7 +89,7 @@ def test_checkpoint_can_be_loaded_by_another_number_of_ranks(tmp_path: Path) -> 
 
 
 def compute_changed_digest(rank_info: RankInfo, folder: Path, change: str | None) -> str:
-    """Save a state with `change` on one rank, and return the digest of the checkpoint."""
+    """Save a state with one change, and return the digest of the checkpoint. `change` None: no change."""
     from pipeline.checkpoint.checkpointer import compute_digest
 
     state = make_state()
@@ -99,7 +100,7 @@ def compute_changed_digest(rank_info: RankInfo, folder: Path, change: str | None
     elif change == "name":
         state["model.other"] = state.pop("model.half")
     elif change == "replica":
-        state["residual.layer0"] = torch.ones(3)  # State of a replica is not part of the digest.
+        state["residual.layer0"] = torch.ones(3)  # each replica may have other values of such state
     checkpointer = make_checkpointer(rank_info, folder)
     checkpointer.save(state, step=1, samples_consumed=0, extra={})
     return compute_digest(folder / catalog.checkpoint_name(1))
@@ -116,7 +117,10 @@ def test_digest_depends_only_on_weights_optimizer_state_and_names(tmp_path: Path
 
 
 def change_weights_after_staging(rank_info: RankInfo, folder: Path) -> bool:
-    """Change the weights when they are staged, before the files are written. Return True if the old ones are saved."""
+    """Save three steps, and overwrite the tensors of each step as soon as they are staged (copied to host memory).
+
+    Return True if the checkpoint contains the tensors at the call of `save`.
+    """
     checkpointer = make_checkpointer(rank_info, folder, background=True)
     for step in (1, 2, 3):
         state = make_state(step)
@@ -135,10 +139,10 @@ def test_background_save_contains_the_weights_at_the_call_of_save(tmp_path: Path
 
 
 def inspect_background_save(rank_info: RankInfo, folder: Path) -> tuple[int, bool]:
-    """Save in the background.
+    """Save in the background, and delete the state after it was staged.
 
     Returns:
-        `per_thread_copy_ahead` of DCP's writer, and whether any tensor of the state still exists during the write.
+        `per_thread_copy_ahead` of the DCP writer, and True if a tensor of the state still exists during the write.
     """
     from pipeline.checkpoint import checkpointer as checkpointer_module
 
@@ -165,11 +169,16 @@ def inspect_background_save(rank_info: RankInfo, folder: Path) -> tuple[int, boo
 
 
 def test_background_write_frees_the_state_and_does_not_wait_for_a_gpu(tmp_path: Path) -> None:
-    """With `per_thread_copy_ahead`, the writer would wait for a GPU. Each step replaces some tensors of replicas."""
+    """If `per_thread_copy_ahead` were positive, the writer would wait for a GPU.
+
+    The state must be freed before the write. Each step creates some tensors of replicas anew, so a state that is kept
+    would need additional memory.
+    """
     assert run_ranks(1, inspect_background_save, tmp_path) == [(0, False)]
 
 
 def save_five_checkpoints(rank_info: RankInfo, folder: Path) -> None:
+    """Save steps 1 to 5 with a checkpointer that keeps two checkpoints."""
     checkpointer = make_checkpointer(rank_info, folder, keep=2)
     for step in range(1, 6):
         checkpointer.save(make_state(step), step=step, samples_consumed=step, extra={})
@@ -183,7 +192,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def hang_in_second_save(rank_info: RankInfo, folder: Path, phase: str) -> None:
-    """Save step 1. Then save step 2, and hang in one phase of this save, in which the test kills the rank."""
+    """Save step 1. Then save step 2, and hang in a phase of this save. The test kills the rank in this phase."""
     import torch.distributed.checkpoint as dcp
 
     from pipeline.checkpoint import checkpointer as checkpointer_module
@@ -220,7 +229,7 @@ def test_ranks_killed_in_any_phase_of_a_save_leave_an_intact_checkpoint(tmp_path
     while not (tmp_path / "reached-0").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    for process in ranks.processes:  # After the rename, rank 1 may have exited already.
+    for process in ranks.processes:  # after the rename, rank 1 may already have exited
         process.kill()
     ranks.wait_for_results(failures_expected=True)
     assert catalog.list_checkpoint_steps(tmp_path) == ([2, 1] if phase == "after rename" else [1])
@@ -229,7 +238,7 @@ def test_ranks_killed_in_any_phase_of_a_save_leave_an_intact_checkpoint(tmp_path
 
 
 def restore_newest(rank_info: RankInfo, folder: Path) -> int:
-    """Restore the newest checkpoint, check its tensors, and return its step."""
+    """Restore the newest checkpoint on this rank, check its tensors, and return its step."""
     state = make_empty_state()
     manifest = make_checkpointer(rank_info, folder).restore(state, lambda step, reason: None)
     assert has_same_tensors(state, make_state(manifest["step"]))
@@ -237,39 +246,42 @@ def restore_newest(rank_info: RankInfo, folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a checkpoint that two ranks saved."""
+def saved_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a checkpoint of step 5 that two ranks saved."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(2, save_on_rank, folder, False)
     return folder / catalog.checkpoint_name(5)
 
 
-def copy_checkpoint(saved: Path, folder: Path) -> Path:
-    """Copy a checkpoint of step 5 to the checkpoints directory `folder`, and return its path."""
-    return Path(shutil.copytree(saved, folder / catalog.checkpoint_name(5)))
+def copy_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint of step 5 to the checkpoints directory `folder`. Return the path of the copy."""
+    return Path(shutil.copytree(checkpoint, folder / catalog.checkpoint_name(5)))
 
 
 @settings(max_examples=40, deadline=None)
-@given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), choice=st.integers(0, 3))
-def test_verification_detects_any_flipped_bit(saved: Path, position: float, bit: int, choice: int) -> None:
-    file = sorted(path for path in saved.iterdir() if path.is_file())[choice]
+@given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file_index=st.integers(0, 3))
+def test_verification_detects_any_flipped_bit(
+    saved_checkpoint: Path, position: float, bit: int, file_index: int
+) -> None:
+    """`position` is the relative position of the damaged byte in the file."""
+    file = sorted(path for path in saved_checkpoint.iterdir() if path.is_file())[file_index]
     original = file.read_bytes()
     data = bytearray(original)
     data[int(len(data) * position)] ^= 1 << bit
     file.write_bytes(data)
     try:
         with pytest.raises(CheckpointError) as raised:
-            catalog.verify_checkpoint_files(saved, catalog.read_checkpoint_manifest(saved))
+            catalog.verify_checkpoint_files(saved_checkpoint, catalog.read_checkpoint_manifest(saved_checkpoint))
         assert file.name in str(raised.value)
     finally:
         file.write_bytes(original)
-    catalog.verify_checkpoint_files(saved, catalog.read_checkpoint_manifest(saved))
+    catalog.verify_checkpoint_files(saved_checkpoint, catalog.read_checkpoint_manifest(saved_checkpoint))
 
 
-def test_find_newest_step_ignores_a_checkpoint_with_a_missing_file(saved: Path, tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint(saved, tmp_path)
+def test_find_newest_step_ignores_a_checkpoint_with_a_missing_file(saved_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = copy_checkpoint(saved_checkpoint, tmp_path)
     assert catalog.find_newest_step(tmp_path) == 5
-    name = next(iter(json.loads((saved / "manifest.json").read_text())["files"]))
+    name = next(iter(json.loads((saved_checkpoint / "manifest.json").read_text())["files"]))
     (checkpoint / name).unlink()
     assert catalog.find_newest_step(tmp_path) == 0
 
@@ -284,12 +296,13 @@ class ExecutingPickle:
         return os.system, (f"touch {self.file}",)
 
 
-def forge_checkpoint(saved: Path, folder: Path, *, is_listed: bool) -> Path:
-    """Copy a checkpoint, and replace its `.metadata` by a pickle that executes a command and creates `executed`.
+def forge_checkpoint(saved_checkpoint: Path, folder: Path, *, is_listed: bool) -> Path:
+    """Copy a checkpoint, and replace its `.metadata` by a pickle that executes a command when it is loaded.
 
-    is_listed: whether the manifest lists the new `.metadata`, with its size and hash.
+    The command creates the file `executed` in `folder`. If `is_listed`, the manifest lists the new `.metadata` with its
+    size and hash. Otherwise, the manifest does not list it. Return the path of the copy.
     """
-    checkpoint = copy_checkpoint(saved, folder)
+    checkpoint = copy_checkpoint(saved_checkpoint, folder)
     metadata = checkpoint / ".metadata"
     metadata.write_bytes(pickle.dumps(ExecutingPickle(folder / "executed")))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -301,8 +314,8 @@ def forge_checkpoint(saved: Path, folder: Path, *, is_listed: bool) -> Path:
     return checkpoint
 
 
-def read_in_every_way(rank_info: RankInfo, checkpoint: Path) -> list[str]:
-    """Read a checkpoint with each function that does so, and return their error messages, or `read` for success."""
+def read_with_each_function(rank_info: RankInfo, checkpoint: Path) -> list[str]:
+    """Read a checkpoint with each function that reads checkpoints. Return each error message; "read" for a success."""
     from pipeline.checkpoint.checkpointer import compute_digest, load_checkpoint, load_verified_manifest
 
     checkpointer = make_checkpointer(rank_info, checkpoint.parent)
@@ -323,19 +336,21 @@ def read_in_every_way(rank_info: RankInfo, checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_metadata_pickle_that_executes_a_command_is_rejected(saved: Path, tmp_path: Path, ranks: int) -> None:
-    checkpoint = forge_checkpoint(saved, tmp_path, is_listed=True)
-    for messages in run_ranks(ranks, read_in_every_way, checkpoint):
+def test_metadata_pickle_that_executes_a_command_is_rejected(
+    saved_checkpoint: Path, tmp_path: Path, ranks: int
+) -> None:
+    checkpoint = forge_checkpoint(saved_checkpoint, tmp_path, is_listed=True)
+    for messages in run_ranks(ranks, read_with_each_function, checkpoint):
         assert all(f"{checkpoint}/.metadata " in message for message in messages), messages
         assert all("posix.system" in message for message in messages), messages
     assert not (tmp_path / "executed").exists()
-    assert checkpoint.is_dir(), "it must not be set aside, or the run would continue from an older one unnoticed"
+    assert checkpoint.is_dir(), "the checkpoint must not be set aside, because the run would continue from an older one"
 
 
-def test_manifest_that_does_not_list_the_metadata_is_rejected(saved: Path, tmp_path: Path) -> None:
-    checkpoint = forge_checkpoint(saved, tmp_path, is_listed=False)
+def test_manifest_that_does_not_list_the_metadata_is_rejected(saved_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = forge_checkpoint(saved_checkpoint, tmp_path, is_listed=False)
     assert catalog.find_newest_step(tmp_path) == 0
-    message = run_ranks(1, read_in_every_way, checkpoint)[0][0]
+    message = run_ranks(1, read_with_each_function, checkpoint)[0][0]
     assert f"{checkpoint}/manifest.json " in message and ".metadata" in message
     assert not (tmp_path / "executed").exists()
 
@@ -348,12 +363,14 @@ MALFORMED_ENTRIES: dict[str, Any] = {
     "layout is a number": {"layout": 3},
     "samples_consumed is a string": {"samples_consumed": "8"},
 }
-"""Entries that replace those of a manifest."""
+"""Entries that replace entries of a manifest, by a description of the mistake."""
 
 
 @pytest.mark.parametrize("case", MALFORMED_ENTRIES)
-def test_malformed_manifest_with_a_valid_checksum_is_rejected(saved: Path, tmp_path: Path, case: str) -> None:
-    checkpoint = copy_checkpoint(saved, tmp_path)
+def test_malformed_manifest_with_a_valid_checksum_is_rejected(
+    saved_checkpoint: Path, tmp_path: Path, case: str
+) -> None:
+    checkpoint = copy_checkpoint(saved_checkpoint, tmp_path)
     manifest = json.loads((checkpoint / "manifest.json").read_text()) | MALFORMED_ENTRIES[case]
     (checkpoint / "manifest.json").write_text(json.dumps(add_checksum(manifest)))
     assert catalog.find_newest_step(tmp_path) == 0
@@ -362,8 +379,9 @@ def test_malformed_manifest_with_a_valid_checksum_is_rejected(saved: Path, tmp_p
     assert raised.value.code == "checkpoint.malformed" and f"{checkpoint}/manifest.json" in str(raised.value)
 
 
-def test_verification_rejects_a_pipe_without_waiting_for_it(saved: Path, tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint(saved, tmp_path)
+def test_verification_rejects_a_pipe_without_waiting_for_it(saved_checkpoint: Path, tmp_path: Path) -> None:
+    """Opening a named pipe would block until another process writes to it."""
+    checkpoint = copy_checkpoint(saved_checkpoint, tmp_path)
     os.mkfifo(checkpoint / "x")
     manifest = catalog.read_checkpoint_manifest(checkpoint)
     manifest["files"]["x"] = {"size": 0, "sha256": ""}
@@ -372,8 +390,10 @@ def test_verification_rejects_a_pipe_without_waiting_for_it(saved: Path, tmp_pat
     assert raised.value.code == "checkpoint.damaged_file" and str(checkpoint / "x") in str(raised.value)
 
 
-def test_verification_rejects_unlisted_files_and_paths_to_other_directories(saved: Path, tmp_path: Path) -> None:
-    checkpoint = copy_checkpoint(saved, tmp_path)
+def test_verification_rejects_unlisted_files_and_paths_to_other_directories(
+    saved_checkpoint: Path, tmp_path: Path
+) -> None:
+    checkpoint = copy_checkpoint(saved_checkpoint, tmp_path)
     manifest = catalog.read_checkpoint_manifest(checkpoint)
     catalog.verify_checkpoint_files(checkpoint, manifest)
     (checkpoint / "__0.metadata").touch()
@@ -387,13 +407,15 @@ def test_verification_rejects_unlisted_files_and_paths_to_other_directories(save
     assert raised.value.code == "checkpoint.missing_file" and "../outside" in str(raised.value)
 
 
-def test_metadata_that_refers_to_a_file_outside_of_the_checkpoint_is_rejected(saved: Path, tmp_path: Path) -> None:
+def test_metadata_that_refers_to_a_file_outside_of_the_checkpoint_is_rejected(
+    saved_checkpoint: Path, tmp_path: Path
+) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
     from pipeline.checkpoint.checkpointer import CheckpointReader
 
-    metadata = FileSystemReader(saved).read_metadata()
-    assert CheckpointReader(saved).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    metadata = FileSystemReader(saved_checkpoint).read_metadata()
+    assert CheckpointReader(saved_checkpoint).read_metadata().state_dict_metadata == metadata.state_dict_metadata
     next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError) as raised:

@@ -1,4 +1,4 @@
-"""Tests of bad steps, deadlines, save requests, reports of hangs and the health check, without Slurm."""
+"""Tests of bad steps, deadlines, save requests, reports of hangs, and the health check of nodes."""
 
 from __future__ import annotations
 
@@ -38,22 +38,24 @@ position_ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), m
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the data directory of a tiny run whose stages prepare and shard are done."""
+    """Return the data directory of a tiny run for which the prepare and shard stages are done."""
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
 def list_included_positions(excluded: list[tuple[int, int]]) -> list[int]:
-    """Return the positions up to 999 that are in none of the ranges."""
+    """Return the positions from 0 to 999 that are in none of the excluded ranges."""
     excluded_positions = {position for start, count in excluded for position in range(start, start + count)}
     return [position for position in range(1000) if position not in excluded_positions]
 
 
 @settings(deadline=None, max_examples=200)
 @given(position_ranges, st.integers(0, 100))
-def test_skip_excluded_returns_the_position_after_excluded_ranges(
-    excluded: list[tuple[int, int]], consumed: int
+def test_skip_excluded_returns_the_position_of_the_next_sample(
+    excluded: list[tuple[int, int]], samples_consumed: int
 ) -> None:
-    assert skip_excluded(consumed, merge_ranges(excluded)) == list_included_positions(excluded)[consumed]
+    """After n consumed samples, the next sample is at the n-th position (from 0) that is not excluded."""
+    expected_position = list_included_positions(excluded)[samples_consumed]
+    assert skip_excluded(samples_consumed, merge_ranges(excluded)) == expected_position
 
 
 @settings(deadline=None, max_examples=50)
@@ -85,9 +87,9 @@ def test_sampler_skips_excluded_ranges(excluded: list[tuple[int, int]], step: in
 
 
 def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], until_excluded: bool) -> int:
-    """Train as one rank, with NaN gradients on rank 1 in `steps`; return the exit code.
+    """Run the train stage on this rank, with NaN gradients on rank 1 in `steps`. Return the exit code.
 
-    until_excluded: only until the run excludes any samples.
+    If `until_excluded`, gradients are NaN only as long as the run excludes no samples.
     """
     import pipeline.train.trainer as module
 
@@ -112,6 +114,7 @@ def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], 
 
 
 def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Path, data: Path) -> None:
+    """The rerun has normal gradients, but the decisions of the first run. It must skip the same steps."""
     run = new_run(tmp_path, "bad", data)
     assert set(run_ranks(2, train_with_nan_gradients, run.path, [9, 10], False)) == {ExitCode.DONE}
     metrics = list(read_jsonl(run.metrics_file))
@@ -129,7 +132,11 @@ def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Pa
 
 @pytest.mark.story
 def test_too_many_consecutive_bad_steps_exclude_their_samples(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "row", data, "recovery.skip_bad_steps=2")
+    """Two bad steps may be skipped. After the third one, the run fails and excludes the 24 samples of these steps.
+
+    The next attempt succeeds without these samples.
+    """
+    run = new_run(tmp_path, "consecutive", data, "recovery.skip_bad_steps=2")
     bad_steps = [13, 14, 15]
     assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.NON_FINITE}
     exclusions = [decision for decision in read_jsonl(run.decisions_file) if decision["decision"] == "leave_out"]
@@ -145,6 +152,7 @@ def test_too_many_consecutive_bad_steps_exclude_their_samples(tmp_path: Path, da
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=130), st.floats(-3.0, 12.0))
 def test_loss_far_above_the_last_hundred_losses_is_bad(losses: list[float], deviations: float) -> None:
+    """The limit is 5 standard deviations above the mean. The tested loss is `deviations` of them above the mean."""
     import statistics
 
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
@@ -161,7 +169,8 @@ def test_loss_far_above_the_last_hundred_losses_is_bad(losses: list[float], devi
     assert bool(guard.consecutive_bad_steps) == (deviations > 5)
 
 
-def test_high_loss_is_not_bad_after_fewer_than_20_losses() -> None:
+def test_loss_spikes_are_detected_only_after_20_losses() -> None:
+    """19 losses are not enough to compute a deviation."""
     config = load_config(QUICKSTART, ["recovery.spike_deviations=5"])
     run = SimpleNamespace(config=config)
     metrics = [{"step": step, "loss": 1.0 + step / 100} for step in range(1, 20)]
@@ -170,22 +179,23 @@ def test_high_loss_is_not_bad_after_fewer_than_20_losses() -> None:
 
 
 def test_fp16_steps_are_bad_if_gradients_are_nan_at_loss_scale_1(tmp_path: Path, data: Path) -> None:
+    """Gradients are NaN from step 5. At first, each such step only halves the loss scale."""
     run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
     steps = list(range(5, 61))
     assert set(run_ranks(2, train_with_nan_gradients, run.path, steps, False)) == {ExitCode.NON_FINITE}
     decisions = [(decision["decision"], decision["step"]) for decision in read_jsonl(run.decisions_file)]
     expected = [("skip", 21), ("skip", 22), ("leave_out", 23)]
-    assert decisions == expected, "steps 5 to 20 halve the loss scale from 2**16 to 1"
+    assert decisions == expected, "steps 5 to 20 must halve the loss scale from 2**16 to 1"
 
 
 def train_near_deadline(rank_info: RankInfo, path: Path, time_left_s: float | None, save_s: float) -> int:
-    """Train as one rank of a job that must stop, and return the exit code.
+    """Run the train stage on a rank of a job that must stop. Return the exit code.
 
     Args:
         rank_info: this rank.
         path: the run directory.
-        time_left_s: seconds until the time limit; None to send SIGTERM to rank 1 in step 20 instead.
-        save_s: the duration of a save that the deadline expects.
+        time_left_s: seconds until the time limit of the job; None: rank 1 receives SIGTERM in step 20 instead.
+        save_s: seconds that the deadline expects for a save, at least.
     """
     import pipeline.train.trainer as module
 
@@ -195,7 +205,7 @@ def train_near_deadline(rank_info: RankInfo, path: Path, time_left_s: float | No
 
     def slow_step(self: Any, number: int, tokens: Any) -> Any:
         time.sleep(0.1 if time_left_s is None else 1.2)
-        if rank_info.rank == 0:  # Only rank 0 measures saves.
+        if rank_info.rank == 0:  # only rank 0 measures the duration of saves
             self.deadline.expected_save_s = max(self.deadline.expected_save_s, save_s)
         if time_left_s is None and number == 20 and rank_info.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -207,16 +217,17 @@ def train_near_deadline(rank_info: RankInfo, path: Path, time_left_s: float | No
 
 @pytest.mark.story
 def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "clock", data, "recovery.grace_s=5")
+    """In the first attempt, a save would take 60 s, but the grace period is 5 s. In the second, 25 s are enough."""
+    run = new_run(tmp_path, "deadline", data, "recovery.grace_s=5")
     assert set(run_ranks(2, train_near_deadline, run.path, None, 60.0)) == {ExitCode.STOPPED}
-    skipped = read_event_lines(run, "train", "save_skipped")
-    assert len(skipped) == 1 and "too late" in skipped[0]["reason"]
+    skip_events = read_event_lines(run, "train", "save_skipped")
+    assert len(skip_events) == 1 and "too late" in skip_events[0]["reason"]
     assert [event["step"] for event in read_event_lines(run, "train", "saved")] == [7, 14]
     assert set(run_ranks(2, train_near_deadline, run.path, 25.0, 0.0)) == {ExitCode.STOPPED}
-    stop = read_event_lines(run, "train", "stop_requested")[-1]
-    assert stop["signal"] == "time limit"
+    stop_event = read_event_lines(run, "train", "stop_requested")[-1]
+    assert stop_event["signal"] == "time limit"
     saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
-    assert saved_steps[-1] == stop["step"] == read_steps(run)[-1][0] > 14
+    assert saved_steps[-1] == stop_event["step"] == read_steps(run)[-1][0] > 14
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     undisturbed = new_run(tmp_path, "undisturbed", data)
     run_ranks(2, run_stage_on_rank, undisturbed.path, "train")
@@ -224,6 +235,7 @@ def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Pat
 
 
 def test_save_file_requests_one_checkpoint(tmp_path: Path, data: Path) -> None:
+    """Otherwise, the run saves only its last step."""
     run = new_run(tmp_path, "requested", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
@@ -231,11 +243,11 @@ def test_save_file_requests_one_checkpoint(tmp_path: Path, data: Path) -> None:
     assert len(saved_steps) == 2 and saved_steps[0] < saved_steps[1] and not run.save_file.exists()
 
 
-def make_hang_report(rank: int, step: int, number: int, phase: str) -> dict[str, Any]:
-    """Return the content of `hang-rank-N.json`."""
+def make_hang_report(rank: int, *, phase_number: int, phase: str) -> dict[str, Any]:
+    """Return the content of `hang-rank-N.json` for a hang in step 5. Phases are numbered in the order of a step."""
     operation = {"operation": "gloo:all_reduce", "number": 7}
     return {
-        "rank": rank, "host": f"n{rank}", "step": step, "number": number, "phase": phase, "stacks": "stacks of threads",
+        "rank": rank, "host": f"n{rank}", "step": 5, "number": phase_number, "phase": phase, "stacks": "stacks of threads",
         "collectives": [operation],
     }  # fmt: skip
 
@@ -243,33 +255,36 @@ def make_hang_report(rank: int, step: int, number: int, phase: str) -> dict[str,
 def test_describe_hung_rank_names_the_rank_behind_the_others() -> None:
     hosts = ["n0", "n1", "n2"]
     reports = [
-        make_hang_report(0, 5, 3, "reduce"), make_hang_report(1, 5, 1, "forward"), make_hang_report(2, 5, 3, "reduce"),
+        make_hang_report(0, phase_number=3, phase="reduce"), make_hang_report(1, phase_number=1, phase="forward"),
+        make_hang_report(2, phase_number=3, phase="reduce"),
     ]  # fmt: skip
     rank, host, message = describe_hung_rank(reports, hosts, ()).values()
     assert (rank, host) == (1, "n1")
     assert "'forward' of step 5" in message and "stacks of threads" in message and "number 7" in message
 
     rank, host, message = describe_hung_rank([reports[0], reports[2]], hosts, ()).values()
-    assert (rank, host) == (1, "n1"), "rank 1 wrote no report"
+    assert (rank, host) == (1, "n1"), "a rank without a report must count as behind the others"
     assert "rank 1 on n1" in message and "step 5" in message
 
-    equal_reports = [make_hang_report(rank, 5, 2, "reduce") for rank in range(3)]
+    equal_reports = [make_hang_report(rank, phase_number=2, phase="reduce") for rank in range(3)]
     rank, _, message = describe_hung_rank(equal_reports, hosts, ()).values()
     assert "all ranks" in message and "'reduce' of step 5" in message
 
 
 def evaluate_with_hang(rank_info: RankInfo, path: Path) -> int:
-    """Evaluate as one rank; rank 1 hangs in its second batch."""
+    """Run the evaluate stage on this rank. Rank 1 hangs in its second batch. Return the exit code."""
     from pipeline.evaluate import evaluator
     from pipeline.resilience import watchdog
 
     original_compute_sums = evaluator.TextHeldOut.compute_sums
-    calls = []
+    call_count = 0
+    # the watchdog ends a batch after 4 s
     setattr(watchdog.Watchdog, "limit_s", lambda self, phase: 4.0 if phase == "batch" else 600.0)  # noqa: B010
 
     def hanging_compute_sums(self: Any, *arguments: Any) -> Any:
-        calls.append(1)
-        if rank_info.rank == 1 and len(calls) == 2:
+        nonlocal call_count
+        call_count += 1
+        if rank_info.rank == 1 and call_count == 2:
             time.sleep(600)
         return original_compute_sums(self, *arguments)
 
@@ -288,12 +303,16 @@ def test_hang_in_an_evaluation_writes_reports_with_stacks(tmp_path: Path, data: 
 
 
 def check_broken_node(rank_info: RankInfo, path: Path, broken: str) -> str:
-    """Run the health check with a broken part, and return the error's exit code, code and message.
+    """Run the health check of this rank while something is broken.
 
     Args:
         rank_info: this rank.
         path: the run directory.
-        broken: `file system`, `device`, `port`, or `rank` for a rank 2 that sleeps.
+        broken: `file system` (reads return wrong data), `device` (wrong results), `port` (in use), or `rank` (rank 2
+            sleeps).
+
+    Returns:
+        Exit code, code and message of the error; "passed" without an error; "slept" for the rank that sleeps.
     """
     import torch
 
@@ -333,7 +352,7 @@ def check_broken_node(rank_info: RankInfo, path: Path, broken: str) -> str:
 
 
 def test_health_check_reports_what_is_broken(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "node", data)
+    run = new_run(tmp_path, "broken", data)
     host = os.uname().nodename
     assert f"BAD_NODE node.wrong_data: {host}" in run_ranks(1, check_broken_node, run.path, "file system")[0]
     assert "node.wrong_result" in run_ranks(1, check_broken_node, run.path, "device")[0]

@@ -1,4 +1,4 @@
-"""Tests of coordinated stopping: ranks exchange requests over Gloo, and all ranks act on them after the same step."""
+"""Tests of coordinated stopping. Ranks exchange requests over Gloo, and all ranks stop or save after the same step."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import tiny_config
 
 EXCHANGES: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | None, bool, bool]]] = [
-    # Signals by rank, seconds until the time limit by rank, and ranks with a request to save. The result on all ranks:
-    # the stop reason, whether a save was requested, and whether it is too late to save.
+    # Each entry has: signals by rank, seconds until the time limit by rank, the ranks with a request to save, and the
+    # result on all ranks. The result is: the stop reason, a save was requested, it is too late to save.
     ({}, {}, set(), (None, False, False)),
     ({1: "SIGUSR1"}, {}, set(), ("SIGUSR1", False, False)),
     ({2: "SIGTERM", 0: "SIGUSR2"}, {}, {1}, ("SIGUSR2", True, False)),
@@ -33,11 +33,15 @@ EXCHANGES: list[tuple[dict[int, str], dict[int, float], set[int], tuple[str | No
     ({}, {0: 1000.0}, {0}, (None, True, False)),
 ]
 REQUESTING_RANKS = [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}]
-"""Sets of ranks that have a request during a step."""
+"""For each step, the ranks that have a request during the step."""
 
 
 def exchange_requests(rank_info: RankInfo) -> list[Any]:
-    """For each of EXCHANGES, return its result on this rank, and whether this rank wanted attention."""
+    """Run all of EXCHANGES on this rank.
+
+    Returns:
+        For each: the result, and True if this rank wanted the attention of the others (`wants_attention`).
+    """
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
     from pipeline.resilience.stop import SAVE_REQUEST, Deadline, StopCoordinator
@@ -60,6 +64,7 @@ def exchange_requests(rank_info: RankInfo) -> list[Any]:
 
 
 def test_exchange_gives_all_ranks_the_requests_of_any_rank() -> None:
+    """A rank wants attention if it has a signal, a request to save, or less than 10 s until its time limit."""
     for rank, results in enumerate(run_ranks(3, exchange_requests)):
         for exchange, (result, wants_attention) in zip(EXCHANGES, results, strict=True):
             signals, seconds_left, saving_ranks, expected = exchange
@@ -68,10 +73,10 @@ def test_exchange_gives_all_ranks_the_requests_of_any_rank() -> None:
 
 
 def run_steps_with_requests(rank_info: RankInfo, configs: list[Config]) -> list[list[tuple[float, float, float]]]:
-    """Run a step for each config and each of REQUESTING_RANKS.
+    """For each config, run a step for each of REQUESTING_RANKS, without an update of the weights.
 
     Returns:
-        For each config, a list with one entry per step: the loss, the loss that is reduced again, and the norm.
+        For each config and step: the loss, the loss after a second reduction, and the gradient norm.
     """
     from pipeline.comm import groups
     from pipeline.model.task import DecoderTask
@@ -96,6 +101,7 @@ def run_steps_with_requests(rank_info: RankInfo, configs: list[Config]) -> list[
 
 
 def test_request_makes_the_loss_nan_on_all_ranks_and_reducing_it_again_restores_it() -> None:
+    """Ranks signal a request through the loss, which each step reduces anyway. Gradients must not change."""
     layouts: list[dict[str, Any]] = [{}, {"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
     configs = [tiny_config(4, parallel=parallel) for parallel in layouts]
     results_by_rank = run_ranks(4, run_steps_with_requests, configs)
@@ -113,11 +119,11 @@ def test_save_request_is_pending_until_a_save_completes_it(tmp_path: Path, monke
     request = RequestFile(run.save_file)
     assert not request.is_pending()
     run.save_file.touch()
-    assert not request.is_pending(), "the file system must be queried once a second at most"
+    assert not request.is_pending(), "the file system must be queried at most once a second"
     monkeypatch.setattr(RequestFile, "CHECK_INTERVAL_S", 0.0)
     request = RequestFile(run.save_file)
     assert request.is_pending() and request.is_pending()
-    request.accept()
+    request.accept()  # a save for this request begins
     assert not request.is_pending()
     assert run.save_file.exists(), "if the run is killed during the save, the next attempt must find the request"
     request.complete()
@@ -134,6 +140,10 @@ def test_save_request_is_pending_until_a_save_completes_it(tmp_path: Path, monke
 
 
 def test_deadline_ignores_the_first_step_and_includes_a_save_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is at 100 s, and the grace period after a signal is 20 s. The first step takes 60 s.
+
+    The longest step slowly decreases if later steps are shorter.
+    """
     from pipeline.base.signals import StopFlag
     from pipeline.resilience import stop
 
@@ -141,25 +151,25 @@ def test_deadline_ignores_the_first_step_and_includes_a_save_in_progress(monkeyp
     monkeypatch.setattr(stop.time, "monotonic", lambda: now)
     flag = StopFlag()
     deadline = stop.Deadline(flag, 100.0, 20.0)
-    for seconds, longest in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
-        deadline.record_step(seconds)
-        assert deadline.longest_step_s == pytest.approx(longest)
+    for step_s, longest_s in [(60.0, 60.0), (1.0, 1.0), (3.0, 3.0), (1.0, 2.7)]:
+        deadline.record_step(step_s)
+        assert deadline.longest_step_s == pytest.approx(longest_s)
     deadline.expected_save_s = 8.0
     assert (deadline.time_remaining_s(), deadline.save_duration_s(), deadline.should_stop()) == (100.0, 8.0, False)
     now = 70.0
-    assert deadline.should_stop(), "it must reserve 10 s, 2 × 2.7 s for steps and 2.5 × 8 s for saves"
+    assert deadline.should_stop(), "10 s, 2 × 2.7 s for steps and 2.5 × 8 s for saves must be reserved"
     flag.reason = "SIGTERM"
     flag.signal_time = 75.0
     now = 80.0
-    assert deadline.time_remaining_s() == 15.0
+    assert deadline.time_remaining_s() == 15.0, "the grace period ends at 95 s"
     deadline.is_saving = True
-    assert deadline.save_duration_s() == 16.0
+    assert deadline.save_duration_s() == 16.0, "the save in progress must end before the next save"
 
 
 def run_stage_with_signal(rank_info: RankInfo, path: Path, moment: str) -> int:
-    """Run a stage as one rank and return the exit code. Rank 1 receives USR1 at `moment`.
+    """Run a stage on this rank and return the exit code. Rank 1 receives SIGUSR1 at `moment`.
 
-    moment: `start-up` or `first step` of the train stage, or `evaluation` in the evaluate stage.
+    `moment` is `start-up` or `first step` for the train stage, or `evaluation` for the evaluate stage.
     """
     from pipeline.evaluate import evaluator
     from pipeline.train import trainer
@@ -172,13 +182,18 @@ def run_stage_with_signal(rank_info: RankInfo, path: Path, moment: str) -> int:
 
         return call
 
-    owner: Any = {"start-up": trainer, "first step": trainer.Trainer, "evaluation": evaluator.TextHeldOut}[moment]
-    name = {"start-up": "TokenDataset", "first step": "step", "evaluation": "compute_sums"}[moment]
+    functions: dict[str, tuple[Any, str]] = {
+        "start-up": (trainer, "TokenDataset"),
+        "first step": (trainer.Trainer, "step"),
+        "evaluation": (evaluator.TextHeldOut, "compute_sums"),
+    }
+    owner, name = functions[moment]
     setattr(owner, name, send_signal_before(getattr(owner, name)))
     return run_stage_on_rank(rank_info, path, "evaluate" if moment == "evaluation" else "train")
 
 
 def test_ranks_stop_on_a_signal_during_start_up_first_step_and_evaluation(tmp_path: Path) -> None:
+    """After these stops, the result of the run must equal that of an undisturbed run."""
     run = make_run(tmp_path)
     for moment, saved_steps in [("start-up", []), ("first step", [1])]:
         assert set(run_ranks(2, run_stage_with_signal, run.path, moment)) == {ExitCode.STOPPED}
@@ -193,10 +208,10 @@ def test_ranks_stop_on_a_signal_during_start_up_first_step_and_evaluation(tmp_pa
 
 
 def poll_flag_during_collective(rank_info: RankInfo) -> tuple[bool, bool]:
-    """Send a signal to rank 1 while it is blocked in a barrier, and poll its flag from another thread.
+    """Send a signal to rank 1 while its main thread is blocked in a barrier, and poll its flag in another thread.
 
     Returns:
-        Whether the flag was set before and after the poll. Rank 0 returns the expected values.
+        On rank 1: whether the flag was set before and after the poll. Rank 0 returns the expected values.
     """
     import threading
 

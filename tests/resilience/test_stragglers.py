@@ -29,7 +29,7 @@ from tracking.report import print_report
 
 
 def train_with_slow_rank(rank_info: RankInfo, path: Path, slow_rank: int, last_slow_step: int) -> int:
-    """Train as one rank; each forward pass of `slow_rank` takes 60 ms longer up to `last_slow_step`."""
+    """Run the train stage on this rank. Up to `last_slow_step`, each forward pass of `slow_rank` takes 60 ms longer."""
     from pipeline.model import task
 
     cross_entropy_sum = task.cross_entropy_sum
@@ -47,10 +47,12 @@ def train_with_slow_rank(rank_info: RankInfo, path: Path, slow_rank: int, last_s
 
 
 def test_slow_rank_is_reported_with_its_host_and_its_recovery(tmp_path: Path) -> None:
+    """Rank 2 is slow in the first 14 steps. It is compared every third step, and reported after three comparisons."""
     run = make_run(tmp_path, overrides=("train.steps=120", "train.log_every=3", "stages.train.tasks_per_node=4"))
     run_ranks(4, train_with_slow_rank, run.path, 2, 14)
     events = [event for event in read_event_lines(run, "train", "straggler", "recovered") if event["rank"] == 2]
-    # On a busy machine, any rank may be slow for a while. Many steps let rank 2 recover; later events do not matter.
+    # On a busy machine, any rank may be slow for a while. Therefore there are many steps in which rank 2 can recover, and
+    # later events are ignored.
     assert [event["event"] for event in events][:2] == ["straggler", "recovered"]
     assert events[0]["step"] == 9 and events[0]["ratio"] > 1.3 and events[0]["host"]
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
@@ -63,8 +65,8 @@ def create_run(folder: Path, *overrides: str) -> Run:
     return Run.create(load_config(write_config(folder), overrides))
 
 
-ALL_UP = {f"n{number}": True for number in range(9)}
-"""The nodes of the partition; all are up."""
+ALL_NODES = {f"n{number}": True for number in range(9)}
+"""The nodes of the partition. The value is True because jobs can start on the node."""
 
 
 def test_bad_nodes_expire_and_leave_enough_nodes_for_the_job(tmp_path: Path) -> None:
@@ -74,22 +76,34 @@ def test_bad_nodes_expire_and_leave_enough_nodes_for_the_job(tmp_path: Path) -> 
         record_bad_node(run, f"n{number}", "device memory")
     record_bad_node(run, "n1.cluster.example", "second record of n1")
     record_bad_node(run, "other", "not in this partition")
-    assert select_bad_nodes([run], start + 60, ALL_UP, [], 2) == ["n1", "n4", "n3"], "the three newest, without repeats"
-    assert select_bad_nodes([run], start + 2 * 3600 + 60, ALL_UP, [], 2) == [], "expired after two hours"
-    assert select_bad_nodes([run], start + 60, ALL_UP, [], 8) == ["n1"], "the job needs eight of the nine nodes"
-    assert select_bad_nodes([run], start + 60, ALL_UP, ["n7"], 8) == [], "the user already excludes one node"
-    assert select_bad_nodes([run], start + 60, {**ALL_UP, "n4": False, "n7": False}, [], 7) == ["n4"], "two are down"
+    assert select_bad_nodes([run], start + 60, ALL_NODES, [], 2) == ["n1", "n4", "n3"], (
+        "expected the three newest records, without the second record of n1"
+    )
+    assert select_bad_nodes([run], start + 2 * 3600 + 60, ALL_NODES, [], 2) == [], (
+        "the records must expire after two hours"
+    )
+    assert select_bad_nodes([run], start + 60, ALL_NODES, [], 8) == ["n1"], (
+        "only one of nine nodes may be excluded, because the job needs eight"
+    )
+    assert select_bad_nodes([run], start + 60, ALL_NODES, ["n7"], 8) == [], (
+        "n7 is already excluded by the user, so no other node may be excluded"
+    )
+    assert select_bad_nodes([run], start + 60, {**ALL_NODES, "n4": False, "n7": False}, [], 7) == ["n4"]
 
 
 def test_nodes_that_the_user_excludes_stay_excluded_and_bad_nodes_expire(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The config excludes n0 and n1. n1 and n5 are recorded as bad nodes. The records expire after two hours.
+
+    `excluded_nodes_at_requeue` returns None if the list of excluded nodes does not change.
+    """
     run = create_run(tmp_path, "site.sbatch.exclude=n[0-1]", "recovery.exclude_hours=2")
     monkeypatch.setattr(current_job, "run_slurm_command", lambda *_: "".join(f"n{n}|idle|low*\n" for n in range(9)))
     info = JobInfo("RUNNING", 0, False, None, True, partition="low", excluded_nodes="n[0-1]")
     assert current_job.excluded_nodes_at_submission([run], "train") == "n[0-1]"
-    with monkeypatch.context() as no_slurm:
-        no_slurm.setattr(current_job, "run_slurm_command", lambda *_: pytest.fail("Slurm must not be queried"))
+    with monkeypatch.context() as patch:
+        patch.setattr(current_job, "run_slurm_command", lambda *_: pytest.fail("Slurm must not be queried"))
         assert current_job.excluded_nodes_at_requeue(run, "train", info) is None
     record_bad_node(run, "n1", "device memory")
     record_bad_node(run, "n5", "device memory")
@@ -97,19 +111,24 @@ def test_nodes_that_the_user_excludes_stay_excluded_and_bad_nodes_expire(
     assert current_job.excluded_nodes_at_requeue(run, "train", info) == "n0,n1,n5"
     later = time.time() + 2 * 3600 + 60
     monkeypatch.setattr(current_job.time, "time", lambda: later)
-    info_with_n8 = replace(info, excluded_nodes="n[0-1,5,8]")  # An option of the batch script excludes n8.
+    info_with_n8 = replace(info, excluded_nodes="n[0-1,5,8]")  # a user has excluded n8 with scontrol
     assert current_job.excluded_nodes_at_requeue(run, "train", info_with_n8) == "n0,n1,n8"
     run_without_exclude = create_run(tmp_path / "plain")
     record_bad_node(run_without_exclude, "n5", "device memory")
     monkeypatch.setattr(current_job.time, "time", lambda: later + 86400)
     info_with_n5 = replace(info, excluded_nodes="n5")
-    assert current_job.excluded_nodes_at_requeue(run_without_exclude, "train", info_with_n5) == "", "n5 has expired"
+    assert current_job.excluded_nodes_at_requeue(run_without_exclude, "train", info_with_n5) == "", (
+        "the record of n5 has expired"
+    )
     assert current_job.excluded_nodes_at_submission([run_without_exclude], "train") is None
 
 
 @pytest.fixture
 def make_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int], str], StragglerDetector]:
-    """Return a function that creates the detector of rank 0, given the pipeline rank and the host of each rank."""
+    """Return a function that creates the StragglerDetector of rank 0.
+
+    Its arguments are the pipeline rank of each rank, and a string with one letter per rank, the name of its host.
+    """
 
     def make(pipeline_ranks: Sequence[int], hosts: str) -> StragglerDetector:
         monkeypatch.setattr(stragglers, "all_gather_results", lambda *_: list(hosts))
@@ -120,7 +139,7 @@ def make_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 @pytest.mark.parametrize(
-    ("ratios", "events"),
+    ("ratios", "event_names"),  # ratios of the compute time of rank 2 to the median, for each check
     [
         ([1.4, 1.2] * 20, []),
         ([1.4] * 3 + [1.0, 1.4, 1.4, 1.0] * 20, ["straggler"]),
@@ -130,12 +149,13 @@ def make_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     ],
 )
 def test_rank_near_the_limits_is_not_reported_repeatedly(
-    make_detector: Callable[[Sequence[int], str], StragglerDetector], ratios: list[float], events: list[str]
+    make_detector: Callable[[Sequence[int], str], StragglerDetector], ratios: list[float], event_names: list[str]
 ) -> None:
+    """A rank is slow after three checks in a row above 1.3, and has recovered after three in a row below 1.15."""
     detector = make_detector([0, 0, 0], "abc")
     for step, ratio in enumerate(ratios):
         detector.update_stragglers(step, [1.0, 1.0, ratio])
-    assert [event["event"] for event in read_event_lines(detector.run, "train")] == events
+    assert [event["event"] for event in read_event_lines(detector.run, "train")] == event_names
 
 
 @pytest.mark.parametrize(
@@ -147,7 +167,10 @@ def test_only_ranks_of_the_same_pipeline_stage_are_compared(
     seconds: list[float],
     expected_stragglers: list[int],
 ) -> None:
-    """Ranks 0 and 1 have one pipeline-parallel stage, ranks 2 and 3 another. The median of two is the smaller time."""
+    """Ranks 0 and 1 have the first pipeline-parallel stage, ranks 2 and 3 the second. Their `seconds` are compute times.
+
+    The median of two times is the smaller one.
+    """
     detector = make_detector([0, 0, 1, 1], "abcd")
     run = detector.run
     for step in (1, 2, 3, 4):
@@ -158,5 +181,5 @@ def test_only_ranks_of_the_same_pipeline_stage_are_compared(
     assert json.loads(get_compute_times_file(run.jobs_dir).read_bytes()) == ratios
     console = Console(width=200, record=True)
     print_report(run, console)
-    slowest = max(ratios, key=lambda host: ratios[host])
-    assert f"{slowest} {ratios[slowest]:.2f}, " in console.export_text()
+    slowest_host = max(ratios, key=lambda host: ratios[host])
+    assert f"{slowest_host} {ratios[slowest_host]:.2f}, " in console.export_text()

@@ -18,12 +18,13 @@ from tests.support.ranks import Ranks
 from tests.support.tiny import make_run
 
 HANG_S = 6
+"""Value of recovery.hang_s: the watchdog ends a rank that stays in one phase for longer."""
 
 
 def stay_in_phase(rank_info: RankInfo, path: Path, start_file: Path, seconds: float) -> None:
-    """Stay in one phase while the process runs for `seconds`, in many short sleeps. Time in suspension does not count.
+    """Create `start_file`, then stay in one phase until this process has run for `seconds`.
 
-    `start_file` is created when the phase begins.
+    The time is spent in short sleeps, so time for which the process is suspended does not count.
     """
     watchdog = Watchdog(Run.open(path), "train", rank_info, StopFlag())
     watchdog.start()
@@ -35,7 +36,7 @@ def stay_in_phase(rank_info: RankInfo, path: Path, start_file: Path, seconds: fl
 
 
 def suspend_rank(tmp_path: Path, seconds: float, suspended_s: float) -> int | None:
-    """Start a rank, suspend it in its phase for `suspended_s`, and return its exit code."""
+    """Run `stay_in_phase` in a rank, suspend the rank for `suspended_s` seconds with SIGSTOP, and return its exit code."""
     run = make_run(tmp_path, overrides=(f"recovery.hang_s={HANG_S}",))
     run.stage_dir("train").mkdir(parents=True, exist_ok=True)
     start_file = tmp_path / "started"
@@ -54,4 +55,5 @@ def suspend_rank(tmp_path: Path, seconds: float, suspended_s: float) -> int | No
 
 @pytest.mark.parametrize(("seconds", "suspended_s", "code"), [(3, 10, 0), (30, 0, ExitCode.HANG)])
 def test_watchdog_does_not_count_suspended_time(tmp_path: Path, seconds: float, suspended_s: float, code: int) -> None:
+    """A rank that is suspended for longer than HANG_S succeeds. A rank that runs for longer than HANG_S hangs."""
     assert suspend_rank(tmp_path, seconds, suspended_s) == code
