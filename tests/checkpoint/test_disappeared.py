@@ -1,4 +1,4 @@
-"""Tests that a run does not restart from scratch without notice if its checkpoints have disappeared."""
+"""Tests that a run does not silently restart from scratch if its checkpoints have disappeared."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from tests.support.events import read_event_lines, write_event
 from tests.support.ranks import run_ranks
 from tests.support.tiny import make_run, run_stage_on_rank, write_config
 
-STEPS = ("train.steps=4", "checkpoint.every_steps=2")
+FOUR_STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 
 
 @pytest.mark.parametrize("pattern", ["checkpoints", "checkpoints/*"])
 def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path: Path, pattern: str) -> None:
-    run = make_run(tmp_path, overrides=STEPS)
+    """The run has metrics, so the train stage fails. It restarts when the user has removed metrics.jsonl."""
+    run = make_run(tmp_path, overrides=FOUR_STEPS)
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     metrics = run.metrics_file.read_bytes()
     for folder in list(run.path.glob(pattern)):
@@ -39,7 +40,7 @@ def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path
     with pytest.raises(AssertionError, match=f"CheckpointError: {re.escape(message)}"):
         run_ranks(2, run_stage_on_rank, run.path, "train")
     assert run.metrics_file.read_bytes() == metrics and not read_event_lines(run, "train", "began_anew")
-    run.metrics_file.unlink()  # The message tells the user to do this.
+    run.metrics_file.unlink()  # as the message says
     assert describe_missing_checkpoints(run) is None
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     assert find_newest_step(run.checkpoints_dir) == 4 and len(list(read_jsonl(run.metrics_file))) == 4
@@ -49,20 +50,21 @@ def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path
 def test_checkpoints_are_missing_only_if_one_was_saved_or_restored_since_the_last_restart_from_scratch(
     tmp_path: Path,
 ) -> None:
-    run = make_run(tmp_path, overrides=STEPS)
+    """The event `began_anew` is written at a restart from scratch."""
+    run = make_run(tmp_path, overrides=FOUR_STEPS)
     write_event(run, "saved", "train", step=2, seconds=1.0)
     write_event(run, "began_anew", "train")
     run.metrics_file.write_text("{}\n")
     assert describe_missing_checkpoints(run) is None
-    write_event(run, "restored", "train", step=2, seconds=1.0, lost_steps=0)  # The user copied a checkpoint back.
+    write_event(run, "restored", "train", step=2, seconds=1.0, lost_steps=0)  # a user has copied a checkpoint back
     assert "step 2" in str(describe_missing_checkpoints(run))
     (run.checkpoints_dir / "damaged-step-00000002").mkdir(parents=True)
-    assert describe_missing_checkpoints(run) is None, "the restore itself reports damaged checkpoints"
+    assert describe_missing_checkpoints(run) is None, "damaged checkpoints must be reported only by the restore"
 
 
 def test_each_save_after_a_restart_from_scratch_is_progress(tmp_path: Path) -> None:
-    """Otherwise a crash before the step that the earlier attempts had reached would end the chain."""
-    run = make_run(tmp_path, overrides=STEPS)
+    """Otherwise, an attempt that ends before step 50,000, which was reached before, would count as without progress."""
+    run = make_run(tmp_path, overrides=FOUR_STEPS)
     write_event(run, "saved", "train", step=50_000, seconds=1.0)
     write_event(run, "began_anew", "train")
     markers = [read_progress_marker(run, "train")]
@@ -73,17 +75,17 @@ def test_each_save_after_a_restart_from_scratch_is_progress(tmp_path: Path) -> N
 
 
 def test_missing_checkpoints_are_reported_after_a_change_of_the_config(tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=STEPS)
+    run = make_run(tmp_path, overrides=FOUR_STEPS)
     write_event(run, "saved", "train", step=2, seconds=1.0)
     run.metrics_file.write_text("{}\n")
     for override in ("stages.train.time=00:30:00", "optimizer.lr=0.5"):
-        changed_run = Run.create(load_config(write_config(tmp_path), (*STEPS, override)))
+        changed_run = Run.create(load_config(write_config(tmp_path), (*FOUR_STEPS, override)))
         assert changed_run.path == run.path and describe_missing_checkpoints(changed_run) is not None
 
 
 def test_run_does_not_restart_from_scratch_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    """It restarts from scratch only after the user has removed the files that the error message names."""
-    run = make_run(tmp_path, overrides=STEPS)
+    """The run restarts from scratch only after the user has removed the files that the error message names."""
+    run = make_run(tmp_path, overrides=FOUR_STEPS)
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     for step in list_checkpoint_steps(run.checkpoints_dir):
         set_checkpoint_aside(run.checkpoints_dir, step)

@@ -247,8 +247,8 @@ def make_hang_report(rank: int, *, phase_number: int, phase: str) -> dict[str, A
     """Return the content of `hang-rank-N.json` for a hang in step 5. Phases are numbered in the order of a step."""
     operation = {"operation": "gloo:all_reduce", "number": 7}
     return {
-        "rank": rank, "host": f"n{rank}", "step": 5, "number": phase_number, "phase": phase, "stacks": "stacks of threads",
-        "collectives": [operation],
+        "rank": rank, "host": f"n{rank}", "step": 5, "number": phase_number, "phase": phase,
+        "stacks": "stacks of threads", "collectives": [operation],
     }  # fmt: skip
 
 

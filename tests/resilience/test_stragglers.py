@@ -51,8 +51,8 @@ def test_slow_rank_is_reported_with_its_host_and_its_recovery(tmp_path: Path) ->
     run = make_run(tmp_path, overrides=("train.steps=120", "train.log_every=3", "stages.train.tasks_per_node=4"))
     run_ranks(4, train_with_slow_rank, run.path, 2, 14)
     events = [event for event in read_event_lines(run, "train", "straggler", "recovered") if event["rank"] == 2]
-    # On a busy machine, any rank may be slow for a while. Therefore there are many steps in which rank 2 can recover, and
-    # later events are ignored.
+    # On a busy machine, any rank may be slow for a while. Therefore rank 2 can recover in many steps, and later events
+    # are ignored.
     assert [event["event"] for event in events][:2] == ["straggler", "recovered"]
     assert events[0]["step"] == 9 and events[0]["ratio"] > 1.3 and events[0]["host"]
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
@@ -167,9 +167,9 @@ def test_only_ranks_of_the_same_pipeline_stage_are_compared(
     seconds: list[float],
     expected_stragglers: list[int],
 ) -> None:
-    """Ranks 0 and 1 have the first pipeline-parallel stage, ranks 2 and 3 the second. Their `seconds` are compute times.
+    """Ranks 0 and 1 have the first pipeline-parallel stage, ranks 2 and 3 the second one.
 
-    The median of two times is the smaller one.
+    `seconds` has the compute time of each rank. The median of two times is the smaller one.
     """
     detector = make_detector([0, 0, 1, 1], "abcd")
     run = detector.run

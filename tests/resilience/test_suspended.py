@@ -36,7 +36,7 @@ def stay_in_phase(rank_info: RankInfo, path: Path, start_file: Path, seconds: fl
 
 
 def suspend_rank(tmp_path: Path, seconds: float, suspended_s: float) -> int | None:
-    """Run `stay_in_phase` in a rank, suspend the rank for `suspended_s` seconds with SIGSTOP, and return its exit code."""
+    """Run `stay_in_phase` in a rank, suspend it for `suspended_s` seconds with SIGSTOP, and return its exit code."""
     run = make_run(tmp_path, overrides=(f"recovery.hang_s={HANG_S}",))
     run.stage_dir("train").mkdir(parents=True, exist_ok=True)
     start_file = tmp_path / "started"

@@ -1,4 +1,4 @@
-"""Test the message for a config that differs from that of an existing run, and how changes of a config are shown."""
+"""Test what happens if a config differs from that of an existing run, and how changes of a config are shown."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tracking.report import print_report
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Create a run of 30 steps with a checkpoint, without a copy of the code. Return it."""
+    """Return a new run of 30 steps with an (empty) checkpoint of step 7, without a copy of the code."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
+    monkeypatch.setattr(Run, "copy_code", lambda self, **options: None)
     run = Run.create(load_config(write_config(tmp_path)))
     (run.checkpoints_dir / "step-00000007").mkdir()
     return run
 
 
 def get_error_lines(*overrides: str) -> list[str]:
-    """Submit the config with overrides. Return the lines of the error message about the existing run."""
+    """Create the run again with overrides. Return the lines of the error message about the existing run."""
     with pytest.raises(UserError) as error:
         Run.create(load_config(Path("tiny.yaml"), overrides))
     assert error.value.code == "run.other_config"
@@ -39,7 +39,7 @@ def get_error_lines(*overrides: str) -> list[str]:
 
 
 def parse_resume_overrides(lines: list[str]) -> list[str]:
-    """Return the overrides of the printed `resume` command, as a shell parses them."""
+    """Return the overrides in the printed `resume` command. The command is split as in a shell."""
     (line,) = [line for line in lines if " resume runs/tiny" in line]
     command = shlex.split(line.split(": ", 1)[1])
     return command[command.index("runs/tiny") + 1 :]
@@ -50,19 +50,20 @@ CHANGEABLE_OVERRIDES = (
     "parallel.data={replicate: 1, shard: 2}", "parallel.zero=1", "site.setup=[module load cuda]",
     "site.local_disk='/a \"b c'", "publish={to: /x}", "data.verify=sizes", "stages.train.sbatch={exclusive: true}",
 )  # fmt: skip
+"""Overrides of keys that `resume` may change, with values that need different quotes in a shell."""
 
 
 def test_the_printed_resume_command_has_all_changes_that_resume_accepts(run: Run) -> None:
     lines = get_error_lines(*CHANGEABLE_OVERRIDES, "model.dim=64", "optimizer.lr=0.5")
     run.apply_overrides(parse_resume_overrides(lines))
-    expected = load_config(Path("tiny.yaml"), CHANGEABLE_OVERRIDES)
-    assert not describe_changes(Run.open(run.path).config, expected)
+    expected_config = load_config(Path("tiny.yaml"), CHANGEABLE_OVERRIDES)
+    assert not describe_changes(Run.open(run.path).config, expected_config)
     (line,) = [line for line in lines if line.startswith("resume does not accept: ")]
     assert line.split(": ")[1].split(", ") == ["model.dim", "optimizer.lr"]
 
 
 def test_keys_that_the_printed_command_cannot_contain_are_listed_separately(run: Run) -> None:
-    """The command contains no secrets, and an override cannot remove a key from a mapping."""
+    """The command must contain no secrets, and an override cannot remove a key from a mapping such as `sbatch`."""
     run.apply_overrides(["stages.train.sbatch={exclusive: true}"])
     lines = get_error_lines("model.dim=64", "site.sbatch={spank-token: hunter2}", "train.log_every=3")
     assert parse_resume_overrides(lines) == ["train.log_every=3"] and "hunter2" not in str(lines)
@@ -71,7 +72,7 @@ def test_keys_that_the_printed_command_cannot_contain_are_listed_separately(run:
 
 
 def test_the_printed_command_has_no_change_that_would_be_invalid(run: Run) -> None:
-    """`parallel.tensor` 4 requires another number of heads, which resume cannot change."""
+    """`parallel.tensor=4` is only valid with model.kv_heads=4, which `resume` cannot change."""
     lines = get_error_lines("parallel.tensor=4", "stages.train.tasks_per_node=4", "model.kv_heads=4")
     assert parse_resume_overrides(lines) == []
     assert any("parallel.tensor" in line and "invalid without the other changes" in line for line in lines)
@@ -79,7 +80,7 @@ def test_the_printed_command_has_no_change_that_would_be_invalid(run: Run) -> No
 
 def test_a_long_list_of_changes_is_truncated_but_not_the_command(run: Run) -> None:
     lines = get_error_lines(*(f"site.sbatch.k{number}=1" for number in range(50)), "model.dim=64")
-    assert "  and 31 more" in lines and len(lines) < 30  # 20 of 51 changes are listed
+    assert "  and 31 more" in lines and len(lines) < 30, "20 of 51 changes must be listed"
     assert len(parse_resume_overrides(lines)) == 50
 
 
@@ -89,6 +90,8 @@ def test_a_long_value_is_truncated(run: Run) -> None:
 
 
 def test_mixture_weights_may_change_only_for_steps_after_the_newest_checkpoint(tmp_path: Path, run: Run) -> None:
+    """The newest checkpoint is that of step 7. A change from step 9 is accepted, a change from step 5 is not."""
+
     def make_overrides(weights: str) -> tuple[str, ...]:
         sources = "{a: {source: corpus.jsonl}, b: {source: corpus.jsonl}}"
         tokenizer = "data.tokenizer={kind: file, path: tokenizer.json}"
@@ -100,16 +103,16 @@ def test_mixture_weights_may_change_only_for_steps_after_the_newest_checkpoint(t
         )
 
     same_weights = "[{weights: {a: 1, b: 1}}]"
-    created = Run.create(load_config(Path("tiny.yaml"), make_overrides(same_weights)))
-    (created.checkpoints_dir / "step-00000007").mkdir()
+    mixture_run = Run.create(load_config(Path("tiny.yaml"), make_overrides(same_weights)))
+    (mixture_run.checkpoints_dir / "step-00000007").mkdir()
     changed_weights = "[{weights: {a: 1, b: 1}}, {from_step: 9, weights: {a: 1, b: 0}}]"
     assert Run.create(load_config(Path("tiny.yaml"), make_overrides(changed_weights))).corrections
     with pytest.raises(UserError, match=r"resume does not accept: data\.mixture\.weights"):
         Run.create(load_config(Path("tiny.yaml"), make_overrides(changed_weights.replace("9", "5"))))
 
 
-def read_outputs(run: Run) -> tuple[str, str, str]:
-    """Return the output of `status`, the output of `report`, and the page report.html."""
+def run_status_and_report(run: Run) -> tuple[str, str, str]:
+    """Return the output of `status`, the output of `report`, and the page report.html, which `report` writes."""
     status_output = io.StringIO()
     report_output = io.StringIO()
     status.print_status(run, PlainConsole(file=status_output, width=200))
@@ -117,10 +120,11 @@ def read_outputs(run: Run) -> tuple[str, str, str]:
     return status_output.getvalue(), report_output.getvalue(), (run.path / "report.html").read_text()
 
 
-def test_status_and_report_show_the_values_in_effect(run: Run) -> None:
-    assert not any("changes.jsonl" in text for text in read_outputs(run))
+def test_status_and_report_show_changed_values(run: Run) -> None:
+    """config.yaml keeps the original values."""
+    assert not any("changes.jsonl" in text for text in run_status_and_report(run))
     run.apply_overrides(["train.steps=40", "checkpoint.every_steps=5", "site.sbatch={spank-token: hunter2}"])
-    for text in read_outputs(Run.open(run.path)):
+    for text in run_status_and_report(Run.open(run.path)):
         assert "train.steps: 30 → 40" in text and "checkpoint.every_steps: 7 → 5" in text and "hunter2" not in text
     assert "steps: 30" in run.config_file.read_text()
 
@@ -128,7 +132,7 @@ def test_status_and_report_show_the_values_in_effect(run: Run) -> None:
 def test_processes_that_follow_a_run_notice_a_change_by_another_process(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`status --watch` and submit.py, which follows the train stage, have read the config before the change."""
+    """`status --watch`, and submit.py while it follows the train stage, have read the config before the change."""
     run.metrics_file.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
     poller = status.StatusPoller(run)
     output = io.StringIO()
@@ -136,24 +140,25 @@ def test_processes_that_follow_a_run_notice_a_change_by_another_process(
     monkeypatch.setattr(local_runner, "POLL_S", 0.0)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/30"]
     Run.open(run.path).apply_overrides(["train.steps=40"])
-    polls = iter([True, True, False])
+    is_running = iter([True, True, False])
     console = PlainConsole(file=io.StringIO(), width=200)
-    local_runner.follow_stage(Run.open(run.path), "train", lambda: next(polls), console)
+    local_runner.follow_stage(Run.open(run.path), "train", lambda: next(is_running), console)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/40"]
     Run.open(run.path).apply_overrides(["train.steps=50"])
-    polls = iter([True, True, False])
-    local_runner.follow_stage(run, "train", lambda: next(polls), PlainConsole(file=output, width=200))
+    is_running = iter([True, True, False])
+    local_runner.follow_stage(run, "train", lambda: next(is_running), PlainConsole(file=output, width=200))
     text = output.getvalue()
     assert "train.steps: 40 → 50" in text and "step 31/50" in text, text
 
 
 def test_a_stage_that_was_done_is_checked_again_after_a_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 30 steps are done. Then another process changes train.steps to 40."""
     monkeypatch.setattr(train_stage, "find_newest_step", lambda folder: 30)
     poller = status.StatusPoller(run)
-    before = {row.stage: row.state for row in poller.poll()}
+    states_before = {row.stage: row.state for row in poller.poll()}
     Run.open(run.path).apply_overrides(["train.steps=40"])
-    after = {row.stage: row.state for row in poller.poll()}
-    assert before["train"] == "done" and after["train"] != "done"
+    states_after = {row.stage: row.state for row in poller.poll()}
+    assert states_before["train"] == "done" and states_after["train"] != "done"
 
 
 def test_a_negative_duration_is_formatted_as_zero() -> None:

@@ -38,7 +38,7 @@ from pipeline.run.events import (
 from tests.support.events import make_event, parse_events
 
 E = TypeVar("E", bound=Event)
-STEP_LINE = {"step": 3, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
+METRICS_LINE = {"step": 3, "loss": 5.0, "step_time_s": 0.1, "tokens_per_s": 10.0}
 
 # -- format ------------------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ json_values = st.recursive(
     max_leaves=5,
 )
 nonnegative_integers = st.integers(0, 2**47)
-STRATEGIES: dict[object, st.SearchStrategy[Any]] = {
+STRATEGY_BY_TYPE: dict[object, st.SearchStrategy[Any]] = {
     str: st.text(),
     int: nonnegative_integers,
     float: st.floats(0, 1e9),
@@ -57,7 +57,7 @@ STRATEGIES: dict[object, st.SearchStrategy[Any]] = {
     list[int]: st.lists(nonnegative_integers, max_size=3),
     Mapping[str, Any]: st.dictionaries(st.text(), json_values, max_size=3),
     list[dict[str, Any]]: st.lists(st.dictionaries(st.text(), json_values, max_size=3), max_size=3),
-    StepLines: st.lists(st.just(STEP_LINE), max_size=2),
+    StepLines: st.lists(st.just(METRICS_LINE), max_size=2),
 }
 
 
@@ -65,8 +65,8 @@ def make_value_strategy(name: str, hint: object) -> st.SearchStrategy[Any]:
     """Return a strategy for the values of the field `name`, which has the type hint `hint`."""
     if name == "exit_code":
         return st.none() | st.sampled_from([int(code) for code in ExitCode])
-    if hint in STRATEGIES:
-        return STRATEGIES[hint]
+    if hint in STRATEGY_BY_TYPE:
+        return STRATEGY_BY_TYPE[hint]
     if typing.get_origin(hint) is Annotated:
         return make_value_strategy(name, typing.get_args(hint)[0])
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), (name, hint)
@@ -75,7 +75,7 @@ def make_value_strategy(name: str, hint: object) -> st.SearchStrategy[Any]:
 
 
 def make_event_strategy(event_class: type[Event]) -> st.SearchStrategy[Event]:
-    """Return a strategy for events of a class, with any values of its fields and with fields of a newer version."""
+    """Return a strategy for events of a class, with random values of its fields and with fields of a newer version."""
     hints = typing.get_type_hints(event_class, include_extras=True)
     names = [field.name for field in dataclasses.fields(event_class)]
     fields = {name: make_value_strategy(name, hints[name]) for name in names}
@@ -102,14 +102,15 @@ def test_an_event_is_the_same_after_it_is_written_and_read(event_class: type[Eve
 
 def test_a_run_reads_the_events_that_it_appended(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    written = [make_event("started", attempt=1), make_event("saved", step=7), Resumed()]
-    for event in written:
+    events = [make_event("started", attempt=1), make_event("saved", step=7), Resumed()]
+    for event in events:
         run.append_event(event)
-    assert run.read_events() == written
-    assert run.read_events("train", Started) == written[:1]
+    assert run.read_events() == events
+    assert run.read_events("train", Started) == events[:1]
 
 
 def test_the_line_of_an_event_omits_unset_values_except_required_nulls() -> None:
+    """`task`, `slurm_job` and `stage` are not set here, but the lines must have these keys."""
     started = Started(time="2026-01-01T00:00:00.000Z", stage="train", job_id="7", attempt=1, ranks=4, restarts=0)
     assert started.to_line() == {
         "time": "2026-01-01T00:00:00.000Z",
@@ -148,10 +149,10 @@ def test_events_and_fields_of_other_versions_are_read(line: dict[str, Any]) -> N
 
 
 def parse_history(text: str) -> list[Event]:
-    """Parse a short notation of events such as `started stopping:preempted requeued/preempted!`.
+    """Return the events of a history such as `started stopping:preempted requeued/preempted!`.
 
-    A cause follows `:`, a budget follows `/`, and `!` marks a retry after an attempt without progress. Each event that
-    has a step gets step 7.
+    The words are the names of the events. A cause follows `:`, and a budget follows `/`. `!` marks a retry after an
+    attempt without progress. Each event that has a step gets step 7.
     """
     lines: list[dict[str, Any]] = []
     for word in text.split():
@@ -191,7 +192,7 @@ def parse_history(text: str) -> list[Event]:
         ("started preempted:preempted requeued/preempted", {"retried"}),
         ("started preempted:preempted requeued/preempted started", {"open", "training steps"}),
         ("started preempted:preempted requeued/preempted started done", {"done"}),
-        ("started preempted:preempted failed:preempted", {"failed"}),  # Slurm refused to requeue it
+        ("started preempted:preempted failed:preempted", {"failed"}),  # Slurm refused to requeue the job
         # the successor job was not needed
         ("started preempted:preempted handed_over/preempted cancelled:cancelled", {"user request"}),
         ("started stopping:stop_file stopped:stop_file", {"user request"}),
@@ -202,6 +203,7 @@ def parse_history(text: str) -> list[Event]:
     ],
 )
 def test_the_state_follows_from_the_events(history: str, expected_conditions: set[str]) -> None:
+    """`expected_conditions` has the names of the conditions in the test body that must be true."""
     state = read_stage_state(parse_history(history))
     conditions = {
         "open": state.is_open,
@@ -216,7 +218,7 @@ def test_the_state_follows_from_the_events(history: str, expected_conditions: se
 
 
 @pytest.mark.parametrize(
-    ("history", "budgets", "restarts_without_progress"),
+    ("history", "used_budgets", "restarts_without_progress"),
     [
         ("started failed:crashed retried/crash started failed:crashed retried/crash!", {"crash": 2}, 1),
         (
@@ -229,14 +231,15 @@ def test_the_state_follows_from_the_events(history: str, expected_conditions: se
     ],
 )
 def test_retries_are_counted_by_budget_since_resume(
-    history: str, budgets: dict[str, int], restarts_without_progress: int
+    history: str, used_budgets: dict[str, int], restarts_without_progress: int
 ) -> None:
     state = read_stage_state(parse_history(history))
-    assert state.used_budgets == budgets
+    assert state.used_budgets == used_budgets
     assert state.restarts_without_progress == restarts_without_progress
 
 
 def test_the_last_stop_has_its_cause_its_step_and_the_retry_that_followed() -> None:
+    """The events of `parse_history` have step 7. An attempt that exits after a stop request stops gracefully."""
     state = read_stage_state(parse_history("submitted started saved stop_requested preempted:preempted"))
     assert state.last_stop == StopInfo("preempted", step=7, is_graceful=True)
     state = read_stage_state(parse_history("started saved failed requeued/crash started submitted"))
@@ -259,7 +262,7 @@ EVENT_NAMES = [
 
 
 def make_full_event(name: str, cause: str, budget: str, progress: bool) -> Event:
-    """Return an event with all fields on which the state of a stage may depend."""
+    """Return an event with all fields on which the state of a stage can depend."""
     fields: dict[str, Any] = {"cause": cause, "by": cause, "budget": budget, "progress": progress}
     return make_event(name, job_id="1", step=1, **fields)
 
@@ -284,6 +287,7 @@ def find_last(events: list[Event], *classes: type[E]) -> E | None:
 @settings(deadline=None, max_examples=500)
 @given(histories)
 def test_the_state_of_random_histories_equals_that_of_a_search_from_the_end(events: list[Event]) -> None:
+    """`read_stage_state` reads the events forwards. This test computes the same values with searches backwards."""
     state = read_stage_state(events)
     last_start_or_end = find_last(events, Started, EndEvent)
     last_of_attempt = find_last(events, Started, EndEvent, RetryEvent)
@@ -296,15 +300,16 @@ def test_the_state_of_random_histories_equals_that_of_a_search_from_the_end(even
     resumes = [index for index, event in enumerate(events) if isinstance(event, Resumed)]
     retries = [event for event in events[resumes[-1] if resumes else 0 :] if isinstance(event, RetryEvent)]
     assert state.used_budgets == Counter(event.budget for event in retries)
-    with_progress = [index for index, event in enumerate(retries) if event.progress]
-    assert state.restarts_without_progress == len(retries) - (with_progress[-1] + 1 if with_progress else 0)
+    indices_with_progress = [index for index, event in enumerate(retries) if event.progress]
+    first_index = indices_with_progress[-1] + 1 if indices_with_progress else 0
+    assert state.restarts_without_progress == len(retries) - first_index
     assert state.resumed_by_user == isinstance(find_last(events, Resumed, Started, EndEvent, RetryEvent), Resumed)
 
 
 @settings(deadline=None, max_examples=200)
 @given(histories, histories)
-def test_resume_resets_all_budgets(before: list[Event], after: list[Event]) -> None:
-    resumed = read_stage_state([*before, Resumed(), *after])
-    from_scratch = read_stage_state(after)
-    assert resumed.used_budgets == from_scratch.used_budgets
-    assert resumed.restarts_without_progress == from_scratch.restarts_without_progress
+def test_resume_resets_all_budgets(events_before: list[Event], events_after: list[Event]) -> None:
+    state = read_stage_state([*events_before, Resumed(), *events_after])
+    state_without_earlier_events = read_stage_state(events_after)
+    assert state.used_budgets == state_without_earlier_events.used_budgets
+    assert state.restarts_without_progress == state_without_earlier_events.restarts_without_progress

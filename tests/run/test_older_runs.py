@@ -1,4 +1,7 @@
-"""Test runs of older versions: their config.yaml lacks a key or has older names, and they must continue unchanged."""
+"""Test runs of older versions. Their config.yaml lacks a key or has older names of keys.
+
+Such runs must continue without a change of their data, their config and the identity of their checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from pipeline.run.directory import Run, create_points
 from tests.support.edits import replace_in_file
 from tests.support.tiny import make_run, write_config
 
-KEY = "data.add_special_tokens"
+NEWER_KEY = "data.add_special_tokens"
 """A config key that older versions did not have. They behaved as with the value false; the default is now `auto`."""
 HASH_WITHOUT_MODEL = "890de3d88de74d804a8a78e150ea728598c672fd0f38fad83d1a4181e430048a"
 HASH_WITH_INITIAL_MODEL = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1b58be61f85c"
@@ -31,7 +34,7 @@ HASH_WITH_INITIAL_MODEL = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1
 
 
 def remove_add_special_tokens(run: Run) -> Run:
-    """Remove KEY from config.yaml, and `bos_ids` from prepare.json and manifest.json, as in a run of an older version.
+    """Remove NEWER_KEY from config.yaml, and `bos_ids` from prepare.json and manifest.json, as in an older run.
 
     Returns:
         The run, opened again.
@@ -48,19 +51,13 @@ def remove_add_special_tokens(run: Run) -> Run:
 
 
 def test_a_run_without_add_special_tokens_keeps_its_data_and_its_identity(tmp_path: Path) -> None:
-    run = make_run(tmp_path, overrides=(f"{KEY}=false",))
+    run = make_run(tmp_path, overrides=(f"{NEWER_KEY}=false",))
     data = run.config.data
     older_run = remove_add_special_tokens(run)
     assert older_run.config.data.add_special_tokens is False
-    keys = {
-        "mixture",
-        "text_field",
-        "text_documents",
-        "tokenizer",
-        "shard_tokens",
-        "held_out",
-    }  # all older keys except `source`
-    older_values = data.model_dump(mode="json", include=keys)
+    # all keys of older versions that affect the data, except `source`
+    older_keys = {"mixture", "text_field", "text_documents", "tokenizer", "shard_tokens", "held_out"}
+    older_values = data.model_dump(mode="json", include=older_keys)
     folder = TextFolder(older_run.config.data, older_run.data_dir)
     assert folder.key == sha256_json(
         {"format": FORMAT_VERSION, "config": {**older_values, "source": data.sources}, "code": folder.code_hash}
@@ -74,24 +71,24 @@ def test_a_run_without_add_special_tokens_keeps_its_data_and_its_identity(tmp_pa
 
 
 def test_the_same_config_file_continues_a_run_without_add_special_tokens(tmp_path: Path) -> None:
-    run = remove_add_special_tokens(make_run(tmp_path, overrides=(f"{KEY}=false",)))
+    run = remove_add_special_tokens(make_run(tmp_path, overrides=(f"{NEWER_KEY}=false",)))
     config = load_config(tmp_path / "tiny.yaml")
     assert config.data.add_special_tokens == "auto"
     assert Run.preview(config).corrections == {} == Run.create(config).corrections
     assert Run.open(run.path).config.data.add_special_tokens is False
-    with pytest.raises(
-        UserError, match=rf"{KEY}: False → auto"
-    ):  # a value that is set, even to the default, is a change
-        Run.create(load_config(tmp_path / "tiny.yaml", [f"{KEY}=auto"]))
-    corrected = load_config(tmp_path / "tiny.yaml", ["train.steps=31"])
-    assert list(Run.preview(corrected).corrections) == ["train.steps"]
-    assert Run.create(corrected).config.data.add_special_tokens is False
-    reopened = Run.open(run.path)
-    assert (reopened.config.train.steps, reopened.config.data.add_special_tokens) == (31, False)
-    assert Run.create(corrected).corrections == {}
+    # an override is a change, even if its value is the default
+    with pytest.raises(UserError, match=rf"{NEWER_KEY}: False → auto"):
+        Run.create(load_config(tmp_path / "tiny.yaml", [f"{NEWER_KEY}=auto"]))
+    corrected_config = load_config(tmp_path / "tiny.yaml", ["train.steps=31"])
+    assert list(Run.preview(corrected_config).corrections) == ["train.steps"]
+    assert Run.create(corrected_config).config.data.add_special_tokens is False
+    reopened_run = Run.open(run.path)
+    assert (reopened_run.config.train.steps, reopened_run.config.data.add_special_tokens) == (31, False)
+    assert Run.create(corrected_config).corrections == {}
     (line,) = map(json.loads, run.changes_file.read_text().splitlines())
-    assert "add_special_tokens" not in line["submitted"]["data"], "the code of the run does not have this key"
-    assert line["submitted"]["data"].keys() == load_config(run.config_file).model_dump()["data"].keys() - {KEY[5:]}
+    submitted_keys = line["submitted"]["data"].keys()
+    assert "add_special_tokens" not in submitted_keys, "the copy of the code in the run does not know this key"
+    assert submitted_keys == load_config(run.config_file).model_dump()["data"].keys() - {"add_special_tokens"}
 
 
 def test_points_of_a_sweep_have_add_special_tokens_only_if_the_sweep_has_it(tmp_path: Path) -> None:
@@ -109,8 +106,8 @@ def test_points_of_a_sweep_have_add_special_tokens_only_if_the_sweep_has_it(tmp_
 def test_a_run_with_add_special_tokens_keeps_its_value(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     assert Run.create(load_config(config)).config.data.add_special_tokens == "auto"
-    run = Run.create(load_config(write_config(tmp_path, "other"), [f"{KEY}=false"]))
-    assert Run.preview(load_config(tmp_path / "other.yaml")).corrections == {KEY: "False → auto"}
+    run = Run.create(load_config(write_config(tmp_path, "other"), [f"{NEWER_KEY}=false"]))
+    assert Run.preview(load_config(tmp_path / "other.yaml")).corrections == {NEWER_KEY: "False → auto"}
     assert Run.open(run.path).config.data.add_special_tokens is False
 
 
@@ -118,7 +115,7 @@ def test_a_run_with_add_special_tokens_keeps_its_value(tmp_path: Path) -> None:
 
 
 def rewrite_as_older_run(run: Run) -> Run:
-    """Rewrite the files of a run as versions without `recovery.budgets` and `run.json` wrote them.
+    """Rewrite the files of a run as they were in versions without `recovery.budgets` and `run.json`.
 
     Returns:
         The run, opened again.
@@ -133,10 +130,10 @@ def rewrite_as_older_run(run: Run) -> Run:
 
 
 def write_config_with_initial_model(folder: Path, **sections: Any) -> Path:
-    """Write a config that starts from a model in Hugging Face format, and this model. Return the path of the config.
+    """Write a config with `model.init_from`, and the model in Hugging Face format. Return the path of the config.
 
     Args:
-        folder: where to write both.
+        folder: folder for the config, and for the model in `open`.
         sections: further sections of the config.
     """
     model = folder / "open"
@@ -159,7 +156,7 @@ def write_config_with_initial_model(folder: Path, **sections: Any) -> Path:
 
 
 def hash_config(config: Config) -> str:
-    """Return the hash of a config in the identity of its checkpoints."""
+    """Return `config_hash` of the identity that checkpoints of a run with this config have."""
     return str(compute_identity(config, SimpleNamespace(train=[]))["config_hash"])  # type: ignore[arg-type]
 
 
@@ -189,14 +186,14 @@ def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
 
 def test_a_run_has_the_same_config_and_identity_in_the_files_of_older_code(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config_with_initial_model(tmp_path)))
-    before = Run.open(run.path).config
-    after = rewrite_as_older_run(run).config
-    assert after == before and after.metadata.model.init_sha256
-    assert hash_config(after) == hash_config(before)
+    config = Run.open(run.path).config
+    older_config = rewrite_as_older_run(run).config
+    assert older_config == config and older_config.metadata.model.init_sha256
+    assert hash_config(older_config) == hash_config(config)
 
 
 def test_the_identity_of_a_config_equals_that_of_versions_without_run_json() -> None:
-    """That version had `init_sha256`, `init_files` and the other keys of `model` below in the config."""
+    """In these versions, `init_sha256`, `init_files` and the other keys of `model` below were keys of the config."""
     base = {"run": {"name": "x"}, "train": {"steps": 3}}
     model = {"init_sha256": "ab" * 32, "init_files": "f", "max_position_embeddings": 77, "max_window_layers": 0}
     assert hash_config(parse_config(base, "x")) == HASH_WITHOUT_MODEL
@@ -204,6 +201,7 @@ def test_the_identity_of_a_config_equals_that_of_versions_without_run_json() -> 
 
 
 def test_resume_writes_keys_under_the_names_that_the_code_of_the_run_reads(tmp_path: Path) -> None:
+    """Older code knows `recovery.crash` and `recovery.fruitless` instead of the current names."""
     for name, is_older in (("new", False), ("old", True)):
         run = Run.create(load_config(write_config(tmp_path, name)))
         run = rewrite_as_older_run(run) if is_older else run
@@ -218,39 +216,40 @@ def test_resume_writes_keys_under_the_names_that_the_code_of_the_run_reads(tmp_p
 
 
 def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path: Path) -> None:
-    file = write_config_with_initial_model(tmp_path)
-    run = rewrite_as_older_run(Run.create(load_config(file)))
-    corrected = load_config(file, ["train.steps=5", "recovery.crash=7"])
-    assert Run.create(corrected).config == corrected
+    config_file = write_config_with_initial_model(tmp_path)
+    run = rewrite_as_older_run(Run.create(load_config(config_file)))
+    corrected_config = load_config(config_file, ["train.steps=5", "recovery.crash=7"])
+    assert Run.create(corrected_config).config == corrected_config
     (line,) = (json.loads(line) for line in run.changes_file.read_text().splitlines())
     assert line["submitted"]["recovery"]["crash"] == 7 and "budgets" not in line["submitted"]["recovery"]
-    assert line["submitted"]["model"]["init_sha256"] == corrected.metadata.model.init_sha256
-    assert Run.open(run.path).config == corrected
-    assert Run.create(corrected).corrections == {}
+    assert line["submitted"]["model"]["init_sha256"] == corrected_config.metadata.model.init_sha256
+    assert Run.open(run.path).config == corrected_config
+    assert Run.create(corrected_config).corrections == {}
 
 
 def test_changed_weights_of_the_initial_model_are_a_correction(tmp_path: Path) -> None:
-    file = write_config_with_initial_model(tmp_path)
-    run = Run.create(load_config(file))
+    config_file = write_config_with_initial_model(tmp_path)
+    run = Run.create(load_config(config_file))
     (tmp_path / "open/model.safetensors").write_bytes(b"other")
-    corrected = load_config(file)
-    assert list(Run.preview(corrected).corrections) == ["model.init_files"]
-    assert Run.create(corrected).config == corrected == Run.open(run.path).config
+    corrected_config = load_config(config_file)
+    assert list(Run.preview(corrected_config).corrections) == ["model.init_files"]
+    assert Run.create(corrected_config).config == corrected_config == Run.open(run.path).config
 
 
 @pytest.mark.parametrize("is_older", [False, True])
 def test_points_of_a_sweep_over_models_are_written_for_the_code_of_the_run(tmp_path: Path, is_older: bool) -> None:
-    file = write_config_with_initial_model(
+    """The first of two points starts from a model, the second point does not."""
+    config_file = write_config_with_initial_model(
         tmp_path, sweep={"grid": {"model.init_from": [str(tmp_path / "open"), None]}}
     )
-    run = Run.create(load_config(file))
+    run = Run.create(load_config(config_file))
     run = rewrite_as_older_run(run) if is_older else run
-    first, second = create_points(run)
-    assert first.metadata_file.exists() == (not is_older)
-    text = first.config_file.read_text()
+    first_point, second_point = create_points(run)
+    assert first_point.metadata_file.exists() == (not is_older)
+    text = first_point.config_file.read_text()
     assert ("  init_sha256:" in text) == ("  fruitless:" in text) == is_older
     for file in (tmp_path / "open").iterdir():
         file.unlink()
-    points = make_point_configs(Run.open(run.path).config)
-    assert [Run.open(point.path).config for point in (first, second)] == points
-    assert points[0].metadata.model.init_sha256 is not None and points[1].metadata.model.init_sha256 is None
+    configs = make_point_configs(Run.open(run.path).config)
+    assert [Run.open(point.path).config for point in (first_point, second_point)] == configs
+    assert configs[0].metadata.model.init_sha256 is not None and configs[1].metadata.model.init_sha256 is None
