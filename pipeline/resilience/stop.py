@@ -97,7 +97,7 @@ class Deadline(Callback):
         """Update `longest_step_s` with the duration of a step.
 
         Each step reduces the previous maximum by 10 %. The second step of an attempt replaces the duration of the first
-        one, because the first step may include the time of torch.compile.
+        step, because the first step may include the time of torch.compile.
         """
         self.longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.9 * self.longest_step_s)
         self._step_count += 1

@@ -74,7 +74,9 @@ class Watchdog(Callback):
         self.limits = run.config.recovery
         self.report_file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
         self._longest_step_s = 0.0
+        """Duration of the longest recent step in seconds."""
         self._step_count = 0
+        """Number of steps in this attempt so far."""
         # The step, the number of the phase within the step, the name of the phase, and its start time. Two threads use
         # these values, so the values are in one tuple, which is always replaced and read as a unit.
         self._phase = (0, 0, "start", time.monotonic())
@@ -100,7 +102,7 @@ class Watchdog(Callback):
         """Adapt the limit of phases to the duration of a step.
 
         Each step reduces the previous maximum by 5 %. The second step of an attempt replaces the duration of the first
-        one, because the first step may include the time of torch.compile.
+        step, because the first step may include the time of torch.compile.
         """
         self._longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.95 * self._longest_step_s)
         self._step_count += 1

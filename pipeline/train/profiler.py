@@ -133,19 +133,19 @@ class Profiler(Callback):
     def begin_step(self, step: int) -> None:
         """Start recording `step` if the user requested a profile, or if `train.profile_every` selects this step.
 
-        If the time limit is too near, do not record the step, and drop the request. If no step of the request was
-        recorded yet, rename the request file back, so that the next attempt carries out the request.
+        If the time limit is too near, do not record this step or further steps of the request. If no step of the
+        request was recorded yet, rename the request file back, so that the next attempt carries out the request.
         """
-        every = self.run.config.train.profile_every
+        profile_every = self.run.config.train.profile_every
         start_time = time.perf_counter()
         is_requested = self._steps_left > 0
-        is_selected = every is not None and step % every == 0
+        is_selected = profile_every is not None and step % profile_every == 0
         if not is_requested and not is_selected:
             return
         # Rank 0 decides whether there is enough time, because only rank 0 measures the duration of saves.
         if broadcast_from_rank0(self.group, self.deadline.should_stop(self._longest_profile_s)):
-            is_none_recorded = self._steps_left == self._requested_steps
-            if is_requested and is_none_recorded and self.world.is_rank0:
+            has_recorded_steps = self._steps_left < self._requested_steps
+            if is_requested and not has_recorded_steps and self.world.is_rank0:
                 with suppress(OSError):
                     os.replace(self.run.accepted_profile_request_file, self.request.file)
                 self.request.defer()

@@ -68,13 +68,13 @@ class AttemptEnd:
 
 
 def list_reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[Path]:
-    """Return the report files of the ranks.
+    """Return the report files of the ranks. In a job array, the index of the array task replaces the rank in the names.
 
     Args:
         run: the run.
         stage: the stage.
         kind: `error`, `hang`, or `*` for both.
-        task: the index of a Slurm array task, to list only its reports; None to list all reports.
+        task: the index of a Slurm array task, to list only the reports of this task; None to list all reports.
     """
     return list(run.stage_dir(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
 
@@ -151,13 +151,15 @@ def find_failure(
     """
     errors = _read_reports(run, stage, "error", task)
     reporting_ranks = {report["rank"] for report in errors}
-    killed = [
+    # If a rank exited with OUT_OF_MEMORY and wrote no report, the kernel killed the rank.
+    killed_exits = [
         rank_exit
         for rank_exit in first_exits
         if rank_exit.code < 0 or (rank_exit.code == ExitCode.OUT_OF_MEMORY and rank_exit.rank not in reporting_ranks)
     ]
     # A rank that was killed by SIGABRT may not have failed first, because NCCL aborts a rank if another rank fails.
-    surely_killed = [rank_exit for rank_exit in killed if rank_exit.code != -signal.SIGABRT]
+    first_killed_exits = [rank_exit for rank_exit in killed_exits if rank_exit.code != -signal.SIGABRT]
+    # If the GPU of a rank fails, NCCL aborts the rank before it can write a report, so only the log shows the reason.
     for rank_exit in first_exits:
         if rank_exit.code != -signal.SIGABRT or rank_exit.rank in reporting_ranks:
             continue
@@ -168,15 +170,15 @@ def find_failure(
             message = f"rank {rank_exit.rank} on {host}:\n{line}"
             return AttemptEnd(ExitCode.BAD_NODE, fields={"rank": rank_exit.rank, "host": host, "message": message})
     direct_errors = [report for report in errors if report["code"] != ExitCode.PEER_LOST]
-    if direct_errors and not surely_killed:
+    if direct_errors and not first_killed_exits:
         report = min(direct_errors, key=lambda report: float(report["time"]))
         code = ExitCode(report["code"])
         rank = report["rank"]
         host = report["host"]
         message = f"rank {rank} on {host}:\n{keep_user_frames(run, report['message'])}"
     else:
-        rank_exit = (surely_killed or killed or first_exits)[0]
-        # If a rank could not write its report, its exit code still shows the cause.
+        rank_exit = (first_killed_exits or killed_exits or first_exits)[0]
+        # Even if a rank could not write its report, its exit code shows the cause.
         code = ExitCode(rank_exit.code) if rank_exit.code in set(ExitCode) else ExitCode.CRASHED
         rank = rank_exit.rank
         host = rank_exit.host or os.uname().nodename

@@ -337,8 +337,8 @@ class Supervisor:
         """Return the number of ranks to start."""
         rank_count = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
         if self.stage_spec.is_array and self.on_slurm and (granted := read_granted_tasks(os.environ)) is not None:
-            # This is the job after the array, which completes the stage. Its allocation may have fewer tasks than the
-            # config requests, because any number of ranks can do the remaining work.
+            # Any number of ranks can do the work of an array stage. So use only the tasks that Slurm granted, which may
+            # be fewer than the config requests, for example in the job after the array.
             tasks_per_node, _ = granted
             rank_count = min(rank_count, sum(tasks_per_node))
         return rank_count
@@ -347,7 +347,7 @@ class Supervisor:
         """Return the end of an attempt that started no ranks, because the previous attempt still holds the lock.
 
         If a stop was requested while the job waited for the lock, the cause is STOPPED. Otherwise, it is NODE_FAILURE,
-        because the node of the previous attempt is considered lost.
+        because the node of the previous attempt is considered lost. Slurm may report a more precise cause.
         """
         stop_reason = _take_request(self.run) or self.stop_flag.reason
         holder = self.run.lock_holder(self.stage) or "released in the meantime"
