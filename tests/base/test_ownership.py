@@ -98,8 +98,8 @@ def test_run_of_another_user_is_not_executed_even_by_root(tmp_path: Path, run_wi
         environment = {**os.environ, "PYTHONPATH": str(CODE_ROOT)}
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert result.returncode == ExitCode.USER_ERROR, command
-        for fact in ("error[run.foreign_owner]", "runs/tiny", f"uid {NOBODY}", "run.name"):
-            assert fact in result.stderr, result.stderr
+        for expected_text in ("error[run.foreign_owner]", "runs/tiny", f"uid {NOBODY}", "run.name"):
+            assert expected_text in result.stderr, result.stderr
         assert not (tmp_path / "executed").exists(), command
     assert run_with_detector.events_file.read_bytes() == events_before
     assert not list(run_with_detector.jobs_dir.iterdir())
@@ -129,8 +129,8 @@ def test_another_user_can_read_but_not_resume_a_run(tmp_path: Path, run_with_det
     assert_run_is_readable(tmp_path, AS_NOBODY)
     result = run_command(tmp_path, [*AS_NOBODY, *SUBMIT, "resume", "runs/tiny"])
     assert result.returncode == ExitCode.USER_ERROR
-    for fact in ("error[run.foreign_owner]", "runs/tiny", "root (uid 0)"):
-        assert fact in result.stderr, result.stderr
+    for expected_text in ("error[run.foreign_owner]", "runs/tiny", "root (uid 0)"):
+        assert expected_text in result.stderr, result.stderr
 
 
 def make_group_writable(path: Path) -> None:

@@ -115,7 +115,7 @@ def test_next_raises_the_errors_of_the_thread(dataset: TokenDataset) -> None:
 
 
 def test_a_finite_sampler_ends_the_iteration(dataset: TokenDataset) -> None:
-    with BatchLoader(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+    with BatchLoader(dataset, [np.array([number]) for number in range(5)], CPU) as batches:
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
         assert list(batches) == []
 
@@ -132,7 +132,7 @@ def test_the_thread_does_not_use_a_block_that_it_has_handed_over(
                 item.clear()
 
     monkeypatch.setattr("pipeline.data.loader.queue.SimpleQueue", EmptyingQueue)
-    with BatchLoader(dataset, [np.array([k]) for k in range(5)], CPU) as batches:
+    with BatchLoader(dataset, [np.array([number]) for number in range(5)], CPU) as batches:
         assert [batch["tokens"][0].tolist() for batch in batches] == dataset.read(np.arange(5))["tokens"].tolist()
 
 
@@ -159,10 +159,10 @@ def test_a_read_that_takes_five_seconds_does_not_delay_the_consumer(
     The next read then blocks for 100 steps. The two blocks that are always read ahead have at most 32 batches, which
     would not be enough.
     """
-    now = 0.0
+    clock_s = 0.0
     is_blocked = threading.Event()
     may_continue = threading.Event()
-    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: clock_s))
     monkeypatch.setattr(BatchLoader, "BLOCK_BYTES", 16 * 1024)
     original_read = dataset.read
 
@@ -172,17 +172,17 @@ def test_a_read_that_takes_five_seconds_does_not_delay_the_consumer(
         return original_read(indices, out)
 
     monkeypatch.setattr(dataset, "read", wait_and_read)
-    with BatchLoader(dataset, (np.array([k % 10]) for k in count()), CPU) as batches:
+    with BatchLoader(dataset, (np.array([number % 10]) for number in count()), CPU) as batches:
         for _ in range(40):
             assert next(batches)["tokens"].shape == (1, 11)
-            now += 0.05
+            clock_s += 0.05
         deadline = time.monotonic() + 60
         while batches._waiting_batches < 200 and time.monotonic() < deadline:
             time.sleep(0.001)
         is_blocked.set()
         for _ in range(100):
             next(batches)
-            now += 0.05
+            clock_s += 0.05
         may_continue.set()
 
 
@@ -200,35 +200,36 @@ def test_the_loader_starts_only_one_thread(tmp_path: Path) -> None:
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 1e-4, 1.0]), min_size=1, max_size=40), st.integers(0, 40), st.booleans())
 def test_batches_arrive_in_order_at_any_speed_of_the_consumer(
-    step_times_s: list[float], available: int, fails: bool
+    step_times_s: list[float], available_batches: int, fails: bool
 ) -> None:
     """`step_times_s` are the consumer's times for each batch.
 
-    The sampler yields `available` batches, and then ends or fails.
+    The sampler yields `available_batches` batches, and then ends or fails.
     """
-    now = 0.0
+    clock_s = 0.0
 
-    def sampler() -> Iterator[np.ndarray]:
-        yield from (np.array([k % 7, k % 5]) for k in range(available))
+    def yield_indices() -> Iterator[np.ndarray]:
+        yield from (np.array([number % 7, number % 5]) for number in range(available_batches))
         if fails:
             raise OSError(5, "the storage failed")
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: now))
+        patch.setattr("pipeline.data.loader.time", SimpleNamespace(perf_counter=lambda: clock_s))
         patch.setattr(BatchLoader, "BLOCK_BYTES", 4 * 1024)  # at most four batches
         dataset = TokenDataset(write_shards(Path(folder), [(101, 6)], "uint16")[0], 10)
         expected = [
-            dataset.read(indices)["tokens"].tolist() for indices in islice(sampler(), min(available, len(step_times_s)))
+            dataset.read(indices)["tokens"].tolist()
+            for indices in islice(yield_indices(), min(available_batches, len(step_times_s)))
         ]
         received: list[Any] = []
-        with BatchLoader(dataset, sampler(), CPU) as batches:
+        with BatchLoader(dataset, yield_indices(), CPU) as batches:
             for step_time_s in step_times_s:
                 try:
                     received.append(next(batches)["tokens"].tolist())
                 except (OSError, StopIteration) as error:
                     assert isinstance(error, OSError if fails else StopIteration)
                     break
-                now += step_time_s
+                clock_s += step_time_s
     # If reading a batch fails, up to three earlier batches of the same block are lost.
     min_received = len(expected) - (3 if fails else 0)
     assert received == expected[: len(received)] and len(received) >= min_received

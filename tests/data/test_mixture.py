@@ -66,12 +66,12 @@ def list_indices(seed: int, sizes: dict[str, int], config: MixtureConfig, global
 @st.composite
 def generate_mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
     """Generate the sizes of sources, a mixture with their weights, and a global batch."""
-    count = draw(st.integers(1, 4))
+    source_count = draw(st.integers(1, 4))
     weight = st.one_of(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False))
-    rows = st.lists(weight, min_size=count, max_size=count).filter(lambda row: sum(row) > 0)
+    weight_lists = st.lists(weight, min_size=source_count, max_size=source_count).filter(lambda row: sum(row) > 0)
     steps = sorted(draw(st.sets(st.integers(2, 40), max_size=3)))
-    config = make_config([(step, draw(rows)) for step in (1, *steps)])
-    return {name: draw(st.integers(1, 50)) for name in NAMES[:count]}, config, draw(st.integers(1, 12))
+    config = make_config([(step, draw(weight_lists)) for step in (1, *steps)])
+    return {name: draw(st.integers(1, 50)) for name in NAMES[:source_count]}, config, draw(st.integers(1, 12))
 
 
 @settings(max_examples=25)

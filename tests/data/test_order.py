@@ -47,53 +47,53 @@ GOLDEN_HASH = "e333246f93b72b9319774ee8ac00c94d3c8d139e3246d7f0447b2937169634b1"
 GOLDEN_LARGE = [965273089618, 973923986883, 123771676308, 1772204661]
 
 
-def permute_epoch(seed: int, epoch: int, n: int) -> np.ndarray:
+def permute_epoch(seed: int, epoch: int, sample_count: int) -> np.ndarray:
     """Return the order of a whole epoch."""
-    return permute(seed, epoch, np.arange(n, dtype=np.int64), n)
+    return permute(seed, epoch, np.arange(sample_count, dtype=np.int64), sample_count)
 
 
-def permute_one(seed: int, epoch: int, x: int, n: int) -> int:
-    """Return the index at position `x` of an epoch of `n` samples, computed with Python integers."""
-    half = next(h for h in range(1, 64) if 4**h >= n)
+def permute_one(seed: int, epoch: int, position: int, sample_count: int) -> int:
+    """Return the index at a position of an epoch of `sample_count` samples, computed with Python integers."""
+    half = next(bits for bits in range(1, 64) if 4**bits >= sample_count)
     mask = 2**half - 1
     keys = [
         hashlib.sha256(f"sluice order 1 seed {seed} epoch {epoch} round {i}".encode()).digest()[:8] for i in range(12)
     ]
     while True:
-        left = x >> half
-        right = x & mask
+        left = position >> half
+        right = position & mask
         for key in keys:
-            z = (right + int.from_bytes(key, "little")) % 2**64
-            z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-            z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-            left, right = right, left ^ ((z ^ (z >> 31)) & mask)
-        x = (left << half) | right
-        if x < n:
-            return x
+            mixed = (right + int.from_bytes(key, "little")) % 2**64
+            mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+            left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
+        position = (left << half) | right
+        if position < sample_count:
+            return position
 
 
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 2**62), st.integers(0, 2**40), st.integers(0, 2**40))
 def test_the_permutation_equals_one_computed_with_python_integers(
-    data: st.DataObject, n: int, seed: int, epoch: int
+    data: st.DataObject, sample_count: int, seed: int, epoch: int
 ) -> None:
-    positions = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
-    expected = [permute_one(seed, epoch, position, n) for position in positions]
-    assert permute(seed, epoch, np.array(positions, dtype=np.int64), n).tolist() == expected
+    positions = data.draw(st.lists(st.integers(0, sample_count - 1), min_size=1, max_size=20))
+    expected = [permute_one(seed, epoch, position, sample_count) for position in positions]
+    assert permute(seed, epoch, np.array(positions, dtype=np.int64), sample_count).tolist() == expected
 
 
-@pytest.mark.parametrize("n", EDGE_SIZES)
-def test_each_index_occurs_once_at_edge_sizes(n: int) -> None:
+@pytest.mark.parametrize("sample_count", EDGE_SIZES)
+def test_each_index_occurs_once_at_edge_sizes(sample_count: int) -> None:
     for epoch in range(3):
-        assert np.array_equal(np.sort(permute_epoch(1, epoch, n)), np.arange(n))
+        assert np.array_equal(np.sort(permute_epoch(1, epoch, sample_count)), np.arange(sample_count))
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 5000), st.integers(0, 2**64), st.integers(0, 10**9))
-def test_each_index_occurs_once(n: int, seed: int, epoch: int) -> None:
-    order = permute_epoch(seed, epoch, n)
+def test_each_index_occurs_once(sample_count: int, seed: int, epoch: int) -> None:
+    order = permute_epoch(seed, epoch, sample_count)
     assert order.dtype == np.int64
-    assert np.array_equal(np.sort(order), np.arange(n))
+    assert np.array_equal(np.sort(order), np.arange(sample_count))
 
 
 def test_any_positions_have_the_indices_of_the_whole_epoch() -> None:
@@ -110,51 +110,54 @@ def test_other_seeds_and_epochs_have_other_orders() -> None:
             assert np.count_nonzero(order == earlier_order) <= 8
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 10, 50])
-def test_each_index_is_equally_likely_at_each_position(n: int) -> None:
+@pytest.mark.parametrize("sample_count", [2, 3, 5, 10, 50])
+def test_each_index_is_equally_likely_at_each_position(sample_count: int) -> None:
     """Chi-square test of the counts of (position, index).
 
-    It has (n - 1)^2 degrees of freedom, because the sums of rows and columns are fixed.
+    It has (sample_count - 1)^2 degrees of freedom, because the sums of rows and columns are fixed.
     """
     epochs = 2000
-    counts = np.zeros((n, n))
+    counts = np.zeros((sample_count, sample_count))
     for epoch in range(epochs):
-        counts[np.arange(n), permute_epoch(7, epoch, n)] += 1
-    chi_square = ((counts - epochs / n) ** 2).sum() * n / epochs
-    degrees_of_freedom = (n - 1) ** 2
+        counts[np.arange(sample_count), permute_epoch(7, epoch, sample_count)] += 1
+    chi_square = ((counts - epochs / sample_count) ** 2).sum() * sample_count / epochs
+    degrees_of_freedom = (sample_count - 1) ** 2
     assert abs(chi_square - degrees_of_freedom) < 5 * np.sqrt(2 * degrees_of_freedom)
 
 
-def test_neighbouring_positions_have_unrelated_indices() -> None:
-    n = 100_000
-    order = permute_epoch(1, 0, n)
+def test_adjacent_positions_have_unrelated_indices() -> None:
+    sample_count = 100_000
+    order = permute_epoch(1, 0, sample_count)
     differences = np.diff(order)
     # In a random order, about two adjacent positions have adjacent indices. Positions and indices are uncorrelated.
     assert np.count_nonzero(np.abs(differences) == 1) <= 12
-    assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 5 / np.sqrt(n)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(n)
+    assert abs(np.corrcoef(order, np.arange(sample_count))[0, 1]) < 5 / np.sqrt(sample_count)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(sample_count)
     # The indices of each tenth of the epoch are spread evenly over the dataset (chi-square, 81 degrees of freedom).
-    table = np.histogram2d(np.arange(n), order, bins=10)[0]
-    assert ((table - n / 100) ** 2).sum() / (n / 100) < 81 + 6 * np.sqrt(2 * 81)
+    table = np.histogram2d(np.arange(sample_count), order, bins=10)[0]
+    assert ((table - sample_count / 100) ** 2).sum() / (sample_count / 100) < 81 + 6 * np.sqrt(2 * 81)
 
 
 def test_a_range_may_span_several_epochs() -> None:
-    n = 10
+    sample_count = 10
     seed = 5
-    orders = np.concatenate([permute_epoch(seed, epoch, n) for epoch in range(4)])
-    assert np.array_equal(compute_index_range(seed, 0, 40, n), orders)
-    assert np.array_equal(compute_index_range(seed, 8, 4, n), orders[8:12])  # across the end of an epoch
-    assert np.array_equal(compute_index_range(seed, 7, 25, n), orders[7:32])  # larger than the dataset
-    assert compute_index_range(seed, 3, 0, n).shape == (0,)
+    orders = np.concatenate([permute_epoch(seed, epoch, sample_count) for epoch in range(4)])
+    assert np.array_equal(compute_index_range(seed, 0, 40, sample_count), orders)
+    assert np.array_equal(compute_index_range(seed, 8, 4, sample_count), orders[8:12])  # across the end of an epoch
+    assert np.array_equal(compute_index_range(seed, 7, 25, sample_count), orders[7:32])  # larger than the dataset
+    assert compute_index_range(seed, 3, 0, sample_count).shape == (0,)
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 10**6), st.integers(1, 60))
-def test_indices_of_sample_numbers_follow_from_epoch_and_position(n: int, start: int, count: int) -> None:
-    expected = [permute(1, s // n, np.array([s % n]), n)[0] for s in range(start, start + count)]
-    assert compute_index_range(1, start, count, n).tolist() == expected
+def test_indices_of_sample_numbers_follow_from_epoch_and_position(sample_count: int, start: int, count: int) -> None:
+    expected = [
+        permute(1, number // sample_count, np.array([number % sample_count]), sample_count)[0]
+        for number in range(start, start + count)
+    ]
+    assert compute_index_range(1, start, count, sample_count).tolist() == expected
     reversed_numbers = np.arange(start, start + count)[::-1].copy()
-    assert compute_indices(1, reversed_numbers, n).tolist() == expected[::-1]
+    assert compute_indices(1, reversed_numbers, sample_count).tolist() == expected[::-1]
 
 
 def test_the_order_never_changes() -> None:
@@ -178,7 +181,7 @@ def test_memory_does_not_depend_on_the_size_of_the_dataset() -> None:
     assert peak < 1_000_000
 
 
-@pytest.mark.parametrize(("positions", "n"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
-def test_arguments_out_of_range_are_an_error(positions: list[int], n: int) -> None:
+@pytest.mark.parametrize(("positions", "sample_count"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
+def test_arguments_out_of_range_are_an_error(positions: list[int], sample_count: int) -> None:
     with pytest.raises(ValueError, match=r"allowed|needs"):
-        permute(1, 0, np.array(positions, dtype=np.int64), n)
+        permute(1, 0, np.array(positions, dtype=np.int64), sample_count)

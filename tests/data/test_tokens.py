@@ -45,7 +45,7 @@ def read_token_by_token(contents: list[np.ndarray], length: int) -> list[list[in
     for content in contents:
         start = 0
         while start + length < len(content):
-            samples.append([int(content[start + k]) for k in range(length + 1)])
+            samples.append([int(content[start + offset]) for offset in range(length + 1)])
             start += length
     return samples
 
@@ -215,7 +215,7 @@ def test_the_sampler_continues_with_the_next_epoch(tmp_path: Path) -> None:
     assert isinstance(sampler, DistributedSampler)
     assert len(sampler) == 7
     sampler.set_epoch(5)
-    for k, indices in zip(range(100), sampler, strict=False):
-        assert np.array_equal(indices, compute_index_range(3, 16 * k + 8, 8, 100)), k
+    for step, indices in zip(range(100), sampler, strict=False):
+        assert np.array_equal(indices, compute_index_range(3, 16 * step + 8, 8, 100)), step
     with raises_error("config.conflict", "train.global_batch (16)", 3):
         GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)

@@ -140,14 +140,14 @@ def damage_file(generator: random.Random, run: Path) -> str:
         description = f"bytes removed at {position}"
     elif kind == 5:
         file_lines = content.splitlines(keepends=True)
-        first = generator.randrange(len(file_lines))
+        first_line = generator.randrange(len(file_lines))
         second = generator.randrange(len(file_lines))
         if generator.random() < 0.5:
-            file_lines[first], file_lines[second] = file_lines[second], file_lines[first]
-            description = f"lines {first} and {second} swapped"
+            file_lines[first_line], file_lines[second] = file_lines[second], file_lines[first_line]
+            description = f"lines {first_line} and {second} swapped"
         else:
-            del file_lines[first]
-            description = f"line {first} removed"
+            del file_lines[first_line]
+            description = f"line {first_line} removed"
         damaged_content = b"".join(file_lines)
     elif kind == 6:
         file_lines = content.splitlines(keepends=True)

@@ -148,32 +148,33 @@ def test_a_model_built_on_the_meta_device_has_the_same_initial_weights(name: str
     state = torch.get_rng_state()
     init_weights(model, 1, 0.02)
     assert torch.equal(state, torch.get_rng_state())
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in expected.named_parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, expected_parameter)
     assert torch.equal(model(sample_tokens(1)), expected(sample_tokens(1))), "the rotary tables differ"
     assert ("lm_head.weight" not in dict(model.named_parameters())) == config.tie_word_embeddings
 
 
 def test_initial_weights_depend_on_seed_and_parameter_name_only() -> None:
-    small = build_decoder(ModelConfig(dim=64, layers=2, heads=4))
-    large = build_decoder(ModelConfig(dim=64, layers=8, heads=4))
-    weights_of_large = dict(large.named_parameters())
-    for name, parameter in small.named_parameters():
+    two_layer_model = build_decoder(ModelConfig(dim=64, layers=2, heads=4))
+    eight_layer_model = build_decoder(ModelConfig(dim=64, layers=8, heads=4))
+    eight_layer_weights = dict(eight_layer_model.named_parameters())
+    for name, parameter in two_layer_model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             # Their std is std / sqrt(2 * layers), which is half as large with 4 times as many layers.
-            torch.testing.assert_close(parameter, weights_of_large[name] * 2)
+            torch.testing.assert_close(parameter, eight_layer_weights[name] * 2)
             assert parameter.std().item() == pytest.approx(0.02 / math.sqrt(4), rel=0.05)
         elif parameter.ndim == 1:
             assert torch.equal(parameter, torch.ones_like(parameter))
         else:
-            assert torch.equal(parameter, weights_of_large[name])
+            assert torch.equal(parameter, eight_layer_weights[name])
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05)
             assert abs(parameter.mean().item()) < 0.002
-    first_values = [p.flatten()[:100] for p in large.parameters() if p.ndim > 1]
+    first_values = [p.flatten()[:100] for p in eight_layer_model.parameters() if p.ndim > 1]
     directions = {tuple((values / values.norm()).tolist()) for values in first_values}
     assert len(directions) == len(first_values), "two parameters have the same random numbers"
     with_other_seed = dict(build_decoder(ModelConfig(dim=64, layers=2, heads=4), seed=2).named_parameters())
-    assert not any(torch.equal(p, with_other_seed[n]) for n, p in small.named_parameters() if p.ndim > 1)
+    assert not any(torch.equal(p, with_other_seed[n]) for n, p in two_layer_model.named_parameters() if p.ndim > 1)
 
 
 def test_the_loss_is_a_sum_over_tokens_computed_in_fp32() -> None:

@@ -63,8 +63,8 @@ def manifest_and_module(image_folder: Path) -> tuple[Any, Any]:
 
 def crop_image(image: Any, random: Any) -> Any:
     """Crop and flip an image as `transform` of `MODULE` does."""
-    top, left = random.integers(0, 9, 2)
-    image = image[:, top : top + 8, left : left + 8]
+    row, column = random.integers(0, 9, 2)
+    image = image[:, row : row + 8, column : column + 8]
     return image[:, :, ::-1] if random.random() < 0.5 else image
 
 
@@ -84,11 +84,13 @@ def test_batches_equal_samples_that_are_read_and_transformed_one_by_one(
             )
             with BatchLoader(dataset, sampler, torch.device("cpu")) as batches:
                 for step in range(3):
-                    first = start + 16 * step + rank * (16 // ranks)
-                    order = training_samples[compute_index_range(3, first, 16 // ranks, 135)]
+                    first_sample = start + 16 * step + rank * (16 // ranks)
+                    order = training_samples[compute_index_range(3, first_sample, 16 // ranks, 135)]
                     batch = next(batches)
                     for i, index in enumerate(order):
-                        random = np.random.Generator(np.random.Philox(key=np.array([2**64 - 7, first + i], np.uint64)))
+                        random = np.random.Generator(
+                            np.random.Philox(key=np.array([2**64 - 7, first_sample + i], np.uint64))
+                        )
                         assert np.array_equal(batch["images"][i].numpy(), crop_image(images[index], random))
                     assert batch["labels"].dtype == torch.int32
 

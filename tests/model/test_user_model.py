@@ -324,7 +324,7 @@ RETURN_LBFGS = "    return torch.optim.LBFGS([value for _, value in parameters])
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "facts"),
+    ("original_text", "replacement", "error_pattern"),
     [
         ("Optimizer = torch.optim.NAdam", "Optimizer = StepCountingNAdam", r"UserError: .* k of its parameter groups"),
         ("    matrices", RETURN_LBFGS, r"UserError: optimizer of model\.target.* closure"),
@@ -332,15 +332,17 @@ RETURN_LBFGS = "    return torch.optim.LBFGS([value for _, value in parameters])
         ("config.lr / step", "None", r"UserError: learning_rate of model\.target.* None"),
     ],
 )
-def test_an_invalid_optimizer_or_schedule_is_an_error(tmp_path: Path, old: str, new: str, facts: str) -> None:
-    """`new` replaces `old` in the source of the module.
+def test_an_invalid_optimizer_or_schedule_is_an_error(
+    tmp_path: Path, original_text: str, replacement: str, error_pattern: str
+) -> None:
+    """`replacement` replaces `original_text` in the source of the module.
 
     The optimizers change a value of their parameter groups, need a closure, or lack parameters. The schedule returns
     None.
     """
     module = write_module_with_optimizer(tmp_path)
-    replace_in_file(module, old, new)
-    with pytest.raises(AssertionError, match=facts):
+    replace_in_file(module, original_text, replacement)
+    with pytest.raises(AssertionError, match=error_pattern):
         train_run(create_prepared_run(tmp_path, "invalid", *CUSTOM_OPTIMIZER_OVERRIDES), 1)
 
 
@@ -587,7 +589,7 @@ LABELS = np.zeros(4, np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("arrays", "code", "facts"),
+    ("arrays", "code", "expected_texts"),
     [
         ({"images": IMAGES}, "data.no_array", ["examples.vit", "'labels'", "images"]),
         ({"images": IMAGES, "labels": LABELS[:3]}, "data.shape_mismatch", ["images (4, 1, 16, 16)", "labels (3,)"]),
@@ -596,12 +598,12 @@ LABELS = np.zeros(4, np.uint8)
     ],
 )
 def test_a_file_without_usable_arrays_is_an_error_that_names_them(
-    tmp_path: Path, arrays: dict[str, Any], code: str, facts: list[str]
+    tmp_path: Path, arrays: dict[str, Any], code: str, expected_texts: list[str]
 ) -> None:
     with h5py.File(tmp_path / "bad.h5", "w") as file:
         for name, values in arrays.items():
             file.create_dataset(name, data=values)
-    with raises_error(code, tmp_path / "bad.h5", *facts):
+    with raises_error(code, tmp_path / "bad.h5", *expected_texts):
         create_prepared_run(tmp_path, "bad")
 
 
@@ -649,7 +651,7 @@ def write_config_of_module(folder: Path, target: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("source", "overrides", "code", "facts"),
+    ("source", "overrides", "code", "expected_texts"),
     [
         (None, (), "model.no_module", ["nothing_here"]),
         ("ARRAYS = ('x',)\n", (), "model.incomplete_module", ["INPUTS, build, loss"]),
@@ -691,12 +693,12 @@ def test_an_invalid_module_or_config_is_an_error_before_a_run_directory_exists(
     source: str | None,
     overrides: tuple[str, ...],
     code: str,
-    facts: list[str],
+    expected_texts: list[str],
 ) -> None:
     if source is not None:
         (tmp_path / "nothing_here.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    with raises_error(code, *facts):
+    with raises_error(code, *expected_texts):
         Run.create(
             load_config(write_config_of_module(tmp_path, "nothing_here"), ("stages.train.tasks_per_node=2", *overrides))
         )
@@ -704,7 +706,7 @@ def test_an_invalid_module_or_config_is_an_error_before_a_run_directory_exists(
 
 
 @pytest.mark.parametrize(
-    ("added_source", "facts"),
+    ("added_source", "expected_texts"),
     [
         ("def f(:\n", ["nothing_here.py", "invalid syntax"]),
         ("import torch_of_tomorrow\n", ["nothing_here", "No module named 'torch_of_tomorrow'"]),
@@ -712,16 +714,16 @@ def test_an_invalid_module_or_config_is_an_error_before_a_run_directory_exists(
     ],
 )
 def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added_source: str, facts: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added_source: str, expected_texts: list[str]
 ) -> None:
     """The module becomes invalid before or after the run directory, with a copy of the module, is created."""
-    code = "model.invalid_module" if "invalid syntax" in facts else "model.import_failed"
+    code = "model.invalid_module" if "invalid syntax" in expected_texts else "model.import_failed"
     monkeypatch.chdir(tmp_path)
     module = tmp_path / "nothing_here.py"
     module.write_text(MODULE_SOURCE)
     config = load_config(write_config_of_module(tmp_path, "nothing_here"))
     module.write_text(MODULE_SOURCE + added_source)
-    with raises_error(code, *facts):
+    with raises_error(code, *expected_texts):
         Run.preview(config).check_model_code()
     assert not (tmp_path / "runs").exists()
     module.write_text(MODULE_SOURCE)
@@ -729,13 +731,13 @@ def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
     run = Run.create(config)
     assert (run.code_dir / "nothing_here.py").read_text() == MODULE_SOURCE
     module.write_text(MODULE_SOURCE + added_source)
-    with raises_error(code, *facts):
+    with raises_error(code, *expected_texts):
         run.check_model_code()
     assert (run.code_dir / "nothing_here.py").read_text() == MODULE_SOURCE, "the copy was replaced by a broken module"
 
 
 @pytest.mark.parametrize(
-    ("added_source", "code", "facts"),
+    ("added_source", "code", "expected_texts"),
     [
         ("def build(options, layers): return None\n", "model.wrong_build", ["build", "torch.nn.Module", "None"]),
         (
@@ -755,11 +757,11 @@ def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
     ],
 )
 def test_a_model_that_no_layout_can_train_is_an_error_before_submission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added_source: str, code: str, facts: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added_source: str, code: str, expected_texts: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nothing_here.py").write_text(MODULE_SOURCE + added_source)
-    with raises_error(code, *facts):
+    with raises_error(code, *expected_texts):
         Run.preview(load_config(write_config_of_module(tmp_path, "nothing_here"))).check_model_code()
 
 
@@ -822,7 +824,7 @@ def test_a_run_uses_its_copy_of_the_module_after_the_original_is_edited(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("source", "facts"),
+    ("source", "error_pattern"),
     [
         ("1 / 0\n", r"bad fails at .*bad\.py:5: ZeroDivisionError: division by zero"),
         ("raise SystemExit('away')\n", r"bad fails at .*bad\.py:5: SystemExit: away"),
@@ -832,7 +834,7 @@ def test_a_run_uses_its_copy_of_the_module_after_the_original_is_edited(tmp_path
     ],
 )
 def test_plan_reports_the_line_at_which_a_module_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, facts: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error_pattern: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "bad", raising=False)
@@ -841,7 +843,7 @@ def test_plan_reports_the_line_at_which_a_module_fails(
     (tmp_path / "bad.py").write_text(module_start + source)
     text = "run: {name: x}\ntrain: {steps: 1}\nmodel: {target: bad}\ndata: {source: x.h5}\n"
     (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(UserError, match=facts):
+    with pytest.raises(UserError, match=error_pattern):
         list(describe_plan(load_config(tmp_path / "x.yaml")))
 
 
@@ -870,7 +872,7 @@ IS_A_MEAN = "is a mean"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "code", "facts"),
+    ("original_text", "replacement", "code", "expected_texts"),
     [
         ("persistent=False", "persistent=True", "model.persistent_buffer", ["time_steps"]),
         ("reset_buffers", "other_name", "model.no_reset_buffers", ["time_steps", "reset_buffers"]),
@@ -885,13 +887,15 @@ IS_A_MEAN = "is a mean"
         (SUM, MEAN, NOT_A_SUM, [IS_A_MEAN]),
     ],
 )
-def test_ranks_report_an_invalid_module(series_folder: Path, old: str, new: str, code: str, facts: list[str]) -> None:
+def test_ranks_report_an_invalid_module(
+    series_folder: Path, original_text: str, replacement: str, code: str, expected_texts: list[str]
+) -> None:
     text = (ROOT / "tests/support/ragged.py").read_text()
-    assert old in text
+    assert original_text in text
     shutil.rmtree(series_folder / "runs" / "invalid", ignore_errors=True)
     run = create_prepared_run(series_folder, "invalid", text=RAGGED_CONFIG)
-    (error,) = run_ranks(1, train_and_catch_error, run.path, text.replace(old, new, 1))
-    assert error.startswith(f"{code}: ") and all(fact in error for fact in facts), error
+    (error,) = run_ranks(1, train_and_catch_error, run.path, text.replace(original_text, replacement, 1))
+    assert error.startswith(f"{code}: ") and all(expected_text in error for expected_text in expected_texts), error
 
 
 def test_a_mean_is_an_error_even_if_the_loss_of_the_first_batch_is_0(series_folder: Path) -> None:
@@ -1086,9 +1090,9 @@ def test_a_dry_run_notes_each_unread_option_once(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(re.sub("options: .*", options, text))
     make_images.main(tmp_path / "a.h5", 60)
     command = [sys.executable, str(ROOT / "submit.py"), "x.yaml", "--dry-run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"model\.options\.([\w.]+)", done.stdout) == ["widht", "sizes"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.findall(r"model\.options\.([\w.]+)", result.stdout) == ["widht", "sizes"]
 
 
 def test_a_tensor_plan_that_omits_a_parameter_is_an_error(image_folder: Path) -> None:

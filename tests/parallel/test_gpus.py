@@ -45,7 +45,7 @@ def test_ranks_that_may_share_gpus_are_distributed_evenly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "facts"),
+    ("ranks", "expected_texts"),
     [
         (make_node([A, B], [A, B], [A, B]), ["ranks 0, 2 on n1", A, "stages.*.tasks_per_node"]),
         (make_node([A], [A]), ["ranks 0, 1 on n1", A, "2 ranks", "1 in all"]),
@@ -53,11 +53,13 @@ def test_ranks_that_may_share_gpus_are_distributed_evenly() -> None:
         (make_node([A], [A], [B, C]), ["ranks 0, 1 on n1", A, "3 in all", "site.srun: {gpu-bind: none}"]),
     ],
 )
-def test_assignment_fails_if_exclusive_ranks_would_share_a_gpu(ranks: list[VisibleGpus], facts: list[str]) -> None:
+def test_assignment_fails_if_exclusive_ranks_would_share_a_gpu(
+    ranks: list[VisibleGpus], expected_texts: list[str]
+) -> None:
     with pytest.raises(UserError) as raised:
         assign_gpus(ranks, exclusive=True)
     assert raised.value.code == "parallel.shared_gpu"
-    assert [fact for fact in facts if fact not in str(raised.value)] == []
+    assert [expected_text for expected_text in expected_texts if expected_text not in str(raised.value)] == []
 
 
 def test_a_node_without_gpus_is_an_error_of_that_node() -> None:

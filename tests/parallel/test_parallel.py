@@ -95,16 +95,16 @@ def test_data_parallel_and_zero_equal_one_process() -> None:
 def test_tensor_parallel_equals_one_process() -> None:
     """With dropout, ranks that have the same activations must drop the same values as one process."""
     without_sequence = {"tensor": 2, "sequence": False}
-    full = {**without_sequence, "activation_checkpointing": "full"}
-    selective = {**without_sequence, "activation_checkpointing": "selective"}
+    full_checkpointing = {**without_sequence, "activation_checkpointing": "full"}
+    selective_checkpointing = {**without_sequence, "activation_checkpointing": "selective"}
     check_against_one_process(
         2,
         {"parallel": {"tensor": 2}, "train": FEW_BATCHES},
-        {"parallel": full, "train": FEW_BATCHES, "model": {**TIED, "dropout": 0.2}},
+        {"parallel": full_checkpointing, "train": FEW_BATCHES, "model": {**TIED, "dropout": 0.2}},
         {"parallel": {"tensor": 2, "loss_parallel": False}, "train": {"micro_batch": 16}},
         {"parallel": {"tensor": 2}, "train": FEW_BATCHES | CHUNKED},
         {"parallel": {"tensor": 2, "activation_checkpointing": "selective"}, "train": FEW_BATCHES},
-        {"parallel": selective, "train": FEW_BATCHES, "model": TIED},
+        {"parallel": selective_checkpointing, "train": FEW_BATCHES, "model": TIED},
     )
 
 
@@ -344,9 +344,9 @@ def check_digests_and_losses(results: list[Any], steps: int) -> None:
         results: results of `change_layouts_on_rank`, of each rank.
         steps: number of steps that each layout trained after its save.
     """
-    (expected_digest, expected_steps), *others = results[0]
+    (expected_digest, expected_steps), *other_results = results[0]
     assert len(expected_steps) == steps
-    for number, (digest, layout_steps) in enumerate(others, 1):
+    for number, (digest, layout_steps) in enumerate(other_results, 1):
         assert digest == expected_digest, f"digest of layout {number}"
         for actual, expected in zip(layout_steps, expected_steps, strict=True):
             assert actual == pytest.approx(expected, rel=1e-5), f"layout {number}"
@@ -359,9 +359,12 @@ def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path,
     Each layout trains two steps after it has saved. Wrong weights would change the loss of the first step, and a wrong
     optimizer state that of the second step.
     """
-    first, *others = [make_layout_config(parallel, model) for parallel in LAYOUTS]
+    first_config, *other_configs = [make_layout_config(parallel, model) for parallel in LAYOUTS]
     check_digests_and_losses(
-        run_ranks(4, change_layouts_on_rank, first, [*others, first], tmp_path, 3, 2, timeout=TIMEOUT_S), 2
+        run_ranks(
+            4, change_layouts_on_rank, first_config, [*other_configs, first_config], tmp_path, 3, 2, timeout=TIMEOUT_S
+        ),
+        2,
     )
 
 
@@ -382,8 +385,10 @@ def test_muon_updates_of_sharded_weights_equal_those_of_one_process(tmp_path: Pa
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}]
     muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
     expected_steps = train_one_process({"train": FEW_BATCHES, "optimizer": muon})[3:5]
-    first, *others = [tiny_config(4, train=FEW_BATCHES, optimizer=muon, parallel=parallel) for parallel in layouts]
-    results = run_ranks(4, change_layouts_on_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
+    first_config, *other_configs = [
+        tiny_config(4, train=FEW_BATCHES, optimizer=muon, parallel=parallel) for parallel in layouts
+    ]
+    results = run_ranks(4, change_layouts_on_rank, first_config, other_configs, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
     for digest, steps in results:
         assert digest == results[0][0], "the digest of weights and momentum differs"
         for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
@@ -418,8 +423,8 @@ def test_stochastic_rounding_is_the_same_in_all_layouts(tmp_path: Path, sections
         "model": TIED | sections.get("model", {}),
     }
     expected_steps = train_one_process(sections)[3:5]
-    first, *others = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
-    results = run_ranks(4, change_layouts_on_rank, first, others, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
+    first_config, *other_configs = [tiny_config(4, **sections, parallel=parallel) for parallel in layouts]
+    results = run_ranks(4, change_layouts_on_rank, first_config, other_configs, tmp_path, 3, 2, timeout=TIMEOUT_S)[0]
     tolerances = LOW_PRECISION_TOLERANCES["bf16"] if is_bf16 else (1e-5, 1e-5)
     if sections["optimizer"] is INT8_MOMENTS["optimizer"]:
         tolerances = (1e-4, 1e-4)  # a difference in the last digit may round a moment to another of the 127 levels
@@ -463,11 +468,11 @@ def check_positions_on_rank(rank_info: RankInfo, configs: list[Config]) -> list[
         engine, _ = train_steps(rank_info, config, world, 0)
         sharded_parameters = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
         for parameter in sharded_parameters:
-            # the position of an entry is the sum of one number for each dimension; 251 keeps it exact in any dtype
-            first, *others = _make_positions(parameter, 7)
-            local_tensor(parameter).detach().copy_(sum(others, first) % 251)
-            first, *others = _make_positions(torch.empty(parameter.shape), 7)
-            assert torch.equal(full_tensor(parameter.detach()), (sum(others, first) % 251).float()), parameter
+            # The position of an entry is the sum of one number for each dimension. It is exact in any dtype modulo 251.
+            first_dim, *other_dims = _make_positions(parameter, 7)
+            local_tensor(parameter).detach().copy_(sum(other_dims, first_dim) % 251)
+            first_dim, *other_dims = _make_positions(torch.empty(parameter.shape), 7)
+            assert torch.equal(full_tensor(parameter.detach()), (sum(other_dims, first_dim) % 251).float()), parameter
         results.append(len(sharded_parameters))
     return results
 
@@ -578,6 +583,8 @@ def count_casts_on_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class CastCounter(TorchDispatchMode):
+        """Counts the casts of a tensor of this shape to bf16."""
+
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -633,7 +640,9 @@ def compute_gradients_on_rank(rank_info: RankInfo, configs: list[Config]) -> lis
         engine.backward({"tokens": make_batches(config)[0].chunk(engine.layout.dp)[dp_rank]}, 1)
         engine.clip_gradients(None)  # removes the loss scale of fp16
         weights = [named for part in engine.parts for named in engine.task.named_weights(part)]
-        gradients = {name: w.grad.full_tensor() if config.parallel.zero else w.grad for name, w in weights}
+        gradients = {
+            name: weight.grad.full_tensor() if config.parallel.zero else weight.grad for name, weight in weights
+        }
         results.append({name: gradient.numpy() for name, gradient in gradients.items()})
     return results
 

@@ -125,13 +125,20 @@ def compute_reference_with_hook(rank_info: RankInfo, config: Config, replicas: i
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
             gradients.append({name: p.grad.clone() for name, p in weights.items() if p.grad is not None})
             engine.optimizer.zero_grad()
-        means.append({name: sum(g[name] for g in gradients) / replicas for name in weights})
+        means.append(
+            {name: sum(replica_gradients[name] for replica_gradients in gradients) / replicas for name in weights}
+        )
         result = {}
         for name, parameter in weights.items():
-            local_values = [g[name] / replicas + r[name] for g, r in zip(gradients, residuals, strict=True)]
+            local_values = [
+                replica_gradients[name] / replicas + replica_residual[name]
+                for replica_gradients, replica_residual in zip(gradients, residuals, strict=True)
+            ]
             if hook.kind in ("fp16", "bf16"):
                 dtype = torch.float16 if hook.kind == "fp16" else torch.bfloat16
-                result[name] = sum((g[name] / replicas).to(dtype) for g in gradients).float()
+                result[name] = sum(
+                    (replica_gradients[name] / replicas).to(dtype) for replica_gradients in gradients
+                ).float()
                 continue
             sent_values = []  # of each replica
             warmup_steps = hook.warmup_steps
@@ -191,7 +198,7 @@ def test_hooks_give_the_same_result_as_a_simple_implementation(case: str) -> Non
             assert abs(results[0]["reduced"][step][name] - tensor).max() <= 1e-6, (step, name)
     if not results[0]["residual"]:
         return
-    assert sum(abs(r["residual"][name]).sum() for r in results for name in r["residual"]) > 1e-3
+    assert sum(abs(values).sum() for result in results for values in result["residual"].values()) > 1e-3
     for name in results[0]["residual"]:
         for rank in range(replicas):
             assert abs(results[rank]["residual"][name] - expected["residual"][rank][name]).max() <= 1e-6
@@ -272,13 +279,17 @@ def compute_reference_with_local_sgd(rank_info: RankInfo, config: Config, replic
             outer_weights, outer_optimizer = make_outer_optimizer()
         if step > options.warmup_steps and step % options.every == 0:
             for number, outer_weight in enumerate(outer_weights):
-                outer_weight.grad = outer_weight - sum(w[number].detach() for w in weights) / replicas
+                weight_sum = sum(replica_weights[number].detach() for replica_weights in weights)
+                outer_weight.grad = outer_weight - weight_sum / replicas
             outer_optimizer.step()
             with torch.no_grad():
                 for replica_weights in weights:
                     for parameter, outer_weight in zip(replica_weights, outer_weights, strict=True):
                         parameter.copy_(outer_weight)
-    states = [{n: t.clone() for n, t in e.state_dict().items() if n.startswith("model.")} for e in engines]
+    states = [
+        {name: tensor.clone() for name, tensor in engine.state_dict().items() if name.startswith("model.")}
+        for engine in engines
+    ]
     return to_arrays({"states": states, "norm": (squares / replicas) ** 0.5})
 
 
@@ -368,10 +379,10 @@ def restore_train_and_save(rank_info: RankInfo, config: Config, folder: Path, st
         note = engine.finish_loading(manifest["extra"]["replicas"], partial(saver.read_tensors, first_step))
 
     def clone_state() -> dict[str, Any]:
-        residual = getattr(engine.replica_sync, "residual", {})
-        return {
-            n: t.clone() for n, t in (engine.state_dict() | {f"residual.{n}": t for n, t in residual.items()}).items()
-        }
+        """Return a copy of the engine's state and of the residuals of this replica."""
+        residuals = getattr(engine.replica_sync, "residual", {})
+        state = engine.state_dict() | {f"residual.{name}": tensor for name, tensor in residuals.items()}
+        return {name: tensor.clone() for name, tensor in state.items()}
 
     state_before = clone_state()
     for step, batch in list(enumerate(make_batches(config), 1))[first_step : first_step + steps]:

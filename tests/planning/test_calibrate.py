@@ -104,7 +104,7 @@ def test_fit_link_returns_none_without_exchanges() -> None:
 @given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-8))
 @settings(max_examples=50)
 def test_fit_line_recovers_the_coefficients(latency: float, seconds_per_byte: float) -> None:
-    rows = [(1.0, float(y), latency + seconds_per_byte * y) for y in (1, 1 << 10, 1 << 20, 1 << 26)]
+    rows = [(1.0, float(size), latency + seconds_per_byte * size) for size in (1, 1 << 10, 1 << 20, 1 << 26)]
     assert fit_line(rows) == pytest.approx((latency, seconds_per_byte), rel=1e-6)
 
 
@@ -230,15 +230,15 @@ def test_a_good_fit_has_no_warning_and_its_comparison_is_written_as_a_comment(tm
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "key"),
+    ("original_text", "replacement", "key"),
     [("heads: 8", "heads: 0", "work.heads is 0"), ("eager:", "eagerly:", "measured.eager"),
      ("call: ", "call: -", "call"), ("kind: all_gather", "kind: gossip", "kind"), ("cores: 2", "cores: 0", "cores")],
 )  # fmt: skip
-def test_invalid_machine_files_are_user_errors(tmp_path: Path, old: str, new: str, key: str) -> None:
+def test_invalid_machine_files_are_user_errors(tmp_path: Path, original_text: str, replacement: str, key: str) -> None:
     write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
     text = (tmp_path / "own.yaml").read_text()
-    assert old in text
-    (tmp_path / "invalid.yaml").write_text(text.replace(old, new))
+    assert original_text in text
+    (tmp_path / "invalid.yaml").write_text(text.replace(original_text, replacement))
     with pytest.raises(UserError, match=key):
         load_machine(str(tmp_path / "invalid.yaml"))
 

@@ -205,14 +205,17 @@ def test_figures_of_100_000_steps_are_small_and_show_each_spike(run: Run) -> Non
     figures = draw_training(run, history)
     assert sum(map(len, figures)) < 300_000, "the page may have 3 MB in total"
     # the lowest and the highest value of each axis
-    (x, y) = (list(map(float, re.search(rf'data-{axis}="([^"]+)"', figures[0])[1].split())) for axis in "xy")  # type: ignore[index]
+    x_range, y_range = (
+        list(map(float, re.search(rf'data-{axis}="([^"]+)"', figures[0])[1].split()))  # type: ignore[index]
+        for axis in "xy"
+    )
     curve = re.search(r'points="([^"]+)"><title>training</title>', figures[0])
     assert curve
     points = [tuple(map(float, pair.split(","))) for pair in curve[1].split()]
     for step, loss in spikes.items():
-        expected_x = 1000 * (step - x[0]) / (x[1] - x[0])
-        expected_y = 1000 - 1000 * (loss - y[0]) / (y[1] - y[0])
-        assert any(abs(a - expected_x) < 0.06 and abs(b - expected_y) < 0.06 for a, b in points), step
+        expected_x = 1000 * (step - x_range[0]) / (x_range[1] - x_range[0])
+        expected_y = 1000 - 1000 * (loss - y_range[0]) / (y_range[1] - y_range[0])
+        assert any(abs(x - expected_x) < 0.06 and abs(y - expected_y) < 0.06 for x, y in points), step
 
 
 def test_line_history_reads_each_line_once_and_all_lines_again_after_a_restore(tmp_path: Path) -> None:
@@ -248,14 +251,17 @@ def test_the_timeline_names_the_cause_of_each_stop_and_limits_the_number_of_lane
     seconds = dict.fromkeys(CATEGORIES, 0.0) | {"compute": 600.0}
     causes = ["preempted", "hang", "time_limit", "done"]
     attempts = [
-        AttemptTimes("train", None, n + 1, 2, 600.0 * n, 600.0 * n + 600, c, seconds) for n, c in enumerate(causes)
+        AttemptTimes("train", None, number + 1, 2, 600.0 * number, 600.0 * number + 600, cause, seconds)
+        for number, cause in enumerate(causes)
     ]
     figure = draw_timeline(attempts)
     assert re.findall(r'<text class="in[^>]*>(\w+)', figure) == causes[:-1]
-    assert [f"train {n} ended: {c}" in figure for n, c in enumerate(causes, 1)] == [True] * 3 + [False]
+    is_named = [f"train {number} ended: {cause}" in figure for number, cause in enumerate(causes, 1)]
+    assert is_named == [True, True, True, False]
     assert re.findall(r'class="tick"[^>]*>(\d+)<', figure)[-1] == "40" and "minutes since" in figure
-    many = draw_timeline([AttemptTimes("shard", n, 1, 1, 0.0, 600.0, "done", seconds) for n in range(5000)])
-    assert len(many) < 100_000 and "4900 more lanes" in many
+    array_attempts = [AttemptTimes("shard", task, 1, 1, 0.0, 600.0, "done", seconds) for task in range(5000)]
+    array_figure = draw_timeline(array_attempts)
+    assert len(array_figure) < 100_000 and "4900 more lanes" in array_figure
     assert draw_timeline([]) == "" == draw_lanes("", None, [])  # type: ignore[arg-type]
 
 

@@ -109,16 +109,16 @@ class FakeNvml(SimpleNamespace):
 
 def install_fake_nvml(patch: pytest.MonkeyPatch, cards: int) -> FakeNvml:
     """Make `import pynvml` return a fake NVML with this number of GPUs."""
-    fake = FakeNvml(cards)
-    patch.setitem(sys.modules, "pynvml", cast(Any, fake))
-    return fake
+    fake_nvml = FakeNvml(cards)
+    patch.setitem(sys.modules, "pynvml", cast(Any, fake_nvml))
+    return fake_nvml
 
 
 def test_a_sample_has_the_values_that_a_gpu_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = install_fake_nvml(monkeypatch, 2)
-    fake.cards[0]["throttle_bits"] = 0x24  # the power cap and the thermal slowdown
-    del fake.cards[0]["xids"]
-    fake.cards[1] |= {"ecc": 2, "xids": [31, 79, 31]}
+    fake_nvml = install_fake_nvml(monkeypatch, 2)
+    fake_nvml.cards[0]["throttle_bits"] = 0x24  # the power cap and the thermal slowdown
+    del fake_nvml.cards[0]["xids"]
+    fake_nvml.cards[1] |= {"ecc": 2, "xids": [31, 79, 31]}
     values = {"name": "NVIDIA H200", "utilization_percent": 97, "memory_gb": 120.0, "power_w": 651.5}
     values |= {"temperature_c": 66, "sm_clock_mhz": 1785}
     sampler = GpuSampler()
@@ -126,22 +126,22 @@ def test_a_sample_has_the_values_that_a_gpu_supports(monkeypatch: pytest.MonkeyP
         {"index": 0, **values, "throttled": ["power cap", "heat"]},
         {"index": 1, **values, "throttled": [], "ecc_errors": 2, "xid": [31, 79]},
     ]
-    fake.cards[1] |= {"lost": True, "xids": [154]}
+    fake_nvml.cards[1] |= {"lost": True, "xids": [154]}
     assert sampler.sample()[1] == {"index": 1, "xid": [31, 79, 154]}
 
 
 def test_an_xid_between_two_samples_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If several events are pending, NVML returns only the last one. Events are therefore read between samples."""
-    fake = install_fake_nvml(monkeypatch, 1)
+    fake_nvml = install_fake_nvml(monkeypatch, 1)
     flag = StopFlag()
     run = make_run(tmp_path)
     monkeypatch.setattr(telemetry, "HOST", "n1")
     sampler = threading.Thread(target=telemetry.sample_telemetry, args=(run, 1.0, flag))
     sampler.start()
     time.sleep(0.1)
-    fake.cards[0]["xids"].append(63)
+    fake_nvml.cards[0]["xids"].append(63)
     time.sleep(0.6)
-    assert fake.cards[0]["xids"] == [] and not (run.path / "telemetry-n1.jsonl").exists()
+    assert fake_nvml.cards[0]["xids"] == [] and not (run.path / "telemetry-n1.jsonl").exists()
     while sampler.is_alive() and not (run.path / "telemetry-n1.jsonl").exists():
         time.sleep(0.05)
     flag.signal_time = time.monotonic()
@@ -266,6 +266,8 @@ def count_reads(patch: pytest.MonkeyPatch, read_sizes: list[int]) -> Iterator[No
     open_regular_file = files.open_regular_file
 
     class CountingReader(io.BufferedReader):
+        """Appends the size of each read."""
+
         def read(self, size: int | None = -1, /) -> bytes:
             content = super().read(size)
             read_sizes.append(len(content))

@@ -146,9 +146,11 @@ def test_three_sigkills_lose_only_steps_after_the_newest_checkpoint(
     assert read_steps(run) == steps
     restored = [(event["step"], event["lost_steps"]) for event in read_event_lines(run, "train", "restored")]
     assert restored, "at least one attempt continued from a checkpoint"
-    assert restored == [(saved, last - saved) for saved, last in saved_and_last_steps if saved]
+    assert restored == [
+        (saved_step, last_step - saved_step) for saved_step, last_step in saved_and_last_steps if saved_step
+    ]
     # the run saves every 7 steps, and the kill may have interrupted one save
-    assert all(last - saved <= 2 * 7 for saved, last in saved_and_last_steps)
+    assert all(last_step - saved_step <= 2 * 7 for saved_step, last_step in saved_and_last_steps)
 
 
 def run_stage_and_record_samples(rank_info: Any, path: Path, stage: str) -> int:

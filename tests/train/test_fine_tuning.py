@@ -39,7 +39,10 @@ def prepare_run(folder: Path, *overrides: str) -> Run:
     generator = random.Random(1)
     if not source.exists():
         numbers = [(generator.randrange(50), generator.randrange(50)) for _ in range(400)]
-        rows = [{"prompt": f"What is {a} and {b}?\n", "response": f"{a} and {b} are {a + b}."} for a, b in numbers]
+        rows = [
+            {"prompt": f"What is {first} and {second}?\n", "response": f"{first} and {second} are {first + second}."}
+            for first, second in numbers
+        ]
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     all_overrides = (f"run.root={folder}", f"data.source={source}", *SMALL_MODEL_OVERRIDES, *overrides)
     run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", all_overrides))

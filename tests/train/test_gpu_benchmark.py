@@ -44,9 +44,9 @@ def test_measured_tflops_and_tokens_per_s_are_consistent_with_the_step_time() ->
         *SMALL_MODEL,
         *FULL_CHECKPOINTING,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout.splitlines()[-1])
     config = load_config(ROOT / "configs/lm-8b.yaml", [*SMALL_MODEL, "train.global_batch=64"])
     flops_per_token = training_flops_per_token(config.model, 300, 32)
     assert measured["tflops"] == pytest.approx(measured["tokens_per_s"] * flops_per_token / 1e12)
@@ -61,10 +61,10 @@ def test_measured_tflops_and_tokens_per_s_are_consistent_with_the_step_time() ->
 @pytest.mark.parametrize("sequence", ["correct", "8b"])
 def test_a_benchmark_with_a_small_model_measures_all_rows_of_a_sequence(tmp_path: Path, sequence: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", sequence, "--out", tmp_path, "--model", "small", "--steps", "2"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*map(str, command), "--limit", "1200"], cwd=ROOT, capture_output=True, text=True, timeout=1400
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in (tmp_path / f"{sequence}.jsonl").read_text().splitlines()]
     expected = rows_correct(True, ()) if sequence == "correct" else rows_8b(2, SMALL_MODEL)
     assert [row["row"] for row in rows] == [row.name for row in expected]
@@ -186,9 +186,9 @@ def test_the_pack_contains_all_packages_that_the_rows_import() -> None:
         f"import {row_modules}; print(*set(sys.modules) - installed)"
     )
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    imported_packages = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    imported_packages = {name.split(".")[0] for name in result.stdout.split()} - set(sys.stdlib_module_names)
     distributions = packages_distributions()
     packed_distributions = {name.split("=")[0].replace("_", "-") for name in PACKAGES}
     missing_packages = {

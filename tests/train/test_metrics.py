@@ -45,16 +45,16 @@ def run_second_step(
     engine = Engine(config, layout, world, DecoderTask(config, VOCAB))
     meter = ExposedCommMeter(engine.model, world)
 
-    def train(step: int, batch: Any, enter_phase: Callable[[str], None]) -> None:
+    def run_step(step: int, batch: Any, enter_phase: Callable[[str], None]) -> None:
         engine.backward({"tokens": batch.chunk(layout.dp)[layout.coordinates(rank_info.rank).dp]}, step, enter_phase)
         meter.record_backward_end()
         engine.update_weights(engine.clip_gradients(1.0).item())
 
     first_batch, second_batch = make_batches(config)[:2]
-    train(1, first_batch, lambda _: None)
+    run_step(1, first_batch, lambda _: None)
     with context:
         start = time.perf_counter()
-        train(2, second_batch, enter_phase)
+        run_step(2, second_batch, enter_phase)
         return meter.read_metrics(), time.perf_counter() - start
 
 
@@ -216,8 +216,8 @@ def test_communication_that_overlaps_with_computation_is_not_exposed() -> None:
 
 @pytest.mark.story
 def test_waiting_for_a_late_rank_is_exposed_over_mpi() -> None:
-    done = run_mpirun(2, "tests.train.test_metrics", timeout=240)
-    assert done.returncode == 0 and done.stdout.count("all checks passed") == 2, done.stdout
+    result = run_mpirun(2, "tests.train.test_metrics", timeout=240)
+    assert result.returncode == 0 and result.stdout.count("all checks passed") == 2, result.stdout
 
 
 def check_rank_over_mpi() -> None:

@@ -67,7 +67,7 @@ def test_initialized_state_equals_the_state_that_torch_creates_in_the_first_step
             optimizer.step()
         moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
         results.append([*model.parameters(), *moments])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(tensor, other_tensor) for tensor, other_tensor in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "muon"])
@@ -131,13 +131,13 @@ def run_steps(optimizer: LeanAdamW, matrix: torch.nn.Parameter, steps: int = 5) 
         optimizer.clip_with_norm(step + 1.0, torch.linalg.vector_norm(matrix.grad.float()))
         set_learning_rate(optimizer, 0.01 / (step + 1))
         optimizer.step()
-    _, first, second, *scales = optimizer.state[matrix].values()
+    _, first_moment, second_moment, *scales = optimizer.state[matrix].values()
     if scales:
         first_scale, second_scale = (scale.repeat_interleave(64, dim=1)[:, : SHAPE[1]] for scale in scales)
-        first = first.float()
-        first = first * first.abs() * first_scale
-        second = ((second.float() + 128).square() * second_scale).square()
-    return [matrix.detach(), first, second]
+        first_moment = first_moment.float()
+        first_moment = first_moment * first_moment.abs() * first_scale
+        second_moment = ((second_moment.float() + 128).square() * second_scale).square()
+    return [matrix.detach(), first_moment, second_moment]
 
 
 def test_lean_adamw_equals_adamw_within_the_precision_of_its_moments() -> None:
@@ -249,10 +249,10 @@ def test_schedules_equal_those_of_torch(warmup: int, decay: int, ratio: float, l
     """The schedule has `warmup` steps and then `decay` steps, of which the last one has the rate `ratio` * `lr`."""
     steps = warmup + decay
 
-    def compute_rates(schedule: str, first: int, last: int) -> list[float]:
-        """Return the learning rates of the steps `first` to `last`."""
+    def compute_rates(schedule: str, first_step: int, last_step: int) -> list[float]:
+        """Return the learning rates of the steps `first_step` to `last_step`."""
         config = OptimizerConfig(lr=lr, min_lr_ratio=ratio, warmup_steps=warmup, schedule=schedule)  # type: ignore[arg-type]
-        return [compute_learning_rate(config, step, steps) for step in range(first, last + 1)]
+        return [compute_learning_rate(config, step, steps) for step in range(first_step, last_step + 1)]
 
     if warmup:
         expected = record_learning_rates(

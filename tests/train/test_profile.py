@@ -186,16 +186,18 @@ def test_the_traces_of_four_ranks_are_merged(four_ranks_run: Run) -> None:
     path, error_ms = merge_traces(folders[1], range(4))
     assert 0 < error_ms < 50
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {(e["pid"], e["name"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+    names = {
+        (event["pid"], event["name"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
+    }
     process_names = {pid: name for (pid, kind, _), name in names.items() if kind == "process_name"}
     assert sorted(process_names) == [1, 2, 3, 4] and process_names[3].startswith("rank 2 on ")
     assert "pipeline 1, data 0, tensor 0" in process_names[3]
-    spans = [e for e in events if e["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X"]
     threads = {tid for pid, kind, tid in names if kind == "thread_name"}
-    assert {e["tid"] for e in spans} == threads, "each row has a name"
-    assert len({(e["pid"], e["tid"]) for e in spans}) == len(threads), "each row belongs to one rank"
+    assert {span["tid"] for span in spans} == threads, "each row has a name"
+    assert len({(span["pid"], span["tid"]) for span in spans}) == len(threads), "each row belongs to one rank"
     for row in threads:  # a viewer can only draw spans that are nested or do not overlap
-        row_spans = sorted((e["ts"], -e["dur"]) for e in spans if e["tid"] == row)
+        row_spans = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
         ends: list[float] = []
         for start, negative_duration in row_spans:
             end = start - negative_duration

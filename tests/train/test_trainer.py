@@ -201,12 +201,12 @@ def test_gradients_are_reduced_once_per_step(tmp_path: Path, data: Path) -> None
 @pytest.mark.timeout(400)
 def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> None:
     overrides = ("model.dropout=0.0", "train.steps=4", "model.layers=1")
-    plain = new_run(tmp_path, "plain", data, *overrides)
-    compiled = new_run(tmp_path, "compiled", data, *overrides, "train.compile=true")
-    for run in (plain, compiled):
+    uncompiled_run = new_run(tmp_path, "plain", data, *overrides)
+    compiled_run = new_run(tmp_path, "compiled", data, *overrides, "train.compile=true")
+    for run in (uncompiled_run, compiled_run):
         assert set(run_ranks(1, run_stage_on_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
     for (_, loss, gradient_norm, *_), (_, plain_loss, plain_norm, *_) in zip(
-        read_steps(compiled), read_steps(plain), strict=True
+        read_steps(compiled_run), read_steps(uncompiled_run), strict=True
     ):
         assert loss == pytest.approx(plain_loss, rel=1e-5)
         assert gradient_norm == pytest.approx(plain_norm, rel=1e-4)
