@@ -100,8 +100,8 @@ def main() -> None:
         f"Seconds of a step of the quickstart's model: medians of {ROUNDS} rounds, each of which times all layouts. "
         f"Load average {load:.1f} before the run. The machine file was measured with the first two layouts. Errors of "
         f"the others: median {100 * statistics.median(errors):.0f} %, largest {100 * max(errors):.0f} %, "
-        f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %. Fitted: {machine.measured}. Method: "
-        "`benchmarks/measure.py`."
+        f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %. Fitted constants: "
+        f"{machine.measured}. Method: `benchmarks/measure.py`."
     )
     write_table(
         "measure",

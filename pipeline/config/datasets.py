@@ -169,7 +169,7 @@ class DataConfig(Section):
     document_mask: Annotated[bool, Policy.KEEPS_SHARDS] = False
     """Mask attention across document boundaries, and restart positions at each document."""
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer."""
+    """The tokenizer: one that the stage `prepare` trains, or an existing file."""
     add_special_tokens: Literal["auto"] | bool = "auto"
     """Add the special tokens of the tokenizer's post-processor, such as Llama's beginning-of-sequence token, to
     documents and prompts. `auto`: add them if the post-processor has any; with `records: tokens`, if the documents in

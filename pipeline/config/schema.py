@@ -384,11 +384,10 @@ def find_inner_counterparts(path: KeyPath, value: Any) -> Iterator[tuple[str, Co
 
 _PAGE_HEAD = """# Config keys
 
-Every key that a config file may contain. `python submit.py schema` prints the same as a JSON Schema for editors.
+This page lists every key that a config file may contain. `python submit.py schema` prints the same information as a
+JSON Schema for editors. `make generated` creates this page from the files in pipeline/config; do not edit this page.
 
-This page is generated from pipeline/config/sections.py by `make generated`; do not edit it.
-
-- **On resume**: the column says when `resume RUN key=value` may change the key
+- **On resume**: this column shows when `resume RUN key=value` may change the key
   ([changing a run](changing.md#what-resume-may-change)):
   - `yes`: at any time.
   - `larger`: the value may be increased at any time.
@@ -396,14 +395,15 @@ This page is generated from pipeline/config/sections.py by `make generated`; do 
     shards are finished. Keys of `evaluate`: only until there is an evaluation result. `run.sharing`: never.
 - A key without a default is required if its section is used. The default of a section is a section in which each key
   has its default.
-- Paths are relative to the file that contains them.
+- A relative path starts from the directory of the file that contains the path. A relative path on the command line
+  starts from the working directory.
 - `extends: FILE`, in any section and at the top level, includes another file.
 """
 
 
 _FORMER_NAMES = """## Former names
 
-Configs may still use the former name of a key. Sluice then prints the present name once.
+Configs may still use the former name of a key. Sluice then prints the present name of this key once.
 
 """
 _RUN_JSON_KEYS = """## Keys in run.json
@@ -457,7 +457,7 @@ def _list_rows(key: str, field: FieldInfo, key_by_section: dict[type[Section], s
             inner_sections = [inner_section for inner_section, _ in list_inner_sections(inner.annotation)]
             same_keys = [key_by_section[each] for each in inner_sections if each in key_by_section]
             if same_keys:
-                meaning += f" It has the keys of `{same_keys[0]}`."
+                meaning += f" This section has the keys of `{same_keys[0]}`."
             cells = [
                 f"`{inner_key}`",
                 _describe_type(inner_key, inner),

@@ -640,21 +640,21 @@ class TrackConfig(Section):
     """Trackers that receive the metrics and events of the run."""
 
     tensorboard: Annotated[bool, TrackerEntry("tracking.tensorboard", "TensorBoard", "tensorboard")] = False
-    """TensorBoard. Event files are in the directory `tensorboard` of the run. `tensorboard --logdir runs` shows
-    them."""
+    """Write event files of TensorBoard into the directory `tensorboard` of the run. `tensorboard --logdir runs` shows
+    these files."""
     wandb: Annotated[WandbConfig | None, TrackerEntry("tracking.wandb", "Wandb", "wandb")] = None
-    """Weights & Biases."""
+    """Send metrics to Weights & Biases; null: do not send any."""
     mlflow: Annotated[MlflowConfig | None, TrackerEntry("tracking.mlflow", "Mlflow", "mlflow")] = None
-    """MLflow."""
+    """Send metrics to an MLflow server; null: do not send any."""
     prometheus: Annotated[
         PrometheusConfig | None, TrackerEntry("tracking.prometheus", "Prometheus", "prometheus_client")
     ] = None
-    """Prometheus."""
+    """Provide the newest metrics to Prometheus; null: do not provide any."""
     jsonl: Annotated[Annotated[Path | None, TrackerEntry("tracking.jsonl_file", "JsonlFile")], Policy.PATH] = None
     """A file for log collectors. Sluice appends each line of metrics.jsonl and events.jsonl to this file, together with
     the run, the job and the attempt. Several runs may write to the same file."""
     webhook: Annotated[WebhookConfig | None, TrackerEntry("tracking.webhook", "Webhook")] = None
-    """A chat service with webhooks, such as Slack."""
+    """Send messages to a chat service with webhooks, such as Slack; null: do not send any."""
     mail: Annotated[str | None, TrackerEntry("tracking.webhook", "Mail")] = None
     """Mail address. Slurm sends a mail if a job fails or can never start, and when the last stage ends. If the train
     stage stalls, the first node of the job sends a mail with `sendmail`."""
@@ -809,11 +809,11 @@ class Config(Section):
     data: DataConfig = DataConfig()
     """The sources, and how documents become shards of tokens."""
     model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
-    """The model."""
+    """The sizes and the initial weights of the model, or a custom model."""
     parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
     """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
     train: Annotated[TrainConfig, Policy.SWEEPABLE]
-    """The training loop."""
+    """Length, batch sizes, precision and evaluations of training."""
     optimizer: Annotated[OptimizerConfig, Policy.SWEEPABLE] = OptimizerConfig()
     """The optimizer and its learning rate."""
     checkpoint: Annotated[CheckpointConfig, Policy.CHANGEABLE, Policy.SWEEPABLE] = CheckpointConfig()
@@ -823,7 +823,7 @@ class Config(Section):
     recovery: Annotated[RecoveryConfig, Policy.CHANGEABLE] = RecoveryConfig()
     """What happens after a stop, and when a stage counts as hung."""
     site: Annotated[SiteConfig, Policy.CHANGEABLE] = SiteConfig()
-    """The cluster."""
+    """Settings of the cluster, for all stages."""
     stages: Annotated[StagesConfig, Policy.CHANGEABLE] = StagesConfig()
     """Resources of each stage."""
     sweep: SweepConfig | None = None
