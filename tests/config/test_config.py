@@ -798,8 +798,8 @@ FRACTION = st.floats(0, 1, exclude_max=True)
 TIME_LIMIT = st.sampled_from(["5", "5:30", "00:20:00", "1-0", "1-12:00:00"])
 
 
-def optional_fields(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy for mappings with any of the fields."""
+def generate_mappings(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Return a strategy for mappings that have any of the fields."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
@@ -810,7 +810,7 @@ def generate_configs(draw: st.DrawFn) -> Config:
     stage = st.fixed_dictionaries(
         {"nodes": st.just(nodes), "tasks_per_node": st.just(tasks)}, optional={"time": TIME_LIMIT}
     )
-    train = optional_fields(
+    train = generate_mappings(
         precision=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
         threads=POSITIVE_INTEGER,
         deterministic=st.booleans(),
@@ -819,12 +819,12 @@ def generate_configs(draw: st.DrawFn) -> Config:
         {
             "run": {"name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True))}
             | draw(
-                optional_fields(
+                generate_mappings(
                     root=PATH_TEXT, seed=st.integers(0, 2**64 - 1), sharing=st.sampled_from(["private", "group", "all"])
                 )
             ),
             "data": draw(
-                optional_fields(
+                generate_mappings(
                     source=ANY_TEXT | st.lists(ANY_TEXT, min_size=1),
                     text_field=ANY_TEXT,
                     held_out=FRACTION,
@@ -839,12 +839,12 @@ def generate_configs(draw: st.DrawFn) -> Config:
                 )
             },
             "model": draw(
-                optional_fields(
+                generate_mappings(
                     layers=POSITIVE_INTEGER, rope_theta=POSITIVE_FLOAT, rms_norm_eps=POSITIVE_FLOAT, dropout=FRACTION
                 )
             ),
             "parallel": draw(
-                optional_fields(
+                generate_mappings(
                     data=st.sampled_from(["auto", {"replicate": nodes * tasks}]), bucket_mb=POSITIVE_INTEGER
                 )
             ),
@@ -855,14 +855,16 @@ def generate_configs(draw: st.DrawFn) -> Config:
                 "global_batch": nodes * tasks * micro_batch * accumulation_steps,
             },
             "optimizer": draw(
-                optional_fields(
+                generate_mappings(
                     lr=POSITIVE_FLOAT, betas=st.tuples(FRACTION, FRACTION), clip_norm=st.none() | POSITIVE_FLOAT
                 )
             ),
             "site": draw(
-                optional_fields(partition=st.none() | ANY_TEXT, account=st.none() | ANY_TEXT, setup=st.lists(ANY_TEXT))
+                generate_mappings(
+                    partition=st.none() | ANY_TEXT, account=st.none() | ANY_TEXT, setup=st.lists(ANY_TEXT)
+                )
             ),
-            "stages": {"train": draw(stage), "shard": draw(optional_fields(tasks=POSITIVE_INTEGER, time=TIME_LIMIT))},
+            "stages": {"train": draw(stage), "shard": draw(generate_mappings(tasks=POSITIVE_INTEGER, time=TIME_LIMIT))},
         }
     )
 

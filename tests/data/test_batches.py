@@ -67,12 +67,12 @@ def wait_until_full(batches: BatchLoader) -> None:
 def test_the_reader_thread_keeps_at_most_two_blocks_ready(dataset: TokenDataset) -> None:
     requested_batches = []
 
-    def sampler() -> Iterator[np.ndarray]:
+    def record_requests() -> Iterator[np.ndarray]:
         for indices in repeat_indices():
             requested_batches.append(indices)
             yield indices
 
-    with BatchLoader(dataset, sampler(), CPU) as batches:
+    with BatchLoader(dataset, record_requests(), CPU) as batches:
         wait_until_full(batches)
         time.sleep(0.05)
         assert batches._ready.qsize() == 2

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 from tests.fake_gpu.build import build_fake_gpu
-from tests.fake_gpu.start import fake_gpu_environment
+from tests.fake_gpu.start import make_fake_gpu_environment
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         preload = build_fake_gpu(Path(sys.argv[1]), Path(folder))
-        sys.exit(subprocess.run(sys.argv[1:], env=os.environ | fake_gpu_environment(preload, gpus=1)).returncode)
+        sys.exit(subprocess.run(sys.argv[1:], env=os.environ | make_fake_gpu_environment(preload, gpus=1)).returncode)

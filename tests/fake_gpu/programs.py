@@ -154,7 +154,7 @@ def train_with_powersgd(rank: str, port: str) -> None:
 
     def pack_and_record(tensors: Any) -> torch.Tensor:
         packed = original_pack(tensors)
-        read_ranges.append(_address_range(packed))
+        read_ranges.append(_get_address_range(packed))
         return packed
 
     replica_sync._pack = pack_and_record
@@ -166,7 +166,7 @@ def train_with_powersgd(rank: str, port: str) -> None:
             for addresses in read_ranges
             for _ in range(500)
         ]
-        new_ranges = [_address_range(tensor) for tensor in new_tensors]
+        new_ranges = [_get_address_range(tensor) for tensor in new_tensors]
         reused_ranges = [
             addresses
             for addresses in read_ranges
@@ -236,7 +236,7 @@ def note_attention_kernels() -> None:
             engine.backward({"tokens": make_batches(config)[0][:2].to(world.device)}, 1)
 
 
-def _address_range(tensor: torch.Tensor) -> range:
+def _get_address_range(tensor: torch.Tensor) -> range:
     """Return the addresses of the bytes of a contiguous tensor."""
     return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 

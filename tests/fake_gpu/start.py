@@ -72,7 +72,7 @@ class FakeGpuRunner:
     def _start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [self.python, *arguments],
-            env={**os.environ, **fake_gpu_environment(self.preload), **variables},
+            env={**os.environ, **make_fake_gpu_environment(self.preload), **variables},
             cwd=CODE_ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -80,7 +80,7 @@ class FakeGpuRunner:
         )
 
 
-def fake_gpu_environment(preload: Path, gpus: int = 2) -> dict[str, str]:
+def make_fake_gpu_environment(preload: Path, gpus: int = 2) -> dict[str, str]:
     """Return the environment variables with which a CUDA build of torch and Triton see fake GPUs."""
     return {
         "LD_PRELOAD": str(preload),

@@ -24,7 +24,7 @@ from pipeline.train.optimizer import compute_total_norm
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import STEPS, change_layouts_on_rank, tiny_config, train_configs
-from tests.train.test_exact import interrupt_training, new_run, read_steps
+from tests.train.test_exact import create_run, interrupt_training, read_steps
 
 pytestmark = pytest.mark.timeout(1000)
 
@@ -526,8 +526,8 @@ def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: P
     """The model has dropout. The digest and the metrics must be bit-identical to those of an uninterrupted run."""
     overrides = ["stages.train.tasks_per_node=4", "model.layers=4", "train.steps=12", "train.micro_batch=2"]
     overrides += ["checkpoint.every_steps=4", *LAYOUT_OVERRIDES[name]]
-    uninterrupted = new_run(tmp_path, "uninterrupted", data, *overrides)
-    run = new_run(tmp_path, "stopped", data, *overrides)
+    uninterrupted = create_run(tmp_path, "uninterrupted", data, *overrides)
+    run = create_run(tmp_path, "stopped", data, *overrides)
     ranks = uninterrupted.config.stages.train.ranks
     assert set(run_ranks(ranks, run_stage_on_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
     assert set(interrupt_training(run, ranks, signal.SIGTERM, 3, [ranks - 1])) == {ExitCode.STOPPED}
@@ -544,10 +544,10 @@ def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data:
     """
     overrides = ["model.layers=4", "model.dropout=0.0", "train.steps=12", "train.micro_batch=2"]
     overrides += ["checkpoint.every_steps=50"]
-    uninterrupted = new_run(tmp_path, "uninterrupted", data, *overrides, "stages.train.tasks_per_node=1")
+    uninterrupted = create_run(tmp_path, "uninterrupted", data, *overrides, "stages.train.tasks_per_node=1")
     assert set(run_ranks(1, run_stage_on_rank, uninterrupted.path, "train")) == {ExitCode.DONE}
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
-    run = new_run(tmp_path, "other-layout", data, *overrides, *layout)
+    run = create_run(tmp_path, "other-layout", data, *overrides, *layout)
     assert set(interrupt_training(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
     run.apply_overrides(["parallel.pipeline=1", "parallel.zero=3"])
     assert set(run_ranks(4, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}

@@ -21,7 +21,7 @@ from pipeline.config.sections import Config
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import VOCAB, make_batches, tiny_config
-from tests.train.test_exact import interrupt_training, new_run, read_steps
+from tests.train.test_exact import create_run, interrupt_training, read_steps
 
 STEPS = 5
 MAX_ELEMENTS = 999
@@ -339,8 +339,8 @@ def make_resume_parameter(world_size: int, case: str) -> Any:
 def test_a_resumed_run_equals_an_undisturbed_one(tmp_path: Path, data: Path, world_size: int, case: str) -> None:
     """Local SGD averages in steps 16 and 32, and the run stops between them."""
     overrides = ("train.steps=40", f"train.global_batch={2 * world_size}", RESUME_CASES[case])
-    undisturbed_run = new_run(tmp_path, "undisturbed", data, *overrides)
-    run = new_run(tmp_path, "stopped", data, *overrides)
+    undisturbed_run = create_run(tmp_path, "undisturbed", data, *overrides)
+    run = create_run(tmp_path, "stopped", data, *overrides)
     assert set(run_ranks(world_size, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     interrupt_training(run, world_size, signal.SIGTERM, 18, [world_size - 1])
     assert 18 <= len(read_steps(run)) < 32

@@ -348,11 +348,12 @@ def test_calibration_measures_this_machine_and_extends_a_machine_file(tmp_path: 
     first_file = tmp_path / "first.yaml"
     second_file = tmp_path / "second.yaml"
 
-    def calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the calibration of a small model."""
         command = [sys.executable, "-m", "planning.calibrate", "configs/quickstart.yaml", *small_model, *arguments]
         return subprocess.run(command, cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
 
-    completed = calibrate(f"--out={first_file}")
+    completed = run_calibrate(f"--out={first_file}")
     assert completed.returncode == 0 and str(first_file) in completed.stdout, completed.stdout + completed.stderr
     timings = load_machine(str(first_file)).timings
     assert timings is not None and len(timings.products) == 15 and len(timings.steps) == 1
@@ -360,7 +361,7 @@ def test_calibration_measures_this_machine_and_extends_a_machine_file(tmp_path: 
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "send"}
     assert {(exchange.ranks, exchange.between) for exchange in timings.exchanges} == {(2, False)}
     assert os.uname().nodename in first_file.read_text().splitlines()[0]
-    completed = calibrate(f"--out={second_file}", f"--machine={first_file}", "parallel.tensor=2")
+    completed = run_calibrate(f"--out={second_file}", f"--machine={first_file}", "parallel.tensor=2")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     machine = load_machine(str(second_file))
     assert machine.timings is not None and [step.work.tensor for step in machine.timings.steps] == [1, 2]
@@ -369,6 +370,6 @@ def test_calibration_measures_this_machine_and_extends_a_machine_file(tmp_path: 
     plan = subprocess.run([*command, "parallel.pipeline=2"], cwd=CODE_ROOT, capture_output=True, text=True, timeout=300)
     assert "predicted for CPU" in plan.stdout
     content = first_file.read_text()
-    completed = calibrate(f"--out={first_file}")
+    completed = run_calibrate(f"--out={first_file}")
     assert completed.returncode == 2 and "plan.file_exists" in completed.stderr
     assert first_file.read_text() == content

@@ -29,7 +29,7 @@ from slurm.supervise.attempt_end import describe_hung_rank
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
-from tests.train.test_exact import new_run, read_steps
+from tests.train.test_exact import create_run, read_steps
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 position_ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6)
@@ -115,17 +115,17 @@ def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], 
 
 def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Path, data: Path) -> None:
     """The rerun has normal gradients, but the decisions of the first run. It must skip the same steps."""
-    run = new_run(tmp_path, "bad", data)
+    run = create_run(tmp_path, "bad", data)
     assert set(run_ranks(2, train_with_nan_gradients, run.path, [9, 10], False)) == {ExitCode.DONE}
     metrics = list(read_jsonl(run.metrics_file))
     assert [line["step"] for line in metrics if "skipped" in line] == [9, 10]
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     assert [decision["position"] for decision in read_jsonl(run.decisions_file)] == [64, 72]
-    rerun = new_run(tmp_path, "rerun", data)
+    rerun = create_run(tmp_path, "rerun", data)
     shutil.copy(run.decisions_file, rerun.decisions_file)
     assert set(run_ranks(2, run_stage_on_rank, rerun.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(rerun) == compute_run_digest(run)
-    undisturbed = new_run(tmp_path, "undisturbed", data)
+    undisturbed = create_run(tmp_path, "undisturbed", data)
     run_ranks(2, run_stage_on_rank, undisturbed.path, "train")
     assert compute_run_digest(undisturbed) != compute_run_digest(run), "skipping the steps must change the weights"
 
@@ -136,14 +136,14 @@ def test_too_many_consecutive_bad_steps_exclude_their_samples(tmp_path: Path, da
 
     The next attempt succeeds without these samples.
     """
-    run = new_run(tmp_path, "consecutive", data, "recovery.skip_bad_steps=2")
+    run = create_run(tmp_path, "consecutive", data, "recovery.skip_bad_steps=2")
     bad_steps = [13, 14, 15]
     assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.NON_FINITE}
     exclusions = [decision for decision in read_jsonl(run.decisions_file) if decision["decision"] == "leave_out"]
     assert [(decision["position"], decision["samples"]) for decision in exclusions] == [(96, 24)]
     assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.DONE}
     assert [step for step, *_ in read_steps(run)] == list(range(1, len(read_steps(run)) + 1))
-    rerun = new_run(tmp_path, "rerun", data)
+    rerun = create_run(tmp_path, "rerun", data)
     shutil.copy(run.decisions_file, rerun.decisions_file)
     assert set(run_ranks(2, run_stage_on_rank, rerun.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(rerun) == compute_run_digest(run) and read_steps(rerun) == read_steps(run)
@@ -180,7 +180,7 @@ def test_loss_spikes_are_detected_only_after_20_losses() -> None:
 
 def test_fp16_steps_are_bad_if_gradients_are_nan_at_loss_scale_1(tmp_path: Path, data: Path) -> None:
     """Gradients are NaN from step 5. At first, each such step only halves the loss scale."""
-    run = new_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
+    run = create_run(tmp_path, "half", data, "train.precision=fp16", "recovery.skip_bad_steps=2")
     steps = list(range(5, 61))
     assert set(run_ranks(2, train_with_nan_gradients, run.path, steps, False)) == {ExitCode.NON_FINITE}
     decisions = [(decision["decision"], decision["step"]) for decision in read_jsonl(run.decisions_file)]
@@ -218,7 +218,7 @@ def train_near_deadline(rank_info: RankInfo, path: Path, time_left_s: float | No
 @pytest.mark.story
 def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Path, data: Path) -> None:
     """In the first attempt, a save would take 60 s, but the grace period is 5 s. In the second, 25 s are enough."""
-    run = new_run(tmp_path, "deadline", data, "recovery.grace_s=5")
+    run = create_run(tmp_path, "deadline", data, "recovery.grace_s=5")
     assert set(run_ranks(2, train_near_deadline, run.path, None, 60.0)) == {ExitCode.STOPPED}
     skip_events = read_event_lines(run, "train", "save_skipped")
     assert len(skip_events) == 1 and "too late" in skip_events[0]["reason"]
@@ -229,14 +229,14 @@ def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Pat
     saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
     assert saved_steps[-1] == stop_event["step"] == read_steps(run)[-1][0] > 14
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    undisturbed = new_run(tmp_path, "undisturbed", data)
+    undisturbed = create_run(tmp_path, "undisturbed", data)
     run_ranks(2, run_stage_on_rank, undisturbed.path, "train")
     assert compute_run_digest(run) == compute_run_digest(undisturbed)
 
 
 def test_save_file_requests_one_checkpoint(tmp_path: Path, data: Path) -> None:
     """Otherwise, the run saves only its last step."""
-    run = new_run(tmp_path, "requested", data, "checkpoint.every_steps=1000")
+    run = create_run(tmp_path, "requested", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     saved_steps = [event["step"] for event in read_event_lines(run, "train", "saved")]
@@ -293,7 +293,7 @@ def evaluate_with_hang(rank_info: RankInfo, path: Path) -> int:
 
 
 def test_hang_in_an_evaluation_writes_reports_with_stacks(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "hang", data, "train.steps=7")
+    run = create_run(tmp_path, "hang", data, "train.steps=7")
     run_ranks(2, run_stage_on_rank, run.path, "train")
     Ranks(2, evaluate_with_hang, run.path).wait_for_results(failures_expected=True)
     folder = run.stage_dir("evaluate")
@@ -352,7 +352,7 @@ def check_broken_node(rank_info: RankInfo, path: Path, broken: str) -> str:
 
 
 def test_health_check_reports_what_is_broken(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "broken", data)
+    run = create_run(tmp_path, "broken", data)
     host = os.uname().nodename
     assert f"BAD_NODE node.wrong_data: {host}" in run_ranks(1, check_broken_node, run.path, "file system")[0]
     assert "node.wrong_result" in run_ranks(1, check_broken_node, run.path, "device")[0]

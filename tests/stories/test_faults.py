@@ -26,7 +26,7 @@ from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank, write_config
-from tests.train.test_exact import STEPS, interrupt_training, new_run, read_steps
+from tests.train.test_exact import STEPS, create_run, interrupt_training, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str, list[Any]]:
     """Return the digest and the metrics of an undisturbed run."""
-    run = new_run(tmp_path_factory.mktemp("reference"), "reference", data)
+    run = create_run(tmp_path_factory.mktemp("reference"), "reference", data)
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     return compute_run_digest(run), read_steps(run)
 
@@ -46,7 +46,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
     """Return a run that was stopped after 25 steps."""
-    run = new_run(tmp_path_factory.mktemp("stopped"), "stopped", data)
+    run = create_run(tmp_path_factory.mktemp("stopped"), "stopped", data)
     interrupt_training(run, 2, signal.SIGTERM, 25, [0])
     return run
 
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
 def test_train_fails_instead_of_starting_from_scratch_if_all_checkpoints_are_damaged(
     tmp_path: Path, data: Path
 ) -> None:
-    run = new_run(tmp_path, "lost", data)
+    run = create_run(tmp_path, "lost", data)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     for step in list_checkpoint_steps(run.checkpoints_dir):
         flip_bit(run.checkpoints_dir / checkpoint_name(step) / "__0_0.distcp")
@@ -154,7 +154,7 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_remain(
 ) -> None:
     """When the disk has space again, the run completes with the result of an undisturbed run."""
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
-    run = new_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
+    run = create_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     saved_step = find_newest_step(run.checkpoints_dir)
     filler = small_disk / "filler"
@@ -170,7 +170,7 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_remain(
 
 
 def test_a_read_only_run_directory_is_an_error(tmp_path: Path, data: Path, small_disk: Path) -> None:
-    run = new_run(tmp_path, "frozen", data, f"run.root={small_disk}")
+    run = create_run(tmp_path, "frozen", data, f"run.root={small_disk}")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=10)
     code, message = run_ranks(1, run_stage_and_report, run.path, "train")[0]
     assert code == ExitCode.STORAGE and "read-only" in message and "Traceback" not in message
@@ -264,7 +264,7 @@ def test_a_missing_data_source_is_an_error(tmp_path: Path) -> None:
 
 def test_the_temporary_checkpoint_of_a_killed_save_is_removed(tmp_path: Path, data: Path) -> None:
     """The test copies a checkpoint to a folder with the name that the checkpointer uses during a save."""
-    run = new_run(tmp_path, "torn", data)
+    run = create_run(tmp_path, "torn", data)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     newest = list_checkpoint_steps(run.checkpoints_dir)[0]
     shutil.copytree(run.checkpoints_dir / checkpoint_name(newest), run.checkpoints_dir / ".tmp-step-00000050")

@@ -79,7 +79,7 @@ class Process:
         self.start()
 
     @classmethod
-    def follower(cls, run: Run, name: str) -> Process:
+    def start_follower(cls, run: Run, name: str) -> Process:
         """Start the follower of a run that feeds the tracker `name`."""
         return cls(run.path / f"{name}.log", "tracking.follower", name, str(run.path))
 
@@ -167,7 +167,7 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
     run = FakeRun(tmp_path, track, "train.steps=100000", "recovery.hang_s=20")
     names = ("tensorboard", "wandb", "mlflow", "prometheus", "webhook")
     losses = defaultdict[int, set[float]](set)
-    followers = {name: Process.follower(run.run, name) for name in names}
+    followers = {name: Process.start_follower(run.run, name) for name in names}
     expected_messages = []
     try:
         for number in range(20):
@@ -356,7 +356,7 @@ def test_prometheus_has_data_for_each_query_of_the_dashboard(tmp_path: Path) -> 
     write_event(run.run, "straggler", "train", rank=3, host="node7", ratio=1.5, step=3)
     run.write_steps(3)
     run.write_evaluation()
-    follower = Process.follower(run.run, "prometheus")
+    follower = Process.start_follower(run.run, "prometheus")
     queries = [query.replace("$run", "tiny").replace("$__rate_interval", "1m") for query in list_queries(dashboard)]
     assert len(queries) >= 10
     try:

@@ -29,7 +29,7 @@ from tests.support.ranks import Ranks, run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 
 STEPS = 60
-"""Steps of a run of `new_run`. Readers of the metrics can send a signal long before the last step."""
+"""Steps of a run of `create_run`. Readers of the metrics can send a signal long before the last step."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def new_run(folder: Path, name: str, data: Path, *overrides: str) -> Run:
+def create_run(folder: Path, name: str, data: Path, *overrides: str) -> Run:
     """Create a run on the existing data in `data`. The run has `STEPS` steps if `overrides` do not set train.steps."""
     return make_run(folder, name, (f"train.steps={STEPS}", *overrides), data)
 
@@ -55,7 +55,7 @@ def undisturbed_results(tmp_path_factory: pytest.TempPathFactory, data: Path) ->
     folder = tmp_path_factory.mktemp("undisturbed")
     results = {}
     for world_size in (1, 2, 4):
-        run = new_run(folder, f"ranks{world_size}", data)
+        run = create_run(folder, f"ranks{world_size}", data)
         assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
         results[world_size] = (compute_run_digest(run), read_steps(run))
     return results
@@ -105,7 +105,7 @@ def interrupt_training(
 def test_three_sigterms_do_not_change_the_result(
     tmp_path: Path, data: Path, undisturbed_results: Any, world_size: int
 ) -> None:
-    run = new_run(tmp_path, "stopped", data)
+    run = create_run(tmp_path, "stopped", data)
     generator = random.Random(world_size)
     for _ in range(3):
         signaled_ranks = generator.sample(range(world_size), generator.randint(1, world_size))
@@ -132,7 +132,7 @@ def test_three_sigterms_do_not_change_the_result(
 def test_three_sigkills_lose_only_steps_after_the_newest_checkpoint(
     tmp_path: Path, data: Path, undisturbed_results: Any, world_size: int, signaled: str
 ) -> None:
-    run = new_run(tmp_path, "killed", data)
+    run = create_run(tmp_path, "killed", data)
     generator = random.Random(world_size)
     saved_and_last_steps = []  # after each kill: the step of the newest checkpoint, and the last step in the metrics
     for _ in range(3):
@@ -188,8 +188,8 @@ def test_other_numbers_of_ranks_read_the_same_samples_and_have_the_same_losses(t
     The losses of the 10 steps after each change agree to 1e-5 with a run on 2 ranks. Dropout is off, because its masks
     depend on the layout.
     """
-    undisturbed_run = new_run(tmp_path, "undisturbed", data, "model.dropout=0.0")
-    run = new_run(tmp_path, "elastic", data, "model.dropout=0.0")
+    undisturbed_run = create_run(tmp_path, "undisturbed", data, "model.dropout=0.0")
+    run = create_run(tmp_path, "elastic", data, "model.dropout=0.0")
     assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     interrupt_training(run, 2, signal.SIGTERM, 15, [1], run_stage_and_record_samples)
     first_change = len(read_steps(run))
@@ -216,7 +216,7 @@ def test_other_numbers_of_ranks_read_the_same_samples_and_have_the_same_losses(t
 def test_an_incomplete_last_line_of_metrics_is_removed_on_resume(
     tmp_path: Path, data: Path, undisturbed_results: Any
 ) -> None:
-    run = new_run(tmp_path, "incomplete", data)
+    run = create_run(tmp_path, "incomplete", data)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0, 1])
     with open(run.metrics_file, "a") as file:
         file.write('{"step": 999, "lo')

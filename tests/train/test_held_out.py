@@ -20,7 +20,7 @@ from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
-from tests.train.test_exact import interrupt_training, new_run, read_steps
+from tests.train.test_exact import create_run, interrupt_training, read_steps
 from tracking.follower import Follower
 
 EVALUATE_EVERY_4_STEPS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
@@ -59,8 +59,8 @@ def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchange
     """Each held-out loss is bit-identical to the loss of the evaluate stage on one rank for the same checkpoint."""
     world_size, layout_overrides = LAYOUTS[layout]
     overrides = (*EIGHT_STEPS, *layout_overrides, f"stages.train.tasks_per_node={world_size}")
-    plain_run = new_run(tmp_path, "plain", data, *overrides)
-    evaluated_run = new_run(tmp_path, "evaluated", data, *overrides, *EVALUATE_EVERY_4_STEPS)
+    plain_run = create_run(tmp_path, "plain", data, *overrides)
+    evaluated_run = create_run(tmp_path, "evaluated", data, *overrides, *EVALUATE_EVERY_4_STEPS)
     for run in (plain_run, evaluated_run):
         assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(evaluated_run) == compute_run_digest(plain_run)
@@ -107,7 +107,7 @@ def run_stage_and_record_evaluations(rank_info: RankInfo, path: Path, stage: str
 
 
 def test_callbacks_receive_held_out_evaluations_on_all_ranks(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "recorded", data, *EIGHT_STEPS, *EVALUATE_EVERY_4_STEPS, "stages.train.tasks_per_node=2")
+    run = create_run(tmp_path, "recorded", data, *EIGHT_STEPS, *EVALUATE_EVERY_4_STEPS, "stages.train.tasks_per_node=2")
     assert set(run_ranks(2, run_stage_and_record_evaluations, run.path, "train")) == {ExitCode.DONE}
     for rank in (0, 1):
         recorded_lines = read_jsonl(run.path / f"evaluations-{rank}.jsonl")
@@ -121,8 +121,8 @@ def test_stops_do_not_change_held_out_losses(tmp_path: Path, data: Path) -> None
     The last stop is requested in the evaluation of the last step, so the run ends normally.
     """
     overrides = ("train.steps=24", "checkpoint.every_steps=5", *EVALUATE_EVERY_4_STEPS)
-    undisturbed_run = new_run(tmp_path, "undisturbed", data, *overrides)
-    run = new_run(tmp_path, "stopped", data, *overrides, "track={tensorboard: true}")
+    undisturbed_run = create_run(tmp_path, "undisturbed", data, *overrides)
+    run = create_run(tmp_path, "stopped", data, *overrides, "track={tensorboard: true}")
     assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     for _ in range(2):
         assert run_ranks(2, run_stage_and_stop_during_evaluation, run.path, "train", 8) == [ExitCode.STOPPED] * 2

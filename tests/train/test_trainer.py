@@ -25,7 +25,7 @@ from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.support.tiny_training import tiny_config
-from tests.train.test_exact import interrupt_training, new_run, read_steps
+from tests.train.test_exact import create_run, interrupt_training, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_steps_equal_plain_torch_code(
         "train.steps=10",
         "optimizer.clip_norm=0.5",
     )
-    run = new_run(tmp_path, "sluice", data, *overrides, f"stages.train.tasks_per_node={world_size}")
+    run = create_run(tmp_path, "sluice", data, *overrides, f"stages.train.tasks_per_node={world_size}")
     assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     plain_steps = run_ranks(1, train_in_plain_torch, run.path, 10)[0]
     # Muon's bf16 products amplify differences in the last digit; test_optimizer.py compares Muon bit by bit
@@ -139,8 +139,8 @@ def test_steps_equal_plain_torch_code(
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
     overrides = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
-    undisturbed_run = new_run(tmp_path, "undisturbed", data, *overrides)
-    run = new_run(tmp_path, "stopped", data, *overrides)
+    undisturbed_run = create_run(tmp_path, "undisturbed", data, *overrides)
+    run = create_run(tmp_path, "stopped", data, *overrides)
     assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     interrupt_training(run, 2, signal.SIGTERM, step=5, signaled_ranks=[1])
     assert len(read_steps(run)) < 14
@@ -159,7 +159,7 @@ def read_fp16_scale(run: Run) -> float:
 
 
 def test_the_fp16_loss_scale_is_saved_in_the_checkpoint(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
+    run = create_run(tmp_path, "scaled", data, "train.precision=fp16", "train.steps=3")
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     assert read_fp16_scale(run) > 1.0
 
@@ -194,15 +194,15 @@ def count_reductions_on_rank(rank_info: RankInfo, path: Path) -> int:
 
 def test_gradients_are_reduced_once_per_step(tmp_path: Path, data: Path) -> None:
     """Each of the two ranks has four micro-batches per step."""
-    run = new_run(tmp_path, "counted", data, "train.steps=3", "train.micro_batch=1", "checkpoint.every_steps=50")
+    run = create_run(tmp_path, "counted", data, "train.steps=3", "train.micro_batch=1", "checkpoint.every_steps=50")
     assert run_ranks(2, count_reductions_on_rank, run.path) == [3, 3]
 
 
 @pytest.mark.timeout(400)
 def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> None:
     overrides = ("model.dropout=0.0", "train.steps=4", "model.layers=1")
-    uncompiled_run = new_run(tmp_path, "plain", data, *overrides)
-    compiled_run = new_run(tmp_path, "compiled", data, *overrides, "train.compile=true")
+    uncompiled_run = create_run(tmp_path, "plain", data, *overrides)
+    compiled_run = create_run(tmp_path, "compiled", data, *overrides, "train.compile=true")
     for run in (uncompiled_run, compiled_run):
         assert set(run_ranks(1, run_stage_on_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
     for (_, loss, gradient_norm, *_), (_, plain_loss, plain_norm, *_) in zip(
@@ -249,7 +249,7 @@ def train_with_other_versions(rank_info: RankInfo, path: Path) -> int:
 def test_a_resume_on_another_gpu_or_torch_version_records_old_and_new_values(tmp_path: Path, data: Path) -> None:
     import torch
 
-    run = new_run(tmp_path, "moved", data, "train.steps=3")
+    run = create_run(tmp_path, "moved", data, "train.steps=3")
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     run.apply_overrides(["train.steps=4"])
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
@@ -274,8 +274,8 @@ def run_without_initialization(rank_info: RankInfo, path: Path, stage: str) -> i
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, data: Path, world_size: int) -> None:
     overrides = ("optimizer.schedule=constant", "train.evaluate_every=2")
-    undisturbed_run = new_run(tmp_path, "undisturbed", data, "train.steps=5", *overrides)
-    run = new_run(tmp_path, "resumed", data, "train.steps=3", *overrides)
+    undisturbed_run = create_run(tmp_path, "undisturbed", data, "train.steps=5", *overrides)
+    run = create_run(tmp_path, "resumed", data, "train.steps=3", *overrides)
     for started_run in (undisturbed_run, run):
         assert set(run_ranks(world_size, run_stage_on_rank, started_run.path, "train")) == {ExitCode.DONE}
     run.apply_overrides(["train.steps=5"])
@@ -318,8 +318,8 @@ def run_with_local_copies(rank_info: RankInfo, path: Path, stage: str) -> int:
 
 def test_copies_on_a_local_disk_do_not_change_the_result_and_are_removed(tmp_path: Path, data: Path) -> None:
     (tmp_path / "disk").mkdir()
-    undisturbed_run = new_run(tmp_path, "undisturbed", data, "train.steps=6")
-    run = new_run(tmp_path, "copied", data, "train.steps=6", "site.local_disk=$SLUICE_TEST_DISK")
+    undisturbed_run = create_run(tmp_path, "undisturbed", data, "train.steps=6")
+    run = create_run(tmp_path, "copied", data, "train.steps=6", "site.local_disk=$SLUICE_TEST_DISK")
     assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, run_with_local_copies, run.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
@@ -333,13 +333,13 @@ TWO_EPOCHS = ("train.steps=null", "train.epochs=2", "train.global_batch=100", "t
 
 
 def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path, data: Path) -> None:
-    run = new_run(tmp_path, "epochs", data, *TWO_EPOCHS)
+    run = create_run(tmp_path, "epochs", data, *TWO_EPOCHS)
     sample_count = len(TokenDataset(load_manifest(data).train, run.config.data.sequence_length, data))
     steps = count_training_steps(run.config, run.data_dir)
     assert steps is not None and 100 * (steps - 1) < 2 * sample_count < 100 * steps, "the number of steps is rounded up"
     assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    run_of_steps = new_run(tmp_path, "steps", data, *TWO_EPOCHS, "train.epochs=null", f"train.steps={steps}")
+    run_of_steps = create_run(tmp_path, "steps", data, *TWO_EPOCHS, "train.epochs=null", f"train.steps={steps}")
     assert set(run_ranks(1, run_stage_on_rank, run_of_steps.path, "train")) == {ExitCode.DONE}
     assert compute_run_digest(run) == compute_run_digest(run_of_steps)
     assert read_steps(run) == read_steps(run_of_steps) and len(read_steps(run)) == steps
