@@ -46,7 +46,13 @@ def create_run(folder: Path, name: str, data: Path, *overrides: str) -> Run:
 def read_steps(run: Run) -> list[tuple[int, float, float, float, int]]:
     """Return step number, loss, gradient norm, learning rate and consumed samples of each line of metrics.jsonl."""
     keys = ("step", "loss", "grad_norm", "lr", "samples_consumed")
-    return [tuple(line[k] for k in keys) for line in read_jsonl(run.metrics_file)]
+    return [tuple(line[key] for key in keys) for line in read_jsonl(run.metrics_file)]
+
+
+def check_same_result(run: Run, expected_run: Run) -> None:
+    """Check that the newest checkpoints of two runs have the same digest, and their steps the same metrics."""
+    assert compute_run_digest(run) == compute_run_digest(expected_run)
+    assert read_steps(run) == read_steps(expected_run)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def wait_for_step(run: Run, step: int, ranks: Ranks) -> None:
     """Wait until the run has written `step` lines of metrics, or all its ranks have exited."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        if len(read_steps(run)) >= step or not any(p.is_alive() for p in ranks.processes):
+        if len(read_steps(run)) >= step or not any(process.is_alive() for process in ranks.processes):
             return
         time.sleep(0.005)
     raise AssertionError(f"step {step} was not reached")
@@ -82,12 +88,12 @@ def interrupt_training(
     """Train until a step, send a signal to some ranks, and return the results of all ranks.
 
     Args:
-        run: The run to train.
-        world_size: Number of ranks.
-        signal_number: After SIGKILL, the ranks that did not receive it are also killed.
-        step: Number of steps in metrics.jsonl before the signal is sent. Steps of earlier attempts count.
-        signaled_ranks: Ranks that receive the signal.
-        run_stage: The function that each rank runs, with the arguments of `run_stage_on_rank`.
+        run: the run to train.
+        world_size: number of ranks.
+        signal_number: after SIGKILL, the ranks that did not receive it are also killed.
+        step: number of steps in metrics.jsonl before the signal is sent. Steps of earlier attempts count.
+        signaled_ranks: ranks that receive the signal.
+        run_stage: the function that each rank runs, with the arguments of `run_stage_on_rank`.
     """
     ranks = Ranks(world_size, run_stage, run.path, "train")
     wait_for_step(run, step, ranks)

@@ -18,9 +18,9 @@ from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.run.directory import Run
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
+from tests.support.tiny import make_run, run_stage_on_rank
 from tests.tracking.test_followers import read_tensorboard_curve, round_to_float32
-from tests.train.test_exact import create_run, interrupt_training, read_steps
+from tests.train.test_exact import check_same_result, create_run, interrupt_training, read_steps
 from tracking.follower import Follower
 
 EVALUATE_EVERY_4_STEPS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
@@ -63,8 +63,7 @@ def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchange
     evaluated_run = create_run(tmp_path, "evaluated", data, *overrides, *EVALUATE_EVERY_4_STEPS)
     for run in (plain_run, evaluated_run):
         assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(evaluated_run) == compute_run_digest(plain_run)
-    assert read_steps(evaluated_run) == read_steps(plain_run)
+    check_same_result(evaluated_run, plain_run)
     losses = read_held_out_losses(evaluated_run)
     assert not read_held_out_losses(plain_run)
     assert set(losses) == set(list_checkpoint_steps(evaluated_run.checkpoints_dir)) == {4, 8}
@@ -132,9 +131,7 @@ def test_stops_do_not_change_held_out_losses(tmp_path: Path, data: Path) -> None
     interrupt_training(run, 2, signal.SIGTERM, 10, [1])
     interrupt_training(run, 2, signal.SIGKILL, 15, [0])
     assert run_ranks(2, run_stage_and_stop_during_evaluation, run.path, "train", 24) == [ExitCode.DONE] * 2
-    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
-        undisturbed_run
-    )
+    check_same_result(run, undisturbed_run)
     losses = read_held_out_losses(run)
     assert losses == read_held_out_losses(undisturbed_run) and set(losses) == {4, 8, 12, 16, 20, 24}
     assert [event["step"] for event in read_event_lines(run, "train", "held_out")] == [8]

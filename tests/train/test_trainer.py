@@ -23,9 +23,9 @@ from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
-from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
+from tests.support.tiny import make_run, run_stage_on_rank
 from tests.support.tiny_training import tiny_config
-from tests.train.test_exact import create_run, interrupt_training, read_steps
+from tests.train.test_exact import check_same_result, create_run, interrupt_training, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +58,14 @@ def train_in_plain_torch(rank_info: RankInfo, path: Path, steps: int) -> list[tu
         samples += [tokens[i : i + length + 1] for i in range(0, len(tokens) - length, length)]
     model = Decoder(config.model, manifest.vocab_size, length)
     init_weights(model, config.run.seed, config.model.initializer_range)
-    decayed_parameters = [p for p in model.parameters() if p.ndim >= 2]
-    other_parameters = [p for p in model.parameters() if p.ndim < 2]
+    decayed_parameters = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    other_parameters = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     weight_decay = config.optimizer.weight_decay
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer.name == "muon":
-        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+        matrices = [
+            parameter for name, parameter in model.named_parameters() if parameter.ndim == 2 and "layers" in name
+        ]
         optimizers.append(torch.optim.Muon(matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
         names_of_adamw = ("model.embed_tokens.weight", "lm_head.weight")  # the other matrices are updated by Muon
         decayed_parameters = [model.get_parameter(name) for name in names_of_adamw]
@@ -145,9 +147,7 @@ def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, p
     interrupt_training(run, 2, signal.SIGTERM, step=5, signaled_ranks=[1])
     assert len(read_steps(run)) < 14
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
-        undisturbed_run
-    )
+    check_same_result(run, undisturbed_run)
     losses = [loss for _, loss, *_ in read_steps(undisturbed_run)]
     assert losses[-1] < losses[0] - 1.0
 
@@ -205,11 +205,11 @@ def test_compiled_blocks_have_the_same_losses(tmp_path: Path, data: Path) -> Non
     compiled_run = create_run(tmp_path, "compiled", data, *overrides, "train.compile=true")
     for run in (uncompiled_run, compiled_run):
         assert set(run_ranks(1, run_stage_on_rank, run.path, "train", timeout=300)) == {ExitCode.DONE}
-    for (_, loss, gradient_norm, *_), (_, plain_loss, plain_norm, *_) in zip(
+    for (_, loss, gradient_norm, *_), (_, expected_loss, expected_norm, *_) in zip(
         read_steps(compiled_run), read_steps(uncompiled_run), strict=True
     ):
-        assert loss == pytest.approx(plain_loss, rel=1e-5)
-        assert gradient_norm == pytest.approx(plain_norm, rel=1e-4)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert gradient_norm == pytest.approx(expected_norm, rel=1e-4)
 
 
 def read_determinism_on_rank(rank_info: RankInfo, *configs: Config) -> list[tuple[bool | str | None, ...]]:
@@ -281,9 +281,7 @@ def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, 
     run.apply_overrides(["train.steps=5"])
     for stage in ("train", "evaluate"):
         assert set(run_ranks(world_size, run_without_initialization, run.path, stage)) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
-        undisturbed_run
-    )
+    check_same_result(run, undisturbed_run)
     assert [line.get("held_out_loss") for line in read_jsonl(run.metrics_file)] == [
         line.get("held_out_loss") for line in read_jsonl(undisturbed_run.metrics_file)
     ]
@@ -322,9 +320,7 @@ def test_copies_on_a_local_disk_do_not_change_the_result_and_are_removed(tmp_pat
     run = create_run(tmp_path, "copied", data, "train.steps=6", "site.local_disk=$SLUICE_TEST_DISK")
     assert set(run_ranks(2, run_stage_on_rank, undisturbed_run.path, "train")) == {ExitCode.DONE}
     assert set(run_ranks(2, run_with_local_copies, run.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(undisturbed_run) and read_steps(run) == read_steps(
-        undisturbed_run
-    )
+    check_same_result(run, undisturbed_run)
     (event,) = read_event_lines(run, "train", "local_copy")
     assert event["files"] == len(load_manifest(data).train) and not list((tmp_path / "disk").iterdir())
 
@@ -341,8 +337,8 @@ def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     run_of_steps = create_run(tmp_path, "steps", data, *TWO_EPOCHS, "train.epochs=null", f"train.steps={steps}")
     assert set(run_ranks(1, run_stage_on_rank, run_of_steps.path, "train")) == {ExitCode.DONE}
-    assert compute_run_digest(run) == compute_run_digest(run_of_steps)
-    assert read_steps(run) == read_steps(run_of_steps) and len(read_steps(run)) == steps
+    check_same_result(run, run_of_steps)
+    assert len(read_steps(run)) == steps
     for invalid_override, expected_text in {
         "train.epochs=1": "larger train.epochs",
         "train.steps=99": "steps and epochs are both given",
