@@ -170,9 +170,8 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
         """Copy bytes [start, end) of a file and return their sha256. Raises InterruptedError if the context ends."""
         digest = hashlib.sha256()
         with open(source, "rb", buffering=0) as source_file, open(target, "wb") as target_file:
-            target_file.seek(
-                source_file.seek(start)
-            )  # The copy gets a hole before `start`, so that offsets remain valid.
+            # The copy gets a hole before `start`, so that offsets remain valid.
+            target_file.seek(source_file.seek(start))
             while chunk := source_file.read(min(_CHUNK_BYTES, end - source_file.tell())):
                 if self._closed.is_set():
                     raise InterruptedError
