@@ -1,4 +1,4 @@
-"""Reads the how-tos of CONTRIBUTING.md, and applies their edits to a copy of the code.
+"""Read the how-tos of CONTRIBUTING.md, and apply their edits to a copy of the code.
 
 A how-to is a section `### Title` with a line `Files: …`. Each edit is a line that names a file, followed by a block of
 code. The line may name a position in the file: `above`, `below` or `instead of` a piece of text.

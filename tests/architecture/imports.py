@@ -1,4 +1,4 @@
-"""Finds the imports between the modules of Sluice, by parsing their source code.
+"""Find the imports between the modules of Sluice, by parsing their source code.
 
 `python -m tests.architecture.imports` prints each package and the packages that it imports.
 """

@@ -1,6 +1,6 @@
-"""Property tests over all input formats.
+"""Tests of all input formats with random documents.
 
-Every split into tasks writes the same bytes, and a damaged file is rejected or read without a crash.
+Any number of tasks writes the same bytes, and a damaged file is rejected or read without a crash.
 """
 
 from __future__ import annotations

@@ -91,6 +91,8 @@ def load_batches(folder: str) -> None:
     """Load ten batches from a file in `folder`. The thread of the loader writes a note before each read."""
 
     class NoteWritingDataset(TokenDataset):
+        """Write a note before each read."""
+
         def allocate_batch(self, rows: int, pin: bool = False) -> dict[str, torch.Tensor]:
             write_note("read")
             return super().allocate_batch(rows, pin)
@@ -221,6 +223,8 @@ def note_attention_kernels() -> None:
     """
 
     class NoteAttentionKernels(TorchDispatchMode):
+        """Write a note for each kernel of attention."""
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "scaled_dot_product" in str(func):
                 write_note(f"{precision} {func._schema.name.removeprefix('aten::')}")

@@ -70,6 +70,7 @@ class FakeGpuRunner:
         return outputs
 
     def _start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start Python with these arguments and environment variables."""
         return subprocess.Popen(
             [self.python, *arguments],
             env={**os.environ, **make_fake_gpu_environment(self.preload), **variables},

@@ -73,13 +73,14 @@ def alter_values(generator: random.Random, values: Any) -> Any:
             break
         container, key = generator.choice(positions)
         action = generator.randrange(6)
-        other, other_key = generator.choice(positions)
+        other_container, other_key = generator.choice(positions)
         if action == 0:
             del container[key]
         elif action == 1 and isinstance(container, dict):
             container[generator.choice(UNUSUAL_KEYS)] = copy.deepcopy(generator.choice(UNUSUAL_VALUES))
         elif action == 2:
-            container[key] = yaml.safe_load(yaml.safe_dump(other.get(other_key) if isinstance(other, dict) else None))
+            other_value = other_container.get(other_key) if isinstance(other_container, dict) else None
+            container[key] = yaml.safe_load(yaml.safe_dump(other_value))
         elif action == 3 and isinstance(container[key], int | float):
             value = container[key]
             container[key] = generator.choice((value * 2, -value, value + 1, str(value), value * 2**33))
@@ -94,9 +95,9 @@ def alter_values(generator: random.Random, values: Any) -> Any:
 def swap_lines(generator: random.Random, text: str) -> str:
     """Return `text` with two random lines swapped."""
     lines = text.splitlines(keepends=True)
-    i = generator.randrange(len(lines))
-    j = generator.randrange(len(lines))
-    swapped_lines = {i: lines[j], j: lines[i]}
+    first = generator.randrange(len(lines))
+    second = generator.randrange(len(lines))
+    swapped_lines = {first: lines[second], second: lines[first]}
     return "".join(swapped_lines.get(number, line) for number, line in enumerate(lines))
 
 

@@ -1,4 +1,4 @@
-"""A run with a randomly damaged file has the same results as an undamaged run, or fails with an error message.
+"""Tests that a run with a randomly damaged file has the results of an undamaged run, or fails with an error message.
 
 This holds for commands that read the run (status, report, plan, verify) and for stages that continue it (train,
 evaluate). The number of a case is the seed of its damage, so that a failed case can be repeated alone.
@@ -119,58 +119,58 @@ def list_files(path: Path) -> list[Path]:
 
 def damage_file(generator: random.Random, run: Path) -> str:
     """Damage one file of a run and return a description of the damage."""
-    target = run / generator.choice(list_files(run))
-    content = target.read_bytes()
-    kind = generator.randrange(9)
+    target_file = run / generator.choice(list_files(run))
+    content = target_file.read_bytes()
+    damage_kind = generator.randrange(9)
     position = generator.randrange(max(1, len(content)))
-    if kind <= 1:
-        flipped = bytes([content[position] ^ 1 << generator.randrange(8)])
-        damaged_content = content[:position] + flipped + content[position + 1 :]
+    if damage_kind <= 1:
+        flipped_byte = bytes([content[position] ^ 1 << generator.randrange(8)])
+        damaged_content = content[:position] + flipped_byte + content[position + 1 :]
         description = f"bit flipped at {position}"
-    elif kind == 2:
-        digits = [i for i, byte in enumerate(content) if 48 <= byte < 58] or [position]
-        position = generator.choice(digits)
+    elif damage_kind == 2:
+        digit_positions = [number for number, byte in enumerate(content) if 48 <= byte < 58] or [position]
+        position = generator.choice(digit_positions)
         damaged_content = content[:position] + str(generator.randrange(10)).encode() + content[position + 1 :]
         description = f"digit changed at {position}"
-    elif kind == 3:
+    elif damage_kind == 3:
         damaged_content = content[:position]
         description = f"truncated at {position}"
-    elif kind == 4:
+    elif damage_kind == 4:
         damaged_content = content[:position] + content[position + generator.choice((1, 20, 5000)) :]
         description = f"bytes removed at {position}"
-    elif kind == 5:
+    elif damage_kind == 5:
         file_lines = content.splitlines(keepends=True)
         first_line = generator.randrange(len(file_lines))
-        second = generator.randrange(len(file_lines))
+        second_line = generator.randrange(len(file_lines))
         if generator.random() < 0.5:
-            file_lines[first_line], file_lines[second] = file_lines[second], file_lines[first_line]
-            description = f"lines {first_line} and {second} swapped"
+            file_lines[first_line], file_lines[second_line] = file_lines[second_line], file_lines[first_line]
+            description = f"lines {first_line} and {second_line} swapped"
         else:
             del file_lines[first_line]
             description = f"line {first_line} removed"
         damaged_content = b"".join(file_lines)
-    elif kind == 6:
+    elif damage_kind == 6:
         file_lines = content.splitlines(keepends=True)
         file_lines.insert(generator.randrange(len(file_lines) + 1), generator.choice(MALFORMED_LINES) + b"\n")
         damaged_content = b"".join(file_lines)
         description = "malformed line added"
-    elif kind == 7:
+    elif damage_kind == 7:
         other_file = run / generator.choice(list_files(run))
         damaged_content = other_file.read_bytes()
         other_file.write_bytes(content)
         description = f"swapped with {other_file.relative_to(run)}"
     else:
-        target.unlink()
+        target_file.unlink()
         replacement = generator.choice(("nothing", "folder", "pipe", "link to itself"))
         if replacement == "folder":
-            target.mkdir()
+            target_file.mkdir()
         elif replacement == "pipe":
-            os.mkfifo(target)
+            os.mkfifo(target_file)
         elif replacement == "link to itself":
-            target.symlink_to(target.name)
-        return f"{target.relative_to(run)}: replaced by {replacement}"
-    target.write_bytes(damaged_content)
-    return f"{target.relative_to(run)}: {description}"
+            target_file.symlink_to(target_file.name)
+        return f"{target_file.relative_to(run)}: replaced by {replacement}"
+    target_file.write_bytes(damaged_content)
+    return f"{target_file.relative_to(run)}: {description}"
 
 
 def read_requested_steps(path: Path) -> int:

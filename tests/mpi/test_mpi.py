@@ -1,4 +1,4 @@
-"""The MPI backend under mpirun: results equal those of Gloo and of one process, and errors name the failed ranks."""
+"""Tests that MPI under mpirun has the results of Gloo and of one process, and that errors name the failed ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training over MPI with tensor, pipeline and data parallelism has the losses and gradient norms of one process."""
+"""Tests that training over MPI with each kind of parallelism has the losses and gradient norms of one process."""
 
 from __future__ import annotations
 

@@ -583,7 +583,7 @@ def count_casts_on_rank(rank_info: RankInfo, config: Config) -> tuple[int, list[
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class CastCounter(TorchDispatchMode):
-        """Counts the casts of a tensor of this shape to bf16."""
+        """Count the casts of a tensor of this shape to bf16."""
 
         count = 0
 

@@ -1,4 +1,4 @@
-"""Compare the memory and traffic that `plan` estimates with those of rehearsed ranks (`plan --rehearse`).
+"""Tests that the memory and traffic that `plan` estimates equal those of rehearsed ranks (`plan --rehearse`).
 
 test_rehearse.py compares rehearsed ranks with real ranks. The models of these tests have as many key heads as query
 heads. With fewer key heads, the CPU kernels of a rehearsal would repeat the keys, and GPU kernels would not.

@@ -266,7 +266,7 @@ def count_reads(patch: pytest.MonkeyPatch, read_sizes: list[int]) -> Iterator[No
     open_regular_file = files.open_regular_file
 
     class CountingReader(io.BufferedReader):
-        """Appends the size of each read."""
+        """Append the size of each read."""
 
         def read(self, size: int | None = -1, /) -> bytes:
             content = super().read(size)

@@ -96,7 +96,7 @@ def run_stage_and_record_evaluations(rank_info: RankInfo, path: Path, stage: str
     from pipeline.train.callback import Callback, TrainerContext
 
     class Recorder(Callback):
-        """Appends each held-out evaluation to a file."""
+        """Append each held-out evaluation to a file."""
 
         def on_evaluation(self, trainer: TrainerContext, step: int, metrics: Mapping[str, float]) -> None:
             append_line(path / f"evaluations-{trainer.rank}.jsonl", json.dumps({"step": step, **metrics}))
