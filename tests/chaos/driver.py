@@ -173,6 +173,7 @@ class ChaosRun:
         """
 
         def has_saved_checkpoint() -> bool:
+            """Return True if the newest attempt runs and has saved a checkpoint."""
             events = read_event_lines(self.run, "train")
             state = self.cluster.job_state(self.context.job_id)
             if state in ("FAILED", "COMPLETED", "CANCELLED", "TIMEOUT"):

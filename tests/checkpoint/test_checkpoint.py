@@ -224,6 +224,7 @@ def hang_in_second_save(rank_info: RankInfo, folder: Path, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["writing", "hashing", "manifest", "rename", "after rename"])
 def test_ranks_killed_in_any_phase_of_a_save_leave_an_intact_checkpoint(tmp_path: Path, phase: str) -> None:
+    """The ranks hang in the phase, and the test kills them there. After the rename, the second checkpoint counts."""
     ranks = Ranks(2, hang_in_second_save, tmp_path, phase)
     deadline = time.monotonic() + 240
     while not (tmp_path / "reached-0").exists():
@@ -393,6 +394,7 @@ def test_verification_rejects_a_pipe_without_waiting_for_it(saved_checkpoint: Pa
 def test_verification_rejects_unlisted_files_and_paths_to_other_directories(
     saved_checkpoint: Path, tmp_path: Path
 ) -> None:
+    """An additional file could be a part of another checkpoint, and a path with `..` leaves the directory."""
     checkpoint = copy_checkpoint(saved_checkpoint, tmp_path)
     manifest = catalog.read_checkpoint_manifest(checkpoint)
     catalog.verify_checkpoint_files(checkpoint, manifest)
@@ -410,6 +412,7 @@ def test_verification_rejects_unlisted_files_and_paths_to_other_directories(
 def test_metadata_that_refers_to_a_file_outside_of_the_checkpoint_is_rejected(
     saved_checkpoint: Path, tmp_path: Path
 ) -> None:
+    """The metadata of DCP contains the path of the file of each tensor."""
     from torch.distributed.checkpoint import FileSystemReader
 
     from pipeline.checkpoint.checkpointer import CheckpointReader

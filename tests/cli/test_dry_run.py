@@ -257,6 +257,8 @@ def test_the_memory_limit_of_a_cgroup_is_used(
 
 
 def test_ranks_on_gpus_need_host_memory_for_offloaded_state(run_cli: Callable[..., str]) -> None:
+    """With `parallel.offload`, state of the ranks is in host memory from the start. Otherwise, only a save copies it."""
+
     def read_host_memory_gb(*overrides: str) -> tuple[float, float]:
         """Return the predicted host memory of the ranks at the start and during a save, in GB."""
         output = run_cli(
@@ -282,6 +284,7 @@ def test_the_problem_names_the_sweep_point_that_exceeds_the_memory(
 
 
 def test_submitting_a_run_prints_memory_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of the dry run are repeated at a submission, where they are warnings."""
     config = load_config(write_config(tmp_path), [HUGE_MODEL, "site.mem_gb=64", "site.gpu_memory_gib=80"])
     beginnings = [line.split(" does not fit")[0] for line in memory_check.memory_warnings(config, "slurm")]
     assert beginnings == ["warning: GPU memory:", "warning: host memory:"]

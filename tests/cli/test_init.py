@@ -69,6 +69,8 @@ def test_all_stages_of_the_config_with_a_custom_model_succeed(tmp_path: Path, mo
 def test_a_dry_run_accepts_the_written_config_and_a_second_init_fails(
     tmp_path: Path, arguments: list[str], config: str
 ) -> None:
+    """Before the data is written, the dry run must report that it is missing."""
+
     def run_submit(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -148,6 +148,7 @@ random_plans = st.lists(
 @settings(max_examples=120, deadline=None)
 @given(random_plans)
 def test_the_ledger_equals_the_true_seconds_of_a_simulated_run(attempt_plans: list[dict[str, Any]]) -> None:
+    """The tolerance allows for times in events.jsonl that are rounded to milliseconds."""
     run = SimulatedRun()
     for number, plan in enumerate(attempt_plans):
         run.run_attempt(plan, number == 0, number == len(attempt_plans) - 1)

@@ -128,6 +128,7 @@ def test_resume_and_its_dry_run_fail_before_anything_is_recorded(
     code: str,
     expected_texts: list[str],
 ) -> None:
+    """The run has a checkpoint, so `resume` cannot change optimizer.lr."""
     monkeypatch.setattr("cli.resume.choose_executor", lambda executor, run: "slurm")
     (run.checkpoints_dir / "step-00000007").mkdir()
     files_before = list_files(run.path)

@@ -130,6 +130,7 @@ def test_the_state_of_a_waiting_stage_names_a_missing_input(tmp_path: Path, monk
 
 
 def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of all 250 files could be slow on a busy file system. About every third file is checked."""
     names = [f"{number:03}.txt" for number in range(250)]
     checked_paths: list[Path] = []
 
@@ -145,7 +146,7 @@ def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("data_prep.shard.open_finished_data_folder", lambda run: folder)
     monkeypatch.setattr("data_prep.documents.os", SimpleNamespace(stat=record_stat))
     assert missing_inputs(Run(tmp_path)) is None and 80 < len(checked_paths) <= 100
-    for name in names[100:110]:  # ten consecutive files, because about every third file is checked
+    for name in names[100:110]:  # some of ten consecutive files are checked
         (tmp_path / name).unlink()
     assert "removed" in str(missing_inputs(Run(tmp_path)))
 
@@ -255,6 +256,7 @@ def test_watch_prints_the_table_after_each_change_if_the_output_is_no_terminal_o
 def test_slurm_is_queried_less_and_less_often_until_an_event_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The pauses between the queries grow from 2 s to 30 s."""
     run = make_run(tmp_path)
     now = 1000.0
     query_times: list[float] = []

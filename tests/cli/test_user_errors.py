@@ -316,6 +316,7 @@ def test_an_unreadable_run_is_an_error(folder: Path, capsys: pytest.CaptureFixtu
 def test_unreadable_runs_are_reported_as_unreadable_and_not_as_missing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With mode 711, another user cannot list `runs`. With mode 755, that user can list it, but cannot read the run."""
     assert run_submit("status") == ExitCode.DONE and "no runs below runs" in read_output(capsys)
     run_submit("tiny.yaml")
     run_submit("status")

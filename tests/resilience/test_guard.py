@@ -61,6 +61,7 @@ def test_skip_excluded_returns_the_position_of_the_next_sample(
 @settings(deadline=None, max_examples=50)
 @given(position_ranges, st.integers(0, 5), st.sampled_from([1, 2, 4]))
 def test_sampler_skips_excluded_ranges(excluded: list[tuple[int, int]], step: int, ranks: int) -> None:
+    """The samples that all ranks together read in a step must be those at the next positions that are not excluded."""
     import numpy as np
 
     from pipeline.data.sample_order import GlobalOrderSampler, compute_indices
@@ -253,6 +254,7 @@ def make_hang_report(rank: int, *, phase_number: int, phase: str) -> dict[str, A
 
 
 def test_describe_hung_rank_names_the_rank_behind_the_others() -> None:
+    """The rank in the earliest phase holds up the others. Without such a rank, all ranks wait in the same phase."""
     hosts = ["n0", "n1", "n2"]
     reports = [
         make_hang_report(0, phase_number=3, phase="reduce"), make_hang_report(1, phase_number=1, phase="forward"),

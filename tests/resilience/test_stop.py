@@ -115,6 +115,7 @@ def test_request_makes_the_loss_nan_on_all_ranks_and_reducing_it_again_restores_
 
 
 def test_save_request_is_pending_until_a_save_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user creates the file `save`. `accept` marks the start of a save, `complete` its end."""
     run = Run(tmp_path)
     request = RequestFile(run.save_file)
     assert not request.is_pending()

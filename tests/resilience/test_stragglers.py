@@ -70,6 +70,7 @@ ALL_NODES = {f"n{number}": True for number in range(9)}
 
 
 def test_bad_nodes_expire_and_leave_enough_nodes_for_the_job(tmp_path: Path) -> None:
+    """Records expire after two hours. At most three nodes are excluded. The last argument is how many the job needs."""
     run = create_run(tmp_path, "recovery.exclude_hours=2", "recovery.exclude_at_most=3")
     start = time.time()
     for number in range(5):

@@ -132,6 +132,7 @@ def test_the_command_after_a_time_limit_that_is_too_short_sets_its_key(run: Run)
 def test_the_remedy_for_an_exception_in_the_users_module_names_file_and_line(
     custom_run: Run, has_checkpoint: bool
 ) -> None:
+    """The line is that of the last frame in the module of the user."""
     if has_checkpoint:
         create_checkpoint(custom_run)
     module = custom_run.code_dir / "classifier.py"

@@ -51,6 +51,7 @@ def remove_add_special_tokens(run: Run) -> Run:
 
 
 def test_a_run_without_add_special_tokens_keeps_its_data_and_its_identity(tmp_path: Path) -> None:
+    """The hash that identifies the data of a run must not depend on the new config key if the run lacks the key."""
     run = make_run(tmp_path, overrides=(f"{NEWER_KEY}=false",))
     data = run.config.data
     older_run = remove_add_special_tokens(run)
@@ -71,6 +72,7 @@ def test_a_run_without_add_special_tokens_keeps_its_data_and_its_identity(tmp_pa
 
 
 def test_the_same_config_file_continues_a_run_without_add_special_tokens(tmp_path: Path) -> None:
+    """The file does not set the key, and its default has changed. This must not count as a change of the run."""
     run = remove_add_special_tokens(make_run(tmp_path, overrides=(f"{NEWER_KEY}=false",)))
     config = load_config(tmp_path / "tiny.yaml")
     assert config.data.add_special_tokens == "auto"
@@ -161,6 +163,7 @@ def hash_config(config: Config) -> str:
 
 
 def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path) -> None:
+    """Sluice computes the metadata from the files of the initial model, such as their hashes."""
     config = load_config(write_config_with_initial_model(tmp_path))
     run = Run.create(config)
     text = run.config_file.read_text()

@@ -81,6 +81,7 @@ def fill_disk(filler: Path, free_bytes: int) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_a_damaged_shard_is_an_error_until_the_shard_stage_writes_it_again(tmp_path: Path, damage: str) -> None:
+    """The damage is a truncated or missing file, or a flipped bit. The file that is written again must be identical."""
     run = make_run(tmp_path, "tiny", ("train.steps=3",))
     shard = sorted((run.data_dir / "shards").glob("*train*.h5"))[0]
     content = shard.read_bytes()
@@ -137,6 +138,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
 def test_train_fails_instead_of_starting_from_scratch_if_all_checkpoints_are_damaged(
     tmp_path: Path, data: Path
 ) -> None:
+    """Otherwise, hours of training would be lost without a notice to the user."""
     run = create_run(tmp_path, "lost", data)
     interrupt_training(run, 2, signal.SIGTERM, 10, [0])
     for step in list_checkpoint_steps(run.checkpoints_dir):
@@ -210,6 +212,7 @@ def test_an_exception_in_the_handler_of_a_storage_error_is_not_a_storage_error()
     """
 
     def raise_after_permission_error(error: Exception, is_cause: bool) -> Exception:
+        """Raise `error` while a PermissionError is handled, and return it. If `is_cause`, set the cause of `error`."""
         try:
             try:
                 raise PermissionError(errno.EACCES, "Permission denied", "some/file")

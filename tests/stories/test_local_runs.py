@@ -402,6 +402,7 @@ def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished_fol
 
 @pytest.mark.story
 def test_cancel_ends_the_run_until_resume(tmp_path: Path, finished_folder: Path) -> None:
+    """Until `resume`, neither submit.py nor a rank without a supervisor may continue the run."""
     run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)
@@ -475,6 +476,7 @@ def test_a_run_uses_its_copy_of_the_code_and_not_the_working_directory(finished_
 
 @pytest.mark.story
 def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished_folder: Path) -> None:
+    """One process creates the run and starts the stages, the other one follows them."""
     write_config_on_data(tmp_path, finished_folder)
     processes = [
         subprocess.Popen(
@@ -492,6 +494,7 @@ def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished_folder: P
 
 @pytest.mark.story
 def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finished_folder: Path) -> None:
+    """submit.py reports the crash. After `resume`, the result must equal that of an undisturbed run."""
     run = create_slow_run(tmp_path, finished_folder)
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     wait_for_steps(run, 5)

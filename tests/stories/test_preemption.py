@@ -296,6 +296,7 @@ def test_a_run_that_ends_in_its_grace_period_does_not_start_again(tmp_path: Path
 def test_a_run_that_the_user_stops_in_its_grace_period_does_not_start_again(
     tmp_path: Path, data: Path, cluster: Cluster
 ) -> None:
+    """The user creates the stop file after the preemption has begun."""
     run = submit_slow_run(tmp_path, data, cluster, 40, 4.0)
     wait_for("a step", lambda: read_steps(run))
     preempt_all_nodes(cluster)
@@ -310,6 +311,7 @@ def test_a_run_that_the_user_stops_in_its_grace_period_does_not_start_again(
 
 
 def test_a_requeue_by_an_administrator_is_not_a_preemption(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    """`scontrol requeue` and a preemption are distinguished in the events and in the output of `status`."""
     run = submit_slow_run(tmp_path, data, cluster, 60, 0.5)
     wait_for("step 3", lambda: len(read_steps(run)) >= 3)
     cluster.output(["scontrol", "requeue", get_job_id(run, "train")])

@@ -281,6 +281,7 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
 
 
 def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
+    """The evaluate job, which depends on the train job, is cancelled, and `resume` submits it again."""
     config = write_config_on_data(tmp_path, reference, "gone")
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0

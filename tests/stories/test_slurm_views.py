@@ -231,6 +231,7 @@ def test_logs_and_status_follow_a_run_across_a_requeue_while_another_run_trains(
 def test_a_job_that_fails_before_its_supervisor_starts_is_shown_as_failed(
     reference: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
+    """A set-up line of the site exits with 9. The run has no event of the failure; only accounting shows it."""
     run = create_run(tmp_path, reference, "broken", "site.setup=[exit 9]")
     assert run_submit(cluster, tmp_path, "broken.yaml", *NODES, "site.setup=[exit 9]").returncode == 0
     job_id = get_job_id(run, "train")
@@ -246,6 +247,7 @@ def test_a_job_that_fails_before_its_supervisor_starts_is_shown_as_failed(
 def test_the_torchrun_template_trains(
     reference: Path, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The template starts the ranks with torchrun, without a supervisor."""
     run = create_run(tmp_path, reference, "torchrun")
     monkeypatch.setenv("RANKS_PER_NODE", "1")
     job_id = submit_template(

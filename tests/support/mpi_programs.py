@@ -89,6 +89,7 @@ class AliasCheckingComm:
         member = getattr(self._comm, name)
 
         def call_with_check(*arguments: Any) -> Any:
+            """Check the buffers in `arguments`, then call the method."""
             buffers = [a[0] for a in arguments if isinstance(a, list) and isinstance(a[0], MPI.buffer)]
             spans = sorted((buffer.address, buffer.address + buffer.nbytes) for buffer in buffers if buffer.nbytes)
             for (_, end), (start, _) in itertools.pairwise(spans):
@@ -384,6 +385,7 @@ def check_random_programs(examples: int) -> None:
     runners = make_runners()
 
     def run_on_all_ranks(program_and_seed: Any) -> None:
+        """Send the program to the other ranks and run it on this rank. None ends the other ranks."""
         message = [program_and_seed]
         dist.broadcast_object_list(message, src=0, group=runners[1].groups[0])
         if message[0] is not None:

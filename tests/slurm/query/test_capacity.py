@@ -120,6 +120,7 @@ def test_constraints_are_interpreted_as_by_sbatch(constraint: str, is_met: bool)
 def test_no_request_is_an_error_if_sinfo_shows_no_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None
 ) -> None:
+    """sinfo may fail or print lines that cannot be parsed. The query must not take longer than 10 s."""
     timeouts_s: list[float] = []
 
     def run_command(*command: str, timeout_s: float) -> str | None:

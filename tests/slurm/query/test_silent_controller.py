@@ -31,6 +31,10 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_commands_do_nothing_while_the_controller_is_frozen(tmp_path: Path, cluster: Cluster) -> None:
+    """The jobs of a run are on hold. While the controller is suspended, no command may change or submit a job.
+
+    Afterwards, `cancel` must cancel all jobs.
+    """
     run = make_run(tmp_path, overrides=HELD)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *HELD).returncode == 0
     ids = [job.job_id for _, job in list_recorded_jobs(run)]

@@ -289,6 +289,7 @@ def test_one_query_covers_all_points_of_a_sweep(
 
 
 def test_an_invalid_sweep_point_is_an_error_before_any_change(tmp_path: Path) -> None:
+    """The key of the first sweep does not exist. In the second sweep, an override makes one point invalid."""
     write_config(tmp_path)
     for options in ([], ["--dry-run"]):
         result = run_submit(None, tmp_path, "tiny.yaml", "sweep={grid: {optimizer.lrr: [1, 2]}}", *options)

@@ -72,6 +72,7 @@ def render_site_script(folder: Path, site: dict[str, Any], stage: str = "train",
 
 
 def test_slurm_mails_each_failure_and_the_end_of_the_last_stage(tmp_path: Path) -> None:
+    """`track.mail` sets the sbatch options --mail-user and --mail-type."""
     mail_types = {}
     for stage in ("prepare", "train", "evaluate"):
         options = parse_sbatch_options(render_site_script(tmp_path, {}, stage, "track.mail=me@example.org"))
@@ -572,6 +573,7 @@ def test_export_selects_the_variables_of_the_submitting_shell(
 
 
 def test_submit_and_resume_require_the_variables_of_site_pass(tmp_path: Path) -> None:
+    """The variable WANDB_API_KEY is not set. Both commands must fail before they call sbatch."""
     override = "site.pass=[GH_PAT, WANDB_API_KEY]"
     config = make_config(tmp_path, override)
     check_job_environment(config.site, {"GH_PAT": "hunter2", "WANDB_API_KEY": "x"})

@@ -73,6 +73,7 @@ value_lists = st.lists(st.integers(1, 9), min_size=1, max_size=3, unique=True)
 def test_points_are_all_combinations_of_the_grid_with_the_same_random_samples(
     grid: dict[str, list[int]], samples: int, seed: int
 ) -> None:
+    """Each combination of the grid occurs with the same `samples` random values of train.steps."""
     sweep = SweepConfig(grid=grid, random={"train.steps": [5, 6, 7]}, samples=samples, seed=seed)
     points = sweep.points()
     assert points == sweep.points(), "the points must be the same in every call"
@@ -131,6 +132,7 @@ def test_the_ledger_of_a_sweep_has_the_attempts_of_its_points(tmp_path: Path, da
 
 
 def test_status_and_report_name_failed_points_and_the_reason(tmp_path: Path, data: Path) -> None:
+    """Points 001 and 002 have failed with the same error. The other points have not started."""
     run = create_sweep(tmp_path, data)
     for point in create_points(run)[1:3]:
         write_event(point, "started", "train", job_id="1", attempt=1, ranks=1)
@@ -242,6 +244,7 @@ def test_a_preempted_point_of_an_array_is_requeued_alone(tmp_path: Path, data: P
 
 
 def test_each_checkpoint_is_evaluated_while_the_run_trains(tmp_path: Path, data: Path, cluster: Cluster) -> None:
+    """With `evaluate.every=checkpoint`, the supervisor submits an evaluation job for each new checkpoint."""
     config = write_config(tmp_path)
     overrides = (*SMALL, "evaluate.every=checkpoint", "checkpoint.every_steps=8", "checkpoint.keep=9")
     run = Run.create(load_config(config, overrides))

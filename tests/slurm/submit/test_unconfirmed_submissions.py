@@ -463,6 +463,7 @@ def test_an_evaluation_without_a_record_is_not_submitted_twice(
 
 @pytest.mark.parametrize("call_number", range(1, 6))
 def test_submit_completes_the_chain_after_sbatch_refused_a_job(run: Run, slurm: FakeSlurm, call_number: int) -> None:
+    """The error names the refused job, the submitted jobs, the missing stages, and the command that continues."""
     slurm.set_sbatch_outcomes(**{f"call_{call_number}": ["refuse", "QOSMaxSubmitJobPerUserLimit"]})
     with pytest.raises(UserError) as raised:
         submit(run)
@@ -523,6 +524,7 @@ def test_an_array_that_is_too_large_is_an_error_before_any_submission(
 def test_limits_apply_to_missing_jobs_and_to_the_qos_of_the_environment(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """SBATCH_QOS selects the QOS if the config does not set one. The QOS `normal` allows two jobs per user."""
     slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="associations,limits,qos")
     limits = slurm.folder / "sacctmgr.out"
     limits.write_text("user root|root||normal|\nqos normal|2\nqos big|100\n")

@@ -42,6 +42,7 @@ from tests.support.tiny import write_config
 
 
 def test_progress_is_a_new_checkpoint_a_repaired_checkpoint_or_a_decision(tmp_path: Path) -> None:
+    """A decision, for example to skip a bad step, is a line of decisions.jsonl."""
     run = Run.create(load_config(write_config(tmp_path, "tiny", 20)))
     markers = [read_progress_marker(run, "train")]
 

@@ -70,6 +70,7 @@ def test_mpirun_without_a_supervisor_gives_the_same_result_as_gloo(gloo_run: Run
 
 @pytest.mark.story
 def test_killed_rank_is_reported_and_the_run_continues(gloo_run: Run, tmp_path: Path) -> None:
+    """The supervisor restarts the ranks after the crash. The result must equal that of an undisturbed run."""
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=gloo_run.data_dir)
     supervisor = start_supervisor(run)
     deadline = time.monotonic() + 240

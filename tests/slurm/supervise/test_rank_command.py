@@ -110,6 +110,7 @@ def test_site_python_may_be_a_virtual_environment_or_an_interpreter(tmp_path: Pa
 
 
 def test_pyxis_starts_ranks_in_an_image(tmp_path: Path, calls_file: Path) -> None:
+    """pyxis adds the --container options to srun. The Python of the image is used, not `site.python`."""
     run = make_run(tmp_path, PYXIS, "site.scratch=/local", "site.python=/envs/torch", "site.srun={cpu-bind: cores}")
     [(command, variables)] = start_and_read_calls(make_srun_launcher(run), calls_file)
     mounts = ",".join(f"{path}:{path}" for path in (run.path, run.data_dir, "/local"))

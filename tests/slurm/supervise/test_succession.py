@@ -68,6 +68,7 @@ def count_steps(run: Path) -> int:
 
 
 def test_successor_takes_over_from_a_preempted_job(tmp_path: Path, undisturbed: Path, cluster: Cluster) -> None:
+    """With preempt=CANCEL, Slurm cancels preempted jobs. The result must equal that of an undisturbed run."""
     run = create_run_with_shared_data(tmp_path, undisturbed)
     result = run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE)
     assert result.returncode == 0 and "takes over" in result.stdout, result.stdout + result.stderr
@@ -140,6 +141,7 @@ def test_successor_of_a_cancelled_job_is_cancelled(tmp_path: Path, undisturbed: 
 def test_no_successor_continues_after_a_killed_supervisor_without_progress(
     tmp_path: Path, undisturbed: Path, cluster: Cluster
 ) -> None:
+    """The supervisor is killed before the first checkpoint. The successor ends the stage and starts no ranks."""
     run = create_run_with_shared_data(tmp_path, undisturbed)
     assert run_submit(cluster, tmp_path, "tiny.yaml", *WITHOUT_REQUEUE).returncode == 0
     wait_for("the start", lambda: "started" in list_event_names(run, "train"))
