@@ -257,7 +257,7 @@ def test_the_memory_limit_of_a_cgroup_is_used(
 
 
 def test_ranks_on_gpus_need_host_memory_for_offloaded_state(run_cli: Callable[..., str]) -> None:
-    """With `parallel.offload`, state of the ranks is in host memory from the start. Otherwise, only a save copies it."""
+    """With `parallel.offload`, state of ranks is in host memory from the start. Otherwise, a save copies it there."""
 
     def read_host_memory_gb(*overrides: str) -> tuple[float, float]:
         """Return the predicted host memory of the ranks at the start and during a save, in GB."""

@@ -49,11 +49,11 @@ def new_group(timeout: timedelta | None = SHORT_TIMEOUT) -> Any:
 
 
 def check_faults() -> None:
-    """Check the error of each fault. Most faults need a new group, because a group is unusable after an error.
+    """Check the error message of each fault. Most faults need a new group, because an error makes a group unusable.
 
-    In this function: calls with different sizes, a rank that skips the backward pass of DDP, sizes of an all-to-all
-    that do not match, invalid arguments, and a rank that does not join a new group. At the end, ranks 0 and 1 have
-    printed that they saw all faults, and rank 1 raises an error.
+    This function itself has these faults: calls with different sizes, a rank that skips the backward pass of DDP, sizes
+    of an all-to-all that do not match, invalid arguments, and a rank that does not join a new group. At the end, rank 1
+    prints that ranks 0 and 1 saw all faults, and raises an error.
     """
     rank = dist.get_rank()
     x = torch.ones(4)
@@ -109,8 +109,8 @@ def check_faults() -> None:
 def check_missing_rank() -> None:
     """Check the errors of the other ranks if a rank is missing in a collective or sends no message.
 
-    Rank 1 does not call the all-reduce of `missing_group`, has no memory for that of `no_memory_group`, and calls that
-    of `late_group` late, while rank 2 never calls it. Rank 1 sends its message only after the receive has timed out.
+    Rank 1 does not call the all-reduce of `missing_group`, and has no memory for the all-reduce of `no_memory_group`.
+    In `late_group`, rank 1 calls late, and rank 2 never calls. Rank 1 sends its message after the receive timed out.
     """
     rank = dist.get_rank()
     x = torch.ones(4)

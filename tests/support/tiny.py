@@ -79,7 +79,7 @@ class PassiveStopFlag(StopFlag):
 def run_stage_on_rank(rank_info: RankInfo, path: Path, stage: str, options: dict[str, str] | None = None) -> int:
     """Run a stage of the run at `path` in this rank, as `python -m pipeline STAGE RUN` does. Return the exit code.
 
-    For `run_ranks`, which forks the ranks. This is faster than to start Python in each rank.
+    Tests pass this function to `run_ranks`. Its forked ranks start faster than new Python processes.
     """
     return int(load_stage_module(stage).run_stage(Run.open(path), rank_info, options or {}, StopFlag().install()))
 
@@ -100,10 +100,11 @@ def compute_run_digest(run: Run) -> str:
 
     A forked rank needs a tenth of a second. The command `verify` would first have to import torch.
     """
-    return str(run_ranks(1, _compute_digest_rank, run.path)[0])
+    return str(run_ranks(1, _compute_digest_on_rank, run.path)[0])
 
 
-def _compute_digest_rank(_: RankInfo, path: Path) -> str:
+def _compute_digest_on_rank(_: RankInfo, path: Path) -> str:
+    """Verify the newest checkpoint of the run at `path`, and return its digest."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.checkpointer import compute_digest
 

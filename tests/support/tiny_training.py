@@ -68,17 +68,17 @@ def train_configs(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB
 
 
 def change_layouts_on_rank(
-    rank_info: RankInfo, first: Config, others: list[Config], folder: Any, first_steps: int, steps: int
+    rank_info: RankInfo, first_config: Config, other_configs: list[Config], folder: Any, first_steps: int, steps: int
 ) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Train with the config `first`, then continue with each of the configs `others`.
+    """Train with `first_config`, then continue with each of `other_configs`.
 
     The first config trains `first_steps` steps. Each config then saves a checkpoint and trains `steps` steps. Before
-    that, each of `others` loads the checkpoint of the previous config, so all configs train the same steps.
+    that, each other config loads the checkpoint of the previous config, so all configs train the same steps.
 
     Args:
         rank_info: this rank.
-        first: config of the first engine.
-        others: configs with other layouts.
+        first_config: config of the first engine.
+        other_configs: configs with other layouts.
         folder: folder for the checkpoints.
         first_steps: number of steps before the first checkpoint.
         steps: number of steps that each config trains after its checkpoint.
@@ -92,12 +92,12 @@ def change_layouts_on_rank(
     from pipeline.checkpoint.checkpointer import Checkpointer, compute_digest
     from pipeline.comm import groups
 
-    groups.configure_determinism(first)
-    world = groups.join_process_group(rank_info, first)
+    groups.configure_determinism(first_config)
+    world = groups.join_process_group(rank_info, first_config)
     results = []
-    for number, config in enumerate([first, *others]):
+    for number, config in enumerate([first_config, *other_configs]):
         engine, _ = train_steps(rank_info, config, world, first_steps if number == 0 else 0)
-        saver = Checkpointer(
+        checkpointer = Checkpointer(
             folder,
             dist.new_group(backend="gloo"),
             keep=9,
@@ -108,16 +108,12 @@ def change_layouts_on_rank(
         if number:
             for tensor in engine.state_dict().values():  # so that `restore` must load every tensor
                 getattr(tensor, "_local_tensor", tensor).fill_(-1)
-            assert saver.restore(engine.state_dict(), lambda *_: None) is not None
+            assert checkpointer.restore(engine.state_dict(), lambda *_: None) is not None
             engine.finish_loading()
-        saver.save(engine.state_dict(), step=number + 1, samples_consumed=0, extra={})
-        results.append(
-            (
-                compute_digest(folder / catalog.checkpoint_name(number + 1)),
-                continue_training(engine, rank_info, first_steps, steps),
-            )
-        )
-        saver.close()
+        checkpointer.save(engine.state_dict(), step=number + 1, samples_consumed=0, extra={})
+        digest = compute_digest(folder / catalog.checkpoint_name(number + 1))
+        results.append((digest, continue_training(engine, rank_info, first_steps, steps)))
+        checkpointer.close()
     return results
 
 
@@ -135,10 +131,10 @@ def resave_on_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
     world = groups.join_process_group(rank_info, run.config)
     trainer = Trainer(run, load_run_manifest(run), rank_info, world, PassiveStopFlag())
     assert trainer.start_step > 0, "the trainer restored no checkpoint"
-    saver = Checkpointer(
+    checkpointer = Checkpointer(
         folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
     )
-    saver.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={})
+    checkpointer.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={})
     return compute_digest(folder / catalog.checkpoint_name(1))
 
 
