@@ -121,7 +121,7 @@ def start_run(run: Run, executor: Executor, *, is_resumed: bool) -> None:
         console.print(warning, soft_wrap=True)
     if executor == "slurm":
         with run.lock_exclusively():  # a second `submit` waits, and then finds the jobs of the first one
-            submit_chain(run, console, retries_failed=is_resumed)
+            submit_chain(run, console, resubmit_failed=is_resumed)
         return
     from slurm.query.status import describe_outcome
     from slurm.submit.local_runner import run_chain_locally

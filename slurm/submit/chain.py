@@ -58,13 +58,13 @@ CANCEL_WAIT_S = 60.0
 to cancel before each job, and stops if there is one."""
 
 
-def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
+def submit_chain(run: Run, console: Console, *, resubmit_failed: bool) -> None:
     """Submit the missing jobs of a run to Slurm.
 
     Args:
         run: the run.
         console: for messages.
-        retries_failed: whether to submit failed stages again, because the user ran `resume`.
+        resubmit_failed: submit failed stages again, because the user ran `resume`.
 
     Raises:
         UserError: if the run was cancelled, or a stage failed and is not retried. Also if the jobs exceed a limit of
@@ -72,7 +72,7 @@ def submit_chain(run: Run, console: Console, *, retries_failed: bool) -> None:
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
-    chain = Chain(run, console, retries_failed)
+    chain = Chain(run, console, resubmit_failed)
     chain.inspect_jobs()
     check_limits(run.config, chain.count_planned_tasks())
     active_stages = list(run.config.active_stages)
@@ -98,14 +98,14 @@ class Chain:
     Args:
         run: the run.
         console: for messages.
-        retries_failed: whether to submit failed stages again.
+        resubmit_failed: submit failed stages again.
         points: the sweep points; None to create the missing ones.
     """
 
-    def __init__(self, run: Run, console: Console, retries_failed: bool, points: Sequence[Run] | None = None) -> None:
+    def __init__(self, run: Run, console: Console, resubmit_failed: bool, points: Sequence[Run] | None = None) -> None:
         self.run = run
         self.points = create_points(run) if points is None else points
-        self.retries_failed = retries_failed
+        self.resubmit_failed = resubmit_failed
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.active_jobs: dict[tuple[Path, str], list[SubmittedJob]] = {}
         """The jobs that run or may still run. Jobs that evaluate a checkpoint during the run are left out."""
@@ -237,7 +237,7 @@ class Chain:
             self.incomplete_array_ids[target.path, stage] = active[-1].job_id
         state = read_stage_state(target.read_events(stage))
         end = state.end_event
-        if end is not None and state.has_failed and not self.retries_failed:
+        if end is not None and state.has_failed and not self.resubmit_failed:
             message = end.message or ""
             raise UserError(
                 "run.stage_failed",

@@ -135,7 +135,7 @@ def test_jobs_are_unknown_if_squeue_fails(
     assert f"train unknown {NOT_RESPONDING}" in output.getvalue() and "resume" not in output.getvalue()
     events_before = run.events_file.read_bytes()
     with pytest.raises(UserError) as error:
-        submit_chain(run, Console(file=output), retries_failed=True)
+        submit_chain(run, Console(file=output), resubmit_failed=True)
     assert error.value.code == "slurm.not_responding"
     assert run.events_file.read_bytes() == events_before and "sbatch" not in (fake_commands / "log").read_text()
 
@@ -149,7 +149,7 @@ def test_jobs_of_sweep_points_are_unknown_if_the_controller_does_not_respond(
     for point in create_points(run):
         write_event(point, "submitted", "train", job_id="1", executor="slurm", cluster="a", job_name="train-tiny")
     with pytest.raises(UserError) as error:
-        submit_chain(run, Console(file=io.StringIO()), retries_failed=True)
+        submit_chain(run, Console(file=io.StringIO()), resubmit_failed=True)
     assert error.value.code == "slurm.not_responding"
 
 

@@ -98,7 +98,7 @@ class FakeQueue:
         """Submit jobs for the unfinished stages of a run, as `submit.py resume` does. Return the printed output."""
         console = Console(width=200, record=True)
         write_event(run, "resumed")
-        chain.submit_chain(run, console, retries_failed=True)
+        chain.submit_chain(run, console, resubmit_failed=True)
         return console.export_text()
 
 

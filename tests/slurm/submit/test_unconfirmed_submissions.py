@@ -79,7 +79,7 @@ def submit(run: Run) -> str:
     """Submit the chain of a run and return the output."""
     console = PlainConsole(width=200, record=True)
     with run.lock_exclusively():
-        submit_chain(run, console, retries_failed=False)
+        submit_chain(run, console, resubmit_failed=False)
     return str(console.export_text())
 
 
