@@ -85,8 +85,8 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     Args:
         data: the section `data` of the config.
         path: the data folder.
-        package: folder of the code of `data_prep` that builds the files, such as the one in a run's `code/`. Its hash
-            is part of all keys.
+        package: folder of the code of `data_prep` that builds the files, such as the folder in a run's `code/`. The
+            hash of the code is part of all keys.
     """
 
     prepared_label: ClassVar[str]

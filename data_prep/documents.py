@@ -288,7 +288,7 @@ def _make_document(line: int, content: Any, extract: Callable[[Any], str | Recor
     Args:
         line: number of the line or row.
         content: the line or row, or an exception if it could not be read.
-        extract: function that returns the text or the record of `content`. It raises RejectedError or
+        extract: function that returns the text or the record of `content`, or raises RejectedError or
             UnicodeDecodeError if `content` has no text.
     """
     try:
@@ -508,8 +508,8 @@ def is_json_lines(head: bytes, kind: str) -> bool:
     """Return True if a file has one JSON object per line.
 
     Args:
-        head: the first bytes of the file, uncompressed. They usually decide.
-        kind: `jsonl` or `json`, from the file name. It decides if the first bytes match neither kind.
+        head: the first bytes of the file, uncompressed, which usually decide.
+        kind: `jsonl` or `json`, from the file name, which decides if the first bytes match neither kind.
     """
     return detect_json_kind(head) == "JSON Lines" if kind == "json" else detect_json_kind(head) != "JSON"
 
@@ -642,8 +642,8 @@ class _JsonReader:
                     self.position = end
                     return value, source
             except json.JSONDecodeError as error:
-                # The end of a block may cut a string. It may also cut a word such as `false` or an escape in a string.
-                # These have fewer than 16 characters.
+                # The end of a block may cut a string. It may also cut a word such as `false`, or an escape in a string.
+                # A word or an escape has fewer than 16 characters.
                 is_incomplete = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - 16
                 if self.is_at_end or not is_incomplete:
                     raise
@@ -1057,8 +1057,8 @@ def _get_sample_key(name: str) -> str:
 class _StrictTarInfo(tarfile.TarInfo):
     """A tar header that limits sizes and reports damage.
 
-    Python's tarfile treats a damaged or missing header as the end of the archive. It also reads extended headers of any
-    length into memory. This class raises ReadError instead.
+    Python's tarfile treats a damaged or missing header as the end of the archive, and reads extended headers of any
+    length into memory. This class raises ReadError in both cases.
     """
 
     @classmethod
@@ -1206,7 +1206,7 @@ def load_filter(file: Path, target: str) -> DocumentFilter:
             result = function(document)
         except Exception as error:
             raise FilterError(f"it raised {type(error).__name__}: {shorten(str(error), 300)}") from error
-        if type(result).__name__ not in ("bool", "bool_"):  # These are the types of Python and NumPy.
+        if type(result).__name__ not in ("bool", "bool_"):  # Python and NumPy have types with these names.
             raise FilterError(f"it returned {shorten(repr(result), 100)}, neither True nor False")
         return bool(result)
 

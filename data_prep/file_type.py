@@ -108,7 +108,7 @@ class _PrefixedReader(io.RawIOBase):
 class _MultiStreamReader(io.RawIOBase):
     """Reads the content of several bzip2 or xz streams one after another.
 
-    Python's own reader silently ignores damaged data after the first stream. This class raises an error.
+    Python's own reader silently ignores damaged data after the first stream. This class raises an error instead.
     """
 
     def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any], padding: bytes) -> None:
@@ -172,7 +172,7 @@ def _open_stream(compression: str, path: str, file: BinaryIO) -> Any:
         raise UserError(
             "data.missing_package", f"{path}: zstd needs the package pyarrow: pip install pyarrow"
         ) from None
-    return pyarrow.input_stream(path, compression="zstd")  # It reads all frames, and reports an incomplete frame.
+    return pyarrow.input_stream(path, compression="zstd")  # pyarrow reads all frames, and reports an incomplete frame.
 
 
 BOM = codecs.BOM_UTF8
@@ -343,7 +343,7 @@ def detect_json_kind(head: bytes) -> str | None:
         # Several lines with arrays are JSON Lines, although their records are no objects.
         return "JSON Lines" if "".join(rest).lstrip().startswith("[") else "JSON"
     if start.startswith("["):
-        # The array continues after the first line. It must contain objects, or be empty.
+        # The array continues after the first line. An array of objects, or an empty array, is JSON.
         return "JSON" if re.match(r"\[\s*([{\]]|$)", start) else None
     if line.strip() == "{":
         return "JSON"

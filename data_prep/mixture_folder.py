@@ -1,4 +1,4 @@
-"""The data folder of a mixture. It contains a complete data folder for each source, and one manifest of all shards.
+"""The data folder of a mixture, with a complete data folder for each source and one manifest of all shards.
 
 data_dir/NAME/…           the data folder of one source (data_prep/text_folder.py, data_prep/tokens_folder.py)
 data_dir/tokenizer.json   the tokenizer that all sources share
@@ -31,7 +31,7 @@ def open_source_folder(data: DataConfig, path: Path, package: Path = PACKAGE) ->
 
 
 class MixtureFolder(DataFolder[Any, UnitManifest]):
-    """The data folder of a mixture. Its work units are those of its sources."""
+    """The data folder of a mixture. The work units of the mixture are the work units of all sources."""
 
     prepared_label = "tokenizer and units of all sources"
     manifest_kind = Manifest

@@ -32,7 +32,7 @@ def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
 
 
 def open_finished_data_folder(run: Run) -> DataFolder[Any, Any]:
-    """Return the data folder of a run for reading only. Its keys cover the code in the run directory."""
+    """Return the data folder of a run for reading only. The keys cover the code in the run directory."""
     return open_data_folder(run, run.code_dir / "data_prep")
 
 

@@ -213,7 +213,7 @@ def _describe_file(source: Input, model: UserModel) -> SampleFile:
                 "data.wrong_type",
                 f"{path}: {LENGTHS_ARRAY} must have one integer per sample, not {arrays[LENGTHS_ARRAY]}",
             )
-        # The second dimension of a padded array is padded. It is 0 if the array has one dimension only.
+        # The second dimension of a padded array is padded, or counts as 0 if the array has only one dimension.
         _check_lengths(path, min(((*arrays[name].shape, 0)[1] for name in model.padded), default=None))
     return SampleFile(file=path, size=source.size, mtime_ns=source.mtime_ns, samples=sample_counts.pop(), arrays=arrays)
 

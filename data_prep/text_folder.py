@@ -120,7 +120,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Key that `prepare.json` must have: the hash of the code and of the config keys that affect the shards."""
         excluded_keys = {key.removeprefix("data.") for key in list_keys_with(Policy.KEEPS_SHARDS)}
         if self.data.has_loss_mask:
-            excluded_keys.remove("sequence_length")  # It determines the windows of the shards.
+            excluded_keys.remove("sequence_length")  # The windows of the shards depend on this key.
         older_values = {key: DataConfig.model_fields[key].default for key in _NEWER_KEYS}
         older_values["add_special_tokens"] = False
         excluded_keys |= {key for key, value in older_values.items() if getattr(self.data, key) == value}
@@ -131,7 +131,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def manifest_key(self) -> str:
         """Hash of everything from which the shards are made.
 
-        This includes the path, size and modification time of each input, because these are in `units.json`.
+        The hash covers the path, size and modification time of each input, because these values are in `units.json`.
         """
         prepared = self.prepared
         hashes = {"prepare": prepared.key, "tokenizer": prepared.tokenizer.sha256, "units": prepared.units.sha256}
@@ -583,8 +583,8 @@ _ALWAYS_ALLOWED = 5
 def allowed_rejections(limit: float, total: int) -> float:
     """Return how many of `total` documents may be unreadable.
 
-    This is the fraction `limit` (`data.max_rejected`) of the documents. For small inputs it is more: `_ALWAYS_ALLOWED`
-    documents, but at most half of all documents. If `limit` is 0, no document may be unreadable.
+    The result is the fraction `limit` (`data.max_rejected`) of the documents. For small inputs, the result is larger:
+    `_ALWAYS_ALLOWED` documents, but at most half of all documents. If `limit` is 0, no document may be unreadable.
     """
     return max(limit * total, min(_ALWAYS_ALLOWED, total / 2)) if limit else 0
 

@@ -446,8 +446,8 @@ def _is_llm_c(path: str, head: bytes) -> bool:
     if len(head) < 12:
         return False
     magic, version = struct.unpack_from("<2i", head)
-    # A header begins with a date and a small version, and is mostly empty. This also recognizes unknown formats of
-    # llm.c.
+    # A header begins with a date and a small version, and is mostly empty. Unknown formats of llm.c are
+    # also recognized.
     is_dated = 20230101 <= magic <= 20391231 and 0 < version < 100
     has_empty_header = len(head) >= 512 and not any(head[64:512])
     return magic in {number for number, _ in _LLM_C_TYPES} or (is_dated and has_empty_header)
@@ -720,7 +720,8 @@ def _inspect_raw(path: str) -> TokenFile:
             "data.damaged_file", f"{path}: its index {index_path} is damaged, or is not an index of Megatron"
         )
     head = read_head(path, 1 << 20)
-    # The magic number of the old LZMA format begins with 0x5d. It is not checked, because common tokens look like it.
+    # The magic number of the old LZMA format, which begins with 0x5d, is not checked, because common tokens look like
+    # it.
     compression = detect_compression(head) if not head.startswith(b"\x5d") else None
     is_like_text = len(head) >= 64 and is_text(head[:1024])
     if other_format := detect_binary_format(head) or compression or ("text" if is_like_text else None):

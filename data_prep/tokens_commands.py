@@ -192,7 +192,7 @@ def import_tokens(files: Sequence[str], to: Path, encoder: Encoder, tokenizer_sh
     to.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    # `opened` is a path to the open folder. It still leads to this folder if another folder is moved to `folder`.
+    # `opened` is a path to the open folder, even if another folder is moved to `folder`.
     with open_own_folder(folder) as opened:
         _require_working_folder(opened)
         with open(open_lock_file(opened / _LOCK), "rb") as lock:

@@ -73,8 +73,8 @@ class TokensFolder(TextFolder):
     def check_inputs(self) -> list[str]:
         """Return the files that the config names, and check whether training can memory-map the first files.
 
-        The check runs in a child process, because it needs h5py and numpy. It covers at most `MAX_FILES_CHECKED_EARLY`
-        files.
+        The check runs in a child process, because it needs h5py and numpy. At most `MAX_FILES_CHECKED_EARLY` files
+        are checked.
         """
         files = super().check_inputs()
         call_in_child_process("data_prep.token_files", "check_mappable", *files[:MAX_FILES_CHECKED_EARLY])
@@ -245,9 +245,9 @@ class TokensFolder(TextFolder):
     def _find_held_out_start(self, file: TokenFile, eos_id: int) -> int:
         """Return the position of the first held-out token of a file.
 
-        This is the document end that is nearest to the desired position. Return the number of tokens, so that nothing
-        is held out, if `data.held_out` is 0 or no document ends near the desired position. An end is near if at least
-        one token, and at most twice the desired number of tokens, would be held out.
+        The held-out tokens begin at the document end that is nearest to the desired position. Return the number of
+        tokens, so that nothing is held out, if `data.held_out` is 0 or no document ends near the desired position. An
+        end is near if at least one token, and at most twice the desired number of tokens, would be held out.
         """
         import numpy as np
 

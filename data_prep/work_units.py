@@ -27,11 +27,11 @@ from pipeline.base.files import write_atomic
 MIN_UNITS = 4
 """Minimum number of work units, so that several array tasks can share small data."""
 MIN_UNIT_BYTES = 1 << 16
-"""Minimum size of a work unit in bytes of text. It has priority over `MIN_UNITS`."""
+"""Minimum size of a work unit in bytes of text, which has priority over `MIN_UNITS`."""
 _PLANNED_SHARD_FRACTION = 0.9
 """Planned size of a shard, as a fraction of `data.shard_tokens`.
 
-It is below 1 because some texts have more tokens per byte than the sample from which this number was estimated.
+The fraction is below 1, because some texts have more tokens per byte than the sample for the estimate.
 """
 
 
@@ -58,8 +58,8 @@ class WorkPlan(NamedTuple):
 def is_held_out(text: bytes, fraction: float) -> bool:
     """Return True if the document with the UTF-8 bytes `text` is held out.
 
-    This is the case if the first 8 bytes of the SHA-256 of the text, scaled to [0, 1), are below `fraction`. The result
-    depends on the text only. Duplicates are therefore either all held out or all in the training data.
+    A document is held out if the first 8 bytes of the SHA-256 of its text, scaled to [0, 1), are below `fraction`. The
+    result depends on the text only. Duplicates are therefore either all held out or all in the training data.
     """
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2**64
 

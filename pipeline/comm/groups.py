@@ -35,8 +35,8 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Timeout of a collective.
 
-It is longer than the limits of the watchdog for a start and a save (`recovery.start_s`, `recovery.save_s`), so that the
-watchdog reports a hang first.
+This timeout is longer than the limits of the watchdog for a start and a save (`recovery.start_s`, `recovery.save_s`),
+so that the watchdog reports a hang first.
 """
 
 
@@ -204,7 +204,7 @@ def configure_determinism(config: Config) -> None:
         if config.train.compile:
             torch.use_deterministic_algorithms(True)
         else:
-            # This has the same effect on operations, but does not import the compiler, which takes half a second.
+            # This call has the same effect on operations, but does not import the compiler, which takes half a second.
             torch.set_deterministic_debug_mode("error")
         # torch would fill uninitialized memory, which takes time. No code of Sluice reads uninitialized memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

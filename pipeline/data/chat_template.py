@@ -1,9 +1,9 @@
 """Render dialogues as text with a chat template, a Jinja program that is published with a tokenizer.
 
-A template runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox. It can use the functions
-that transformers provides (`utils/chat_template_utils.py`), except the current time and other functions with changing
-results. The reason is that the same dialogue must always have the same text. A template may mark the assistant's
-answers with `{% generation %} … {% endgeneration %}`.
+A template runs in a child process (pipeline/data/chat_template_worker.py), in Jinja's sandbox. Templates can use the
+functions that transformers provides (`utils/chat_template_utils.py`), except the current time and other functions with
+changing results. The reason is that the same dialogue must always have the same text. A template may mark the
+assistant's answers with `{% generation %} … {% endgeneration %}`.
 
 `prepare` writes the template and the special tokens to `chat.json` in the data folder (data_prep/records.py). This
 module needs neither torch nor tokenizers.
@@ -51,7 +51,7 @@ class ChatTemplateError(ValueError):
 class UnusableTemplateError(ChatTemplateError):
     """Error for a template that cannot be used for any dialogue.
 
-    It is not a template, its text would change between calls, or it exceeds the limits of time and memory.
+    The source is not a template, the text would change between calls, or the limits of time or memory are exceeded.
     """
 
 
@@ -59,7 +59,7 @@ class ChatTemplate:
     """A chat template that renders dialogues in a child process."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Store a template. It is compiled when it is first used.
+        """Store a template, to be compiled when it is first used.
 
         Args:
             source: the Jinja program.
@@ -163,8 +163,8 @@ def read_special_tokens(settings: Mapping[str, Any], mapping: Mapping[str, Any] 
 
     Args:
         settings: the parsed content of tokenizer_config.json.
-        mapping: the parsed content of special_tokens_map.json. It is used only if `settings` does not list the added
-            tokens (`added_tokens_decoder`).
+        mapping: the parsed content of special_tokens_map.json; used only if `settings` does not list the added tokens
+            (`added_tokens_decoder`).
     """
     values = {**settings, **({} if "added_tokens_decoder" in settings else mapping or {})}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
@@ -179,7 +179,7 @@ def uses_variable(template: str, name: str) -> bool:
 def allows_undefined(template: str, name: str) -> bool:
     """Return True if a template tests whether a variable has a value, and therefore also works without this variable.
 
-    This is a search for usual forms of such tests, for example `if NAME` or `NAME is defined`.
+    The function searches for usual forms of such tests, for example `if NAME` or `NAME is defined`.
     """
     test = rf"\b(if|and|or|not)\s+{name}\b|\b{name}\s*(is\b|or\b|\|\s*d(efault)?\b)"
     return re.search(test, _COMMENT.sub("", template)) is not None

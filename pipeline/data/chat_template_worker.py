@@ -47,7 +47,7 @@ _FUNCTIONS = (
 _CHANGING_FILTERS = ("random", "pprint")
 """Filters with results that change between calls. `pprint` sorts values without an order by their memory addresses."""
 _CHANGING_FUNCTIONS = ("lipsum", "strftime_now", "now")
-"""Functions of Jinja and transformers with results that change between calls. They are undefined here."""
+"""Functions of Jinja and transformers with results that change between calls. Templates cannot use them."""
 _REMEDY = "set data.chat_template to a copy without it, or to a template that comes with Sluice"
 
 
@@ -192,7 +192,7 @@ def _wrap_filter(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON. This replaces Jinja's filter `tojson`, which escapes HTML."""
+    """Return a value as JSON. This function replaces Jinja's filter `tojson`, which escapes HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

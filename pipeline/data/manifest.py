@@ -90,7 +90,7 @@ class DataFile(FileEntry):
     """A file, or a part of a file, that training reads."""
 
     file: str
-    """Path relative to the data folder, or the absolute path of a user's file, which is read where it is."""
+    """Path relative to the data folder, or the absolute path of a user's file, which is not copied."""
 
     @property
     def name(self) -> str:
@@ -207,7 +207,7 @@ class Manifest(KeyedManifest):
     def __str__(self) -> str:
         """Return a summary: `731 documents, 3,448,616 + 33,321 held-out tokens`, then the numbers of other documents.
 
-        These are rejected, filtered and duplicate documents, and documents that are longer than a sample.
+        Other documents are rejected, filtered or duplicate documents, and documents that are longer than a sample.
         """
         summary = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
         unused = {

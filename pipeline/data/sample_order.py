@@ -34,7 +34,7 @@ Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
 ORDER_VERSION = 1
-"""Version of the order, saved in the manifest of each checkpoint. It must change if a result of this module changes."""
+"""Version of the order, saved in the manifest of each checkpoint. This number must change if a result changes."""
 
 # -- one source ----------------------------------------------------------------------------------------------
 #
@@ -95,7 +95,7 @@ def _compute_round_keys(seed: int, epoch: int) -> UInt64Array:
 
 
 def _apply_feistel(values: UInt64Array, keys: UInt64Array, half_bits: int) -> UInt64Array:
-    """Apply a balanced Feistel network to each number. It permutes the numbers of 2 * half_bits bits."""
+    """Apply a balanced Feistel network, which permutes the numbers of 2 * half_bits bits, to each number."""
     shift = np.uint64(half_bits)
     mask = np.uint64(2**half_bits - 1)
     left = values >> shift
@@ -334,7 +334,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     (2, G / W): indices, then positions in the order. If the dataset has lengths, the samples of a global batch are
     assigned to ranks so that the sums of their lengths are balanced (`assign_to_ranks`).
 
-    The sampler continues with the next epoch without a call of `set_epoch`. This method has no effect.
+    The sampler continues with the next epoch without a call of `set_epoch`, so `set_epoch` has no effect.
 
     Args:
         dataset: the samples.

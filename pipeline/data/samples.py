@@ -3,9 +3,9 @@
     TokenDataset    samples of text, from shards of tokens
     SampleDataset   samples of the user's arrays, optionally transformed
 
-A contiguous HDF5 dataset is a plain array at a known offset in its file. It is therefore mapped without HDF5, and each
-process opens the file only once. The file and row of all samples of a batch are computed at once. Then the samples are
-copied one by one into the buffer of the batch (measured in `benchmarks/results/loader.md`).
+A contiguous HDF5 dataset is a plain array at a known offset in its file. The dataset is therefore mapped without HDF5,
+and each process opens the file only once. The file and row of all samples of a batch are computed at once. Then the
+samples are copied one by one into the buffer of the batch (measured in `benchmarks/results/loader.md`).
 
 A file must not be truncated while it is mapped, because the operating system then kills the reader with SIGBUS. Shards
 are therefore renamed into place and never changed. Each mapped file needs a file descriptor (`ulimit -n`).
@@ -54,7 +54,7 @@ def map_arrays(
     Args:
         entry: the entry of the manifest, with offset, type and shape of each array.
         path: the file that the entry names, or a copy of this file.
-        map_file: function that maps a file. It may return the same map for several entries of a large file.
+        map_file: function that maps a file; it may return the same map for several entries of a large file.
 
     Raises InputError with the path if the file is missing or too short.
     """
@@ -175,7 +175,7 @@ class MappedDataset(IndexedDataset):
 
 
 class TokenDataset(MappedDataset):
-    """Samples of text: `tokens` and, if the shards have a mask, `mask`. Both have the shape (B, T + 1).
+    """Samples of text: `tokens` and, if the shards have a mask, `mask`. Both arrays have the shape (B, T + 1).
 
     T is `sequence_length`. The first T tokens of a sample are inputs, the last T are targets. Sample j of a shard has
     the tokens from j*T to j*T + T, inclusive. Neighbouring samples share one token, so each token of a sample except
@@ -206,7 +206,7 @@ class TokenDataset(MappedDataset):
 class SampleDataset(MappedDataset):
     """Samples of the user's arrays: one row of each array, optionally transformed.
 
-    Training and held-out samples are two ranges of one fixed permutation of the rows. This way no list of the held-out
+    Training and held-out samples are two ranges of one fixed permutation of the rows, so that no list of the held-out
     samples is needed (see data_prep/samples_folder.py).
 
     Args:
@@ -214,7 +214,8 @@ class SampleDataset(MappedDataset):
         data_dir: folder to which relative paths in the manifest refer.
         held_out: whether to read the held-out samples instead of the training samples.
         transform: the user's function that computes a sample from its arrays; None: samples are the arrays.
-        seed: seed of the transform's random numbers. They also depend on the sample's position in the order of the run.
+        seed: seed of the transform's random numbers, which also depend on the sample's position in the order of the
+            run.
 
     Raises UserError if the transform does not return a dict of the expected arrays for the first sample.
     """
@@ -303,7 +304,7 @@ class SampleDataset(MappedDataset):
     def _check_arrays(self, sample: Arrays, index: int, names: Iterable[str]) -> None:
         """Raise UserError if a transformed sample does not have the arrays `names`, or differs from the first sample.
 
-        Samples may differ in the values of their arrays only. Their types must be types that torch supports.
+        Samples may differ in the values of their arrays only. The arrays must have types that torch supports.
         """
         shapes = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in sample.items()}
         dtypes = {dtype for _, dtype in shapes.values()}

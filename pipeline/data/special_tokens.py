@@ -5,8 +5,8 @@ training data.
 
 The post-processor in `tokenizer.json` defines the added tokens: a beginning-of-sequence token (Llama, Mistral), none
 (Qwen), or one before and one after the text (BERT). transformers adds these tokens to every text that it encodes with
-the default `add_special_tokens=True`. It does not add them to a rendered chat template, which already contains special
-tokens.
+the default `add_special_tokens=True`. A rendered chat template already contains special tokens, so transformers adds no
+tokens to it.
 """
 
 from __future__ import annotations

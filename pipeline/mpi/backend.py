@@ -79,7 +79,7 @@ def start_mpi(rank_info: RankInfo, timeout: timedelta, accurate_sums: bool = Fal
 
 
 def all_gather_objects(rank_info: RankInfo, value: T) -> list[T]:
-    """Return the values of all ranks, in rank order. All ranks must call this. It works before and after `start_mpi`.
+    """Return the values of all ranks, in rank order. All ranks must call this, before or after `start_mpi`.
 
     Raises:
         UserError: if MPI and the launcher disagree about rank or world size.
@@ -121,9 +121,9 @@ def finalize_mpi() -> None:
 def _finalize_or_abort(waits_for_all_ranks: bool = False) -> None:
     """Finalize MPI together with all ranks, or abort all ranks.
 
-    All ranks are aborted if this rank or one of its groups has failed. They are also aborted after `EXIT_TIMEOUT_S` if
-    a message of this rank is still pending or another rank has not reached this function. With `waits_for_all_ranks`,
-    this rank waits for other ranks without a time limit.
+    All ranks are aborted if this rank or one of its groups has failed. All ranks are also aborted after
+    `EXIT_TIMEOUT_S` if a message of this rank is still pending or another rank has not reached this function. With
+    `waits_for_all_ranks`, this rank waits for other ranks without a time limit.
     """
     sys.stdout.flush()
     sys.stderr.flush()

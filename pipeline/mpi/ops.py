@@ -5,7 +5,7 @@ that run in torch (`MPI.Op.Create`). These operations round each time a rank add
 `accurate_sums`, 16-bit floats are sent and summed in fp32 and rounded once, which doubles the traffic. Types that MPI
 cannot reduce (float8) can still be sent. AVG is a sum followed by a division.
 
-`HostBuffer` copies tensors that MPI cannot use in place to contiguous host memory, which is pinned for a GPU. These are
+`HostBuffer` copies tensors that MPI cannot use in place to contiguous host memory, which is pinned for a GPU. It copies
 strided tensors, lists of tensors, and GPU tensors if MPI is not CUDA-aware. 16-bit floats on a GPU are also copied for
 a reduction, because the custom operations read host memory. Copies are synchronous, because MPI does not support CUDA
 streams.

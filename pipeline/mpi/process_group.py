@@ -1,10 +1,10 @@
 # mypy: disable-error-code="override, assignment"
 """`MpiProcessGroup`: a torch.distributed process group with its own MPI communicator.
 
-It implements every operation that torch's parallelism, checkpoints and object collectives call. Operations have their
-names of torch 2.11 (`_allgather_base`, …) and of torch 2.13 (`all_gather_single`, …). torch calls these methods from
-Python and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A method only
-checks its arguments and queues the operation. A thread then calls MPI (pipeline/mpi/worker_thread.py).
+The class implements every operation that torch's parallelism, checkpoints and object collectives call. Operations have
+their names of torch 2.11 (`_allgather_base`, …) and of torch 2.13 (`all_gather_single`, …). torch calls these methods
+from Python and, through pybind11's trampolines (torch/csrc/distributed/c10d/PyProcessGroup.hpp), from C++. A method
+only checks its arguments and queues the operation. A thread then calls MPI (pipeline/mpi/worker_thread.py).
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class MpiProcessGroup(dist.ProcessGroup):
         Args:
             name: name of the operation.
             call: function that calls MPI with the buffers of the input and the output of one pair.
-            pairs: pairs of input and output. The input or output is empty if this rank has none. Both are the same
-                tensor if MPI works in place.
+            pairs: pairs of input and output. The input or output is empty if this rank has none. Input and output
+                are the same tensor if MPI works in place.
             opts: torch's options of the operation.
             facts: text with types and sizes, which must be the same on all ranks.
             op: the reduction; None if the operation does not reduce values.
@@ -289,7 +289,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Raise MpiError on all ranks if a rank sends another number of elements than the receiver expects.
 
         The checksum that all collectives compare cannot cover these numbers, because they may differ for each pair of
-        ranks. This check needs additional communication. It is therefore done only with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        ranks. This check needs additional communication, so it is done only with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
         Args:
             send: number of elements that this rank sends to each rank.

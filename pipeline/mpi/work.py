@@ -1,6 +1,7 @@
 """Results and errors of operations of the MPI process group, and records of the latest collectives.
 
-The watchdog and the profiler import this module in every run. It must therefore not import mpi4py, which starts MPI.
+The watchdog and the profiler import this module in every run. This module must therefore not import mpi4py, because
+that import starts MPI.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CollectiveRecord:
     number: int
     """Number of the collective in its group, from 1."""
     sizes: str
-    """Text with the operation, the types and the numbers of elements. It must be the same on all ranks."""
+    """Text with the operation, the types and the numbers of elements, which must be the same on all ranks."""
     state: str = "scheduled"
     """`scheduled`, `started` or `completed`, as in torch's flight recorder."""
     time_ns: int = field(default_factory=time.time_ns)
@@ -51,7 +52,7 @@ RECENT_COLLECTIVES: deque[CollectiveRecord] = deque(maxlen=3)
 class MpiWork(dist.Work):
     """An operation over MPI, in progress or finished.
 
-    Its future is created only on demand, because only few callers, such as DDP, need a future.
+    The future of an operation is created only on demand, because only few callers, such as DDP, need it.
 
     Args:
         description: text with the operation and the group, for messages.

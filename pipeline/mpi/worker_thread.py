@@ -99,7 +99,7 @@ class CollectiveThread:
     def submit(
         self, signature: str, prepare: Callable[[], Callable[[], None]], results: list[torch.Tensor], timeout: timedelta
     ) -> MpiWork:
-        """Queue a collective. It runs when all ranks have submitted a collective with the same `signature`.
+        """Queue a collective, which runs when all ranks have submitted a collective with the same `signature`.
 
         Args:
             signature: text with the operation, types and sizes, which must be the same on all ranks.
@@ -198,7 +198,7 @@ class CollectiveThread:
             MpiError: if a rank called another collective.
         """
         checksum = zlib.crc32(collective.record.sizes.encode())
-        # The largest checksum and the negated smallest checksum of all ranks. They show whether all are equal.
+        # The largest checksum and the negated smallest checksum of all ranks show whether all checksums are equal.
         max_of_ranks = array("q", [checksum, -checksum])
         request = self.comm.Iallreduce(MPI.IN_PLACE, [max_of_ranks, MPI.INT64_T], MPI.MAX)
         start_time = time.perf_counter()
@@ -307,7 +307,7 @@ class PendingMessage:
 
 
 class MessageWatcher:
-    """Completes the point-to-point messages of this process. One thread runs `watch_forever`."""
+    """Completes the point-to-point messages of this process, in a thread that runs `watch_forever`."""
 
     def __init__(self) -> None:
         self._pending: list[PendingMessage] = []

@@ -1,7 +1,7 @@
 """Data parallelism: each rank processes its part of the batch. Gradients are averaged, and state may be sharded.
 
 - `zero: 0` on models that are not split: `DistributedDataParallel` reduces gradients in buckets during backward.
-- Otherwise: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the axes dp_replicate × dp_shard. It stores
+- Otherwise: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the axes dp_replicate × dp_shard. FSDP2 stores
   parameters, gradients and optimizer state as DTensors, sharded along `dp_shard`. The ZeRO levels differ in how long
   parameters and gradients are unsharded during a step:
 

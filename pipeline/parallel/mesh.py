@@ -42,7 +42,7 @@ rank 0.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipe_v")
 """Schedules that compute gradients of inputs and of weights separately.
 
-They compute the gradients of weights in bubbles, which are the times in which a rank waits for other stages.
+These schedules compute the gradients of weights in bubbles, the times in which a rank waits for other stages.
 """
 _MAX_SUGGESTED_SIZE = 1024
 """The largest size of an axis, or of data parallelism, that an error message suggests."""
@@ -73,7 +73,7 @@ class Coordinates(NamedTuple):
     dp_shard: int
     tp: int
     dp: int
-    """Position among all data-parallel ranks. It determines which part of each batch the rank processes."""
+    """Position among all data-parallel ranks. This position determines which part of each batch the rank processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class Layout(Mesh):
     fsdp: bool
     """Whether FSDP2 stores the weights and gathers them in the type of `train.precision`.
 
-    This is also done on a single rank if `parallel.zero` is set: the weights are then converted only once per step.
+    FSDP2 is also used on a single rank if `parallel.zero` is set, so that the weights are converted only once per step.
     """
     reduce_each_micro_batch: bool
     """Whether gradients are reduced after each micro-batch instead of once per step."""
@@ -335,8 +335,8 @@ def _raise_problems(problems: list[Problem]) -> None:
 def count_usable_nodes(config: Config, granted: int) -> int:
     """Return how many of the `granted` nodes the train stage uses.
 
-    This is the largest number that is at most `granted`, is allowed by `stages.train.nodes` and gives a valid layout.
-    If no such number exists, return the smallest number that `stages.train.nodes` allows.
+    The result is the largest number that is at most `granted`, is allowed by `stages.train.nodes` and gives a valid
+    layout. If no such number exists, return the smallest number that `stages.train.nodes` allows.
     """
     train = config.stages.train
     for nodes in range(min(granted, train.max_nodes), train.min_nodes, -1):
@@ -643,8 +643,8 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     per token: the weights of its blocks, and attention over half the sequence. The last stage also has the output
     layer. The first stage also has the embedding, which is a lookup and costs only its width.
 
-    Every stage has at least one block. Each further block goes to the stage that is cheapest so far. This is optimal
-    because all blocks cost the same.
+    Every stage has at least one block. Each further block goes to the stage that is cheapest so far. The assignment is
+    optimal because all blocks cost the same.
     """
     model = config.model
     block_cost = block_multiplications_per_token(model, config.data.sequence_length)

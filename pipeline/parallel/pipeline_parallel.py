@@ -119,8 +119,8 @@ class PipelineRunner:
             loss_inputs: keyword arguments of the last stage.
             rows_B: positions of the samples in this rank's batch, 0 to B − 1. The loss function receives those of one
                 micro-batch.
-            document_boundaries: keyword arguments of every stage, which describe where documents begin. They come from
-                this rank's batch.
+            document_boundaries: keyword arguments of every stage, which describe where documents begin in this
+                rank's batch.
 
         Returns:
             The losses of the micro-batches on the rank with the last stage; [] on other ranks.

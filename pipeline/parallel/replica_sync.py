@@ -4,7 +4,7 @@ The engine calls one `ReplicaSync` in each optimizer step:
 
     begin_step → forward, backward → reduce_gradients → combine_norms → optimizer step (may be skipped) → end_step
 
-- `ReplicaSync` adds nothing to DDP. It is also used for a single replica.
+- `ReplicaSync` adds nothing to DDP. The class is also used for a single replica.
 - `GradientHook` compresses the gradients that DDP sends (`parallel.hook`).
 - `LocalSgd` averages weights every few steps instead of gradients (`parallel.local_sgd`).
 """
@@ -94,8 +94,8 @@ class GradientHook(ReplicaSync):
     **Error feedback.** Top-K and PowerSGD leave out a part of the gradient, the *residual*. Each replica adds its
     residual to its next gradient. Residuals are in units of the mean gradient: message + residual = gradient / replicas
     + old residual. For any number of replicas, the sum of all residuals is therefore the part of the gradients that the
-    optimizer has not received yet. Residuals are stored per parameter, because DDP may rebuild its buckets. They are
-    committed only if the optimizer step is applied (`end_step`).
+    optimizer has not received yet. Residuals are stored per parameter, because DDP may rebuild its buckets. Residuals
+    are committed only if the optimizer step is applied (`end_step`).
 
     If there is only one replica, its gradient is used uncompressed, including the residual. The sum of gradient and
     residual is also sent uncompressed if Top-K would send at least as much as an all-reduce (fraction × replicas ≥ 1).
@@ -251,7 +251,7 @@ class GradientHook(ReplicaSync):
     def _add_residuals(self, bucket: dist.GradBucket) -> Iterator[tuple[str, Tensor]]:
         """Add the residuals to the bucket's gradients in place, and yield the name and the sum of each parameter.
 
-        The sums are in units of the mean gradient. They are views of the bucket's buffer.
+        The sums are in units of the mean gradient. The results are views of the bucket's buffer.
         """
         bucket.buffer().div_(self.replicas)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
