@@ -159,6 +159,10 @@ QUICK_MISTAKES = {"a wrong text_field", "more steps after the training"}
     ],
 )
 def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command fails after the run was created. When the mistake is corrected, the run must finish.
+
+    The command to repeat is the failed command, another command of the user, or the one that the error prints.
+    """
     FakeRunner.runs_stages = mistake.runs_stages
     for command in mistake.earlier_commands:
         assert run_submit(command) == ExitCode.DONE

@@ -560,6 +560,7 @@ def test_evaluate_reports_that_no_data_is_held_out(tmp_path: Path) -> None:
 def test_submit_reports_a_full_disk_without_a_traceback(
     tmp_path: Path, finished_folder: Path, small_disk: Path
 ) -> None:
+    """The disk has no space for a checkpoint. `resume` must finish the run when there is space again."""
     write_config_on_data(tmp_path, finished_folder)
     (small_disk / "runs/tiny").mkdir(parents=True)
     (small_disk / "runs/tiny/data").symlink_to(finished_folder / "runs/tiny/data")

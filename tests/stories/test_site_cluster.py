@@ -360,6 +360,7 @@ def test_doctor_reports_a_folder_that_nodes_do_not_see(cluster: Cluster, monkeyp
 def test_doctor_checks_nodes_with_the_site_profile_and_reports_an_error_of_srun(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`doctor` must use the partition of the profile for srun. An error in the profile must name its line."""
     findings = run_doctor(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
     assert findings["--check-nodes"].verdict == "note" and "invalid partition" in findings["--check-nodes"].fact
     assert "invalid" not in findings["run.root"].meaning, (

@@ -71,6 +71,7 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.short
 def test_the_chain_runs_on_four_nodes(reference: Path, cluster: Cluster) -> None:
+    """The fixture has run the chain. Submitting its config again must show that all stages are done."""
     run = reference / "runs/tiny"
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(1, 41))
     [event] = read_event_lines(Run.open(run), "train", "started")

@@ -172,6 +172,7 @@ def test_a_stage_is_incomplete_if_its_job_completed_without_its_output(reference
 
 
 def test_each_array_task_of_shard_writes_a_separate_log(reference: Path, cluster: Cluster) -> None:
+    """`logs` must also say why there is no log: the stage has not started, or there is no such rank."""
     folder = reference / "runs/tiny/jobs/shard"
     logs = [run_submit(cluster, reference, "logs", "runs/tiny", "shard", "--rank", str(task)).stdout for task in (0, 1)]
     units = [set(re.findall(r"unit (\d+) written", text)) for text in logs]

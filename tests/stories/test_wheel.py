@@ -77,6 +77,7 @@ def sluice(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_works_outside_a_checkout(sluice: Path, tmp_path: Path) -> None:
+    """The commands `init`, `submit`, `status`, `plan` and `report` must find the files that they need in the wheel."""
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / f"texts/{number}.txt").write_text(f"{number}: the quick brown fox jumps over the lazy dog. " * 400)

@@ -271,6 +271,7 @@ def test_resume_checks_its_change_against_the_config_that_a_concurrent_resume_wr
 def test_one_query_covers_all_points_of_a_sweep(
     tmp_path: Path, run: Run, queue: FakeQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`status` of a sweep must ask Slurm once about the jobs of all points."""
     sweep = make_run(tmp_path, "sweep", (SWEEP,), run.data_dir)
     queue.resume(sweep)
     queries: list[set[str]] = []

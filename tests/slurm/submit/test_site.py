@@ -534,6 +534,7 @@ def test_a_job_exits_if_the_secrets_file_is_not_private(tmp_path: Path, secrets:
 
 
 def test_submission_requires_a_private_secrets_file(tmp_path: Path, secrets: Path) -> None:
+    """The errors must name what is wrong, but must not show the contents of the file."""
     site = make_config(tmp_path, f"site.secrets={secrets}").site
     check_job_environment(site, {})
     secrets.chmod(0o644)
