@@ -259,7 +259,7 @@ class Terminal:
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.output.decode(errors="replace")).replace("\r", "")
 
 
-def write_config_on_data(folder: Path, finished_folder: Path) -> Path:
+def write_config_with_copied_data(folder: Path, finished_folder: Path) -> Path:
     """Write a config for a new run in `folder`, and copy the data of the completed run into the new run directory.
 
     Return the path of the config.
@@ -274,7 +274,9 @@ def write_config_on_data(folder: Path, finished_folder: Path) -> Path:
 
 def create_slow_run(folder: Path, finished_folder: Path, *overrides: str) -> Path:
     """Create a run with a copy of the data of the completed run. Each step takes 0.1 s longer. Return its path."""
-    return slow_down_steps(Run.create(load_config(write_config_on_data(folder, finished_folder), overrides)), 0.1).path
+    return slow_down_steps(
+        Run.create(load_config(write_config_with_copied_data(folder, finished_folder), overrides)), 0.1
+    ).path
 
 
 @pytest.mark.story
@@ -386,7 +388,7 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_fold
 @pytest.mark.story
 def test_the_first_traceback_is_shown_with_its_rank(tmp_path: Path, finished_folder: Path) -> None:
     """The test edits the run's copy of the code so that rank 1 raises an exception in step 3."""
-    config = write_config_on_data(tmp_path, finished_folder)
+    config = write_config_with_copied_data(tmp_path, finished_folder)
     assert run_submit(tmp_path, "tiny.yaml", "--dry-run").returncode == 0
     replace_in_file(
         Run.create(load_config(config)).code_dir / "pipeline/train/trainer.py",
@@ -477,7 +479,7 @@ def test_a_run_uses_its_copy_of_the_code_and_not_the_working_directory(finished_
 @pytest.mark.story
 def test_two_concurrent_submits_share_one_run(tmp_path: Path, finished_folder: Path) -> None:
     """One process creates the run and starts the stages, the other one follows them."""
-    write_config_on_data(tmp_path, finished_folder)
+    write_config_with_copied_data(tmp_path, finished_folder)
     processes = [
         subprocess.Popen(
             [*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -561,7 +563,7 @@ def test_submit_reports_a_full_disk_without_a_traceback(
     tmp_path: Path, finished_folder: Path, small_disk: Path
 ) -> None:
     """The disk has no space for a checkpoint. `resume` must finish the run when there is space again."""
-    write_config_on_data(tmp_path, finished_folder)
+    write_config_with_copied_data(tmp_path, finished_folder)
     (small_disk / "runs/tiny").mkdir(parents=True)
     (small_disk / "runs/tiny/data").symlink_to(finished_folder / "runs/tiny/data")
     overrides = [f"run.root={small_disk}/runs", "checkpoint.keep=1", "recovery.preflight=false"]

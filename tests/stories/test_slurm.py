@@ -40,7 +40,7 @@ from tests.support.cluster_runs import (
     submit_template,
     wait_for,
     wait_for_empty_queue,
-    write_config_on_data,
+    write_config_with_copied_data,
 )
 from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
@@ -244,7 +244,7 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
     """
     track = "track={tensorboard: true, telemetry_s: 1}"  # does not change the digest
     publish = (f"publish.to={tmp_path / 'models'}", "publish.license=mit", track)
-    config = write_config_on_data(tmp_path, reference, "low")
+    config = write_config_with_copied_data(tmp_path, reference, "low")
     run = create_slow_run(tmp_path, config, (*TRAIN_ON_4_NODES, *publish))
     module = run / "code/pipeline/base/files.py"
     rename_line = "            os.rename(temporary, folder)"
@@ -283,7 +283,7 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
 
 def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
     """The evaluate job, which depends on the train job, is cancelled, and `resume` submits it again."""
-    config = write_config_on_data(tmp_path, reference, "gone")
+    config = write_config_with_copied_data(tmp_path, reference, "gone")
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
@@ -304,7 +304,7 @@ def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path,
 
 
 def test_cancel_saves_a_checkpoint_and_cancels_the_chain(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
-    config = write_config_on_data(tmp_path, reference, "ended")
+    config = write_config_with_copied_data(tmp_path, reference, "ended")
     run = create_slow_run(tmp_path, config)
     assert run_submit(cluster, tmp_path, str(config), *TRAIN_ON_4_NODES).returncode == 0
     wait_for("step 5", lambda: count_steps(run) >= 5)
@@ -349,7 +349,7 @@ def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, refere
 
     submit.py must not treat this signal as a request of the user to stop the run.
     """
-    config = write_config_on_data(tmp_path, reference, "chained")
+    config = write_config_with_copied_data(tmp_path, reference, "chained")
     run = create_slow_run(tmp_path, config)
     options = ["-N4", "--ntasks-per-node=1", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch"]
     job_id = submit_template(cluster, tmp_path, *options, str(config), *TRAIN_ON_4_NODES)
@@ -366,7 +366,7 @@ def test_the_train_template_requeues_itself_if_only_the_batch_script_is_signalle
     tmp_path: Path, reference: Path, cluster: Cluster
 ) -> None:
     """With `--signal=B:…`, Slurm sends the signal only to the batch script, not to the ranks."""
-    run = create_slow_run(tmp_path, write_config_on_data(tmp_path, reference, "template"))
+    run = create_slow_run(tmp_path, write_config_with_copied_data(tmp_path, reference, "template"))
     options = ["-N4", "--ntasks-per-node=1", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
     submit_template(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))
     wait_for("step 8", lambda: count_steps(run) >= 8)

@@ -64,7 +64,7 @@ def get_job_id(run: Path, stage: str) -> str:
     return str(read_event_lines(Run.open(run), stage, "submitted")[-1]["job_id"])
 
 
-def write_config_on_data(folder: Path, undisturbed: Path, name: str) -> Path:
+def write_config_with_copied_data(folder: Path, undisturbed: Path, name: str) -> Path:
     """Write the config of a run of 40 steps and copy prepared data into its run directory.
 
     Args:
