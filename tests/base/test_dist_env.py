@@ -197,7 +197,7 @@ def test_mpirun_inside_a_job_has_the_ranks_of_mpirun_and_the_first_node_as_maste
     rank_infos += [
         read_rank_info(make_mpirun_daemon_env(1) | make_openmpi_env(rank, 4, rank - 2, 2)) for rank in (2, 3)
     ]
-    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(rank, 4, rank % 2, 2) for rank in range(4)]
     assert {rank_info.launcher for rank_info in rank_infos} == {"openmpi"}
     assert {(rank_info.master_host, rank_info.job_id) for rank_info in rank_infos} == {("n1", "4711")}
     assert len({rank_info.master_port for rank_info in rank_infos}) == 1
@@ -232,7 +232,7 @@ def test_mpirun_on_several_machines_without_slurm_needs_master_addr(make_env: Ca
 def test_mpich_inside_a_job_has_the_ranks_of_mpich_and_the_first_node_as_master() -> None:
     """Hydra, the launcher of MPICH, passes the variables of the first node to all ranks, including SLURMD_NODENAME."""
     rank_infos = [read_rank_info(BATCH_ENV | make_mpich_env(rank, 4, rank % 2, 2)) for rank in range(4)]
-    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(r, 4, r % 2, 2) for r in range(4)]
+    assert [get_rank_numbers(rank_info) for rank_info in rank_infos] == [(rank, 4, rank % 2, 2) for rank in range(4)]
     assert {(rank_info.launcher, rank_info.master_host, rank_info.master_port) for rank_info in rank_infos} == {
         ("pmi", "n1", rank_infos[0].master_port)
     }
@@ -408,7 +408,9 @@ def format_tasks_per_node(counts: list[int]) -> str:
     """Return the tasks per node in the format of Slurm: `2(x3),1` for [2, 2, 2, 1]."""
     changes = [node for node, (previous, count) in enumerate(pairwise(counts), 1) if previous != count]
     bounds = pairwise([0, *changes, len(counts)])
-    return ",".join(f"{counts[a]}(x{b - a})" if b - a > 1 else str(counts[a]) for a, b in bounds)
+    return ",".join(
+        f"{counts[start]}(x{end - start})" if end - start > 1 else str(counts[start]) for start, end in bounds
+    )
 
 
 @settings(max_examples=100)

@@ -314,7 +314,8 @@ def test_changed_input_rebuilds_only_its_units_with_the_same_bytes_as_from_scrat
     assert read_all_files(folder / "data") == read_all_files(folder / "from_scratch")
     new_plan = work_units.read_plan(folder / "data/units.json")
     old_ranges, new_ranges = (
-        [[(plan.inputs[i], *span) for i, *span in unit] for unit in plan.units] for plan in (old_plan, new_plan)
+        [[(plan.inputs[number], *span) for number, *span in unit] for unit in plan.units]
+        for plan in (old_plan, new_plan)
     )
     unchanged_units = [unit for unit, (old, new) in enumerate(zip(old_ranges, new_ranges, strict=False)) if old == new]
     assert [unit for unit, line in enumerate(lines) if "exists already" in line] == unchanged_units

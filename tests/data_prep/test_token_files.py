@@ -980,7 +980,7 @@ def find_changed_span(before: bytes, after: bytes) -> tuple[int, int]:
 
     def count_equal_bytes(pairs: list[tuple[int, int]]) -> int:
         """Return the number of equal pairs before the first pair that differs."""
-        return next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        return next((count for count, (byte, other_byte) in enumerate(pairs) if byte != other_byte), len(pairs))
 
     start = count_equal_bytes([*zip(before, after, strict=False)])
     equal_at_end = count_equal_bytes([*zip(reversed(before), reversed(after), strict=False)])

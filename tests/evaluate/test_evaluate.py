@@ -51,7 +51,7 @@ def compute_reference_on_rank(rank_info: RankInfo, path: Path) -> tuple[float, i
     config = run.config
     manifest = load_manifest(run.data_dir)
     model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
-    weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
     total_loss = 0.0
     token_count = 0

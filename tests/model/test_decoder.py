@@ -103,7 +103,7 @@ def test_names_logits_and_gradients_equal_those_of_transformers(name: str) -> No
     transformers_model.zero_grad()
     (cross_entropy_sum(logits_BTV[:, :-1], batch[:, 1:]) / batch[:, 1:].numel()).backward()
     transformers_model(batch, labels=batch).loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert list(gradients) == [n for n, _ in transformers_model.named_parameters()]
     for parameter_name, parameter in transformers_model.named_parameters():
         torch.testing.assert_close(gradients[parameter_name], parameter.grad, atol=1e-6, rtol=1e-4)
@@ -170,11 +170,15 @@ def test_initial_weights_depend_on_seed_and_parameter_name_only() -> None:
             assert torch.equal(parameter, eight_layer_weights[name])
             assert parameter.std().item() == pytest.approx(0.02, rel=0.05)
             assert abs(parameter.mean().item()) < 0.002
-    first_values = [p.flatten()[:100] for p in eight_layer_model.parameters() if p.ndim > 1]
+    first_values = [parameter.flatten()[:100] for parameter in eight_layer_model.parameters() if parameter.ndim > 1]
     directions = {tuple((values / values.norm()).tolist()) for values in first_values}
     assert len(directions) == len(first_values), "two parameters have the same random numbers"
     with_other_seed = dict(build_decoder(ModelConfig(dim=64, layers=2, heads=4), seed=2).named_parameters())
-    assert not any(torch.equal(p, with_other_seed[n]) for n, p in two_layer_model.named_parameters() if p.ndim > 1)
+    assert not any(
+        torch.equal(parameter, with_other_seed[name])
+        for name, parameter in two_layer_model.named_parameters()
+        if parameter.ndim > 1
+    )
 
 
 def test_the_loss_is_a_sum_over_tokens_computed_in_fp32() -> None:
@@ -207,7 +211,7 @@ def test_flops_per_token_equal_those_of_torchs_flop_counter(name: str) -> None:
         model(batch)
     forward_flops = counter.get_total_flops() / batch.numel()  # The backward pass needs twice as many.
     # FlopCounterMode does not count norms and the embedding. The formula includes them by convention.
-    norm_parameters = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    norm_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
     embedding_parameters = 0 if config.tie_word_embeddings else VOCAB * config.dim
     uncounted_flops = 6 * (norm_parameters + embedding_parameters)  # 6 FLOPs per parameter and token
     assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward_flops + uncounted_flops

@@ -50,7 +50,9 @@ def build_rank_parameters(
             if layout.tp > 1:
                 sequence_parallel = layout.sequence_parallel
                 apply_tensor_parallel(part, mesh, sequence_parallel=sequence_parallel, shard_logits=True)
-            parameters += [(name, tuple(local_tensor(p.detach()).shape)) for name, p in part.named_weights()]
+            parameters += [
+                (name, tuple(local_tensor(parameter.detach()).shape)) for name, parameter in part.named_weights()
+            ]
         return parameters
     finally:
         dist.destroy_process_group()
@@ -71,7 +73,9 @@ def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, 
     except LayoutError:
         assume(False)
     for pp_rank in range(pp):
-        described_parameters = [(p.name, p.shape) for p in list_rank_parameters(config, layout, pp_rank, vocab)]
+        described_parameters = [
+            (parameter.name, parameter.shape) for parameter in list_rank_parameters(config, layout, pp_rank, vocab)
+        ]
         assert sorted(described_parameters) == sorted(build_rank_parameters(config, layout, pp_rank, vocab))
 
 
@@ -79,13 +83,15 @@ def test_described_parameters_equal_those_of_the_built_decoder(model: dict[str, 
 def test_parameter_counts_equal_the_sums_of_the_described_parameters(model: dict[str, Any]) -> None:
     config = tiny_config(1, model=model).model
     vocab = 16
-    total = sum(p.numel for p in decoder_parameters(config, vocab))
+    total = sum(parameter.numel for parameter in decoder_parameters(config, vocab))
     vocab_matrices = 1 if config.tie_word_embeddings else 2  # the embedding, and the output layer if it is not tied
     norm = config.dim
     vocab_parameters = vocab_matrices * vocab * config.dim
     assert total == config.layers * count_block_parameters(config) + norm + vocab_parameters
     layers_by_stage = [range(stage, stage + 1) for stage in range(config.layers)]
-    parameters_of_stages = [p for layers in layers_by_stage for p in decoder_parameters(config, vocab, layers)]
+    parameters_of_stages = [
+        parameter for layers in layers_by_stage for parameter in decoder_parameters(config, vocab, layers)
+    ]
     # A tied output layer has a copy of the embedding if it is in another pipeline-parallel stage.
     copied = vocab * config.dim if config.tie_word_embeddings and config.layers > 1 else 0
-    assert sum(p.numel for p in parameters_of_stages) == total + copied
+    assert sum(parameter.numel for parameter in parameters_of_stages) == total + copied

@@ -141,8 +141,11 @@ def train_in_plain_torch(_: RankInfo, path: Path, steps: int) -> list[tuple[floa
     model = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.init_weights(model, torch.device("cpu"))
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.ndim >= 2],
+            "weight_decay": config.optimizer.weight_decay,
+        },
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer: Any = torch.optim.AdamW(groups, betas=config.optimizer.betas, eps=config.optimizer.eps)
     rate_factors = [1.0, 1.0]  # for each group of parameters

@@ -466,7 +466,9 @@ def check_positions_on_rank(rank_info: RankInfo, configs: list[Config]) -> list[
     results = []
     for config in configs:
         engine, _ = train_steps(rank_info, config, world, 0)
-        sharded_parameters = [p for p in engine.parts[0].parameters() if local_tensor(p) is not p]
+        sharded_parameters = [
+            parameter for parameter in engine.parts[0].parameters() if local_tensor(parameter) is not parameter
+        ]
         for parameter in sharded_parameters:
             # The position of an entry is the sum of one number for each dimension. It is exact in any dtype modulo 251.
             first_dim, *other_dims = _make_positions(parameter, 7)
@@ -682,12 +684,12 @@ def update_with_overflow(rank_info: RankInfo, config: Config) -> tuple[bool, flo
     engine, _ = train_steps(rank_info, config, world, 1)
     dp_rank = engine.layout.coordinates(world.rank).dp
     engine.backward({"tokens": make_batches(config)[1].chunk(engine.layout.dp)[dp_rank]}, 2)
-    old_weights = [getattr(p, "_local_tensor", p).clone() for p in engine.parts[0].parameters()]
+    old_weights = [getattr(parameter, "_local_tensor", parameter).clone() for parameter in engine.parts[0].parameters()]
     if world.rank == 1:
         gradient = next(engine.parts[0].parameters()).grad
         getattr(gradient, "_local_tensor", gradient).view(-1)[0] = torch.inf
     engine.update_weights(engine.clip_gradients(0.5).item())
-    weights = [getattr(p, "_local_tensor", p) for p in engine.parts[0].parameters()]
+    weights = [getattr(parameter, "_local_tensor", parameter) for parameter in engine.parts[0].parameters()]
     has_changed = any(not torch.equal(old, new) for old, new in zip(old_weights, weights, strict=True))
     return has_changed, engine.scaler.scale
 

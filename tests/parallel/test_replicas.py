@@ -111,9 +111,11 @@ def compute_reference_with_hook(rank_info: RankInfo, config: Config, replicas: i
     engine = create_engine(rank_info, one_replica_config)
     hook = config.parallel.hook
     weights = dict(engine.parts[0].named_weights())
-    residuals = [{name: torch.zeros_like(p) for name, p in weights.items()} for _ in range(replicas)]
+    residuals = [{name: torch.zeros_like(parameter) for name, parameter in weights.items()} for _ in range(replicas)]
     Q_by_name = {  # PowerSGD's Q of each matrix
-        n: _sample_matrix(p[0].numel(), hook.rank, f"{config.run.seed}/{n}") for n, p in weights.items() if p.ndim > 1
+        name: _sample_matrix(parameter[0].numel(), hook.rank, f"{config.run.seed}/{name}")
+        for name, parameter in weights.items()
+        if parameter.ndim > 1
     }
     reduced = []
     means = []
@@ -123,7 +125,9 @@ def compute_reference_with_hook(rank_info: RankInfo, config: Config, replicas: i
             for micro_batch in replica_batch.split(2):
                 loss = cross_entropy_sum(engine.model(micro_batch[:, :-1]), micro_batch[:, 1:])
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
-            gradients.append({name: p.grad.clone() for name, p in weights.items() if p.grad is not None})
+            gradients.append(
+                {name: parameter.grad.clone() for name, parameter in weights.items() if parameter.grad is not None}
+            )
             engine.optimizer.zero_grad()
         means.append(
             {name: sum(replica_gradients[name] for replica_gradients in gradients) / replicas for name in weights}
@@ -165,7 +169,7 @@ def compute_reference_with_hook(rank_info: RankInfo, config: Config, replicas: i
             torch.nn.utils.clip_grad_norm_(weights.values(), config.optimizer.clip_norm)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
-    state = {f"model.{name}": p.detach().clone() for name, p in weights.items()}
+    state = {f"model.{name}": parameter.detach().clone() for name, parameter in weights.items()}
     return to_arrays({"state": state, "reduced": reduced, "residual": residuals, "means": means})
 
 
@@ -252,7 +256,7 @@ def compute_reference_with_local_sgd(rank_info: RankInfo, config: Config, replic
 
     def make_outer_optimizer() -> tuple[list[Any], Any]:
         """Return the outer weights, a copy of the first replica's weights, and their optimizer."""
-        copies = [p.detach().clone() for p in weights[0]]
+        copies = [parameter.detach().clone() for parameter in weights[0]]
         momentum = options.outer_momentum
         return copies, torch.optim.SGD(copies, options.outer_lr, momentum, nesterov=momentum > 0)
 
@@ -265,11 +269,15 @@ def compute_reference_with_local_sgd(rank_info: RankInfo, config: Config, replic
                 (loss * replicas / (batch.shape[0] * (batch.shape[1] - 1))).backward()
         if step <= options.warmup_steps:  # all replicas use the mean gradient
             for parameters in zip(*weights, strict=True):
-                mean = sum(p.grad for p in parameters) / replicas
+                mean = sum(parameter.grad for parameter in parameters) / replicas
                 for parameter in parameters:
                     parameter.grad = mean.clone()
         for engine in engines:
-            squares += sum(float(p.grad.square().sum()) for p in engine.parts[0].parameters() if p.grad is not None)
+            squares += sum(
+                float(parameter.grad.square().sum())
+                for parameter in engine.parts[0].parameters()
+                if parameter.grad is not None
+            )
             if config.optimizer.clip_norm is not None:
                 norm = torch.nn.utils.clip_grad_norm_(engine.parts[0].parameters(), config.optimizer.clip_norm)
                 assert norm > config.optimizer.clip_norm
@@ -407,7 +415,7 @@ def test_the_sum_of_residuals_is_kept_if_the_number_of_replicas_changes(tmp_path
                 assert abs(restored - total.get(name, 0 * restored)).max() <= 1e-7, (ranks, name)
                 total[name] = sum(rank["after"][name] for rank in results)
         assert (results[0]["note"] is not None) == (ranks != 3)
-        assert sum(abs(t).sum() for t in total.values()) > 1e-3 or ranks == 1
+        assert sum(abs(residual).sum() for residual in total.values()) > 1e-3 or ranks == 1
     # a single replica sends nothing, so it has no residuals
     single_replica = run_ranks(1, restore_train_and_save, make_config(1, hook=hook), tmp_path, 0)[0]
     assert all(not tensor.any() for name, tensor in single_replica["before"].items() if name.startswith("residual."))

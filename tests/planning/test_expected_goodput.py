@@ -186,6 +186,6 @@ def test_invalid_assumptions_are_an_error(tmp_path: Path, content: str, expected
 
 
 def test_format_span_uses_two_or_three_digits() -> None:
-    assert [format_span(s) for s in (0.5, 95, 811, 6490, 166154, 3e5, 9e6)] == [
+    assert [format_span(seconds) for seconds in (0.5, 95, 811, 6490, 166154, 3e5, 9e6)] == [
         "0.5 s", "95 s", "14 min", "1.8 h", "46 h", "3.5 days", "104 days",
     ]  # fmt: skip

@@ -116,7 +116,11 @@ def count_blocks(config: Config) -> list[BlockCounts]:
                     output.backward(gradient)
             gradient = stage_input.grad
             backward = counter.get_flop_counts().get("Global", {})
-            sizes = {n: p.grad.nbytes for n, p in stage.named_weights() if p.grad is not None and p.ndim > 1}
+            sizes = {
+                name: parameter.grad.nbytes
+                for name, parameter in stage.named_weights()
+                if parameter.grad is not None and parameter.ndim > 1
+            }
             counts = BlockCounts(
                 forward=forward[mm],
                 backward=backward.get(mm, 0),

@@ -195,8 +195,8 @@ def train_transformers_model(
     options = config.optimizer
     results = []
     first_pass = None
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     for batch in make_batches(config)[:STEPS]:
@@ -204,7 +204,10 @@ def train_transformers_model(
         logits = model(batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        first_pass = first_pass or (logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
+        first_pass = first_pass or (
+            logits.detach(),
+            {name: parameter.grad.clone() for name, parameter in model.named_parameters()},
+        )
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm or 0.0)
         optimizer.step()
         results.append((loss.item(), norm.item()))
@@ -228,8 +231,8 @@ def test_ten_steps_equal_those_of_transformers_on_every_layout(tmp_path: Path, f
     assert is_close(logits, expected_logits)
     assert gradients.keys() == expected_gradients.keys()
     assert all(is_close(gradients[name], expected_gradients[name], GRADIENT_TOLERANCE) for name in gradients)
-    model_size = sum(p.numel() for p in model.parameters())
-    norm_size = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    model_size = sum(parameter.numel() for parameter in model.parameters())
+    norm_size = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 1)
     assert weights_read == model_size
     results_by_rank = run_ranks(
         2, train_on_rank, tmp_path, [make_config(folder, 2, **LAYOUTS[layout]) for layout in layouts]
@@ -452,7 +455,9 @@ def measure_memory_on_rank(rank_info: RankInfo, path: Path, configs: list[Config
             source.write_source()
     return {
         **results,
-        "share": 3 * sum(local_tensor(p).nbytes for part in engine.parts for p in part.parameters()) / 1e9,
+        "share": 3
+        * sum(local_tensor(parameter).nbytes for part in engine.parts for parameter in part.parameters())
+        / 1e9,
     }
 
 

@@ -430,18 +430,18 @@ def record_size_only(version: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda v: (v / "sluice.json").write_text("[" * 990 + "]" * 990), "not this run's checkpoint"),
-        (lambda v: (v / "sluice.json").write_text('{"sha256": '), "not this run's checkpoint"),
-        (lambda v: change_description(v, checkpoint="0" * 64), "not this run's checkpoint"),
-        (lambda v: change_description(v, files=["README.md"]), r"sluice\.json: 'files'"),
-        (lambda v: change_description(v, files={"README.md": "1"}), r"sluice\.json: 'files'"),
-        (lambda v: change_description(v, files={}), r"sluice\.json: 'files'"),
+        (lambda version: (version / "sluice.json").write_text("[" * 990 + "]" * 990), "not this run's checkpoint"),
+        (lambda version: (version / "sluice.json").write_text('{"sha256": '), "not this run's checkpoint"),
+        (lambda version: change_description(version, checkpoint="0" * 64), "not this run's checkpoint"),
+        (lambda version: change_description(version, files=["README.md"]), r"sluice\.json: 'files'"),
+        (lambda version: change_description(version, files={"README.md": "1"}), r"sluice\.json: 'files'"),
+        (lambda version: change_description(version, files={}), r"sluice\.json: 'files'"),
         (record_size_only, r"sluice\.json: 'files'"),
-        (lambda v: (v / "SHA256SUMS").write_text("no hash\n"), "SHA256SUMS"),
-        (lambda v: (v / "SHA256SUMS").write_bytes(b"\xff\n"), "SHA256SUMS"),
-        (lambda v: (v / "SHA256SUMS").unlink(), "SHA256SUMS"),
+        (lambda version: (version / "SHA256SUMS").write_text("no hash\n"), "SHA256SUMS"),
+        (lambda version: (version / "SHA256SUMS").write_bytes(b"\xff\n"), "SHA256SUMS"),
+        (lambda version: (version / "SHA256SUMS").unlink(), "SHA256SUMS"),
         (replace_folder, "is not a folder"),
-        (lambda v: replace_folder(v, "nowhere"), "is not a folder"),
+        (lambda version: replace_folder(version, "nowhere"), "is not a folder"),
     ],
 )  # fmt: skip
 def test_version_with_a_malformed_or_changed_description_is_rejected(

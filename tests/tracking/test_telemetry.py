@@ -355,7 +355,7 @@ def test_the_report_reads_telemetry_of_the_train_stage_before_that_of_long_later
     node.fake.cards[3]["xids"] = []
     with open(running_run.path / "telemetry-n1.jsonl", "a") as file:
         for n in range(1000):  # 2 MB
-            gpus = [{"index": g, "name": "NVIDIA H200", "memory_gb": 1.0, "pad": "x" * 200} for g in range(8)]
+            gpus = [{"index": index, "name": "NVIDIA H200", "memory_gb": 1.0, "pad": "x" * 200} for index in range(8)]
             file.write(json.dumps({"time": time.time() + 10 * (n + 1), "host": "n1", "gpus": gpus}) + "\n")
     assert "GPU 3 on n1: Xid 79" in print_to_text(print_report, running_run)
 

@@ -78,7 +78,7 @@ def compute_reference_loss(_: RankInfo, path: Path) -> tuple[float, int]:
     run = Run.open(path)
     manifest = load_manifest(run.data_dir)
     model = Decoder(run.config.model, manifest.vocab_size, run.config.data.sequence_length).eval()
-    weights = {f"model.{n}": p.detach() for n, p in model.named_parameters()}
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     newest_step = list_checkpoint_steps(run.checkpoints_dir)[0]
     load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(newest_step), None)
     total_loss = 0.0
@@ -145,11 +145,11 @@ def test_a_document_mask_changes_training_and_evaluation(tmp_path: Path) -> None
     masked_result = evaluate_run(masked_run, 2)
     unmasked_result = evaluate_run(unmasked_run, 2)
     # in each shard, a document starts at the first token and after each end-of-text token (0)
-    documents = sum(
-        int((np.fromfile(masked_run.data_dir / s.file, s.dtype, s.tokens, offset=s.offset)[:-1] == 0).sum()) + 1
-        for s in load_manifest(masked_run.data_dir).held_out
-    )
+    document_count = 0
+    for shard in load_manifest(masked_run.data_dir).held_out:
+        tokens = np.fromfile(masked_run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset)
+        document_count += 1 + int((tokens[:-1] == 0).sum())
     predicted_only_unmasked = unmasked_result["tokens"] - masked_result["tokens"]
-    assert predicted_only_unmasked == documents, "with the mask, the first token of a document is not predicted"
+    assert predicted_only_unmasked == document_count, "with the mask, the first token of a document is not predicted"
     assert masked_result["bytes"] == unmasked_result["bytes"] and masked_result["loss"] != unmasked_result["loss"]
     assert compute_run_digest(masked_run) != compute_run_digest(unmasked_run)

@@ -47,9 +47,9 @@ def train_in_plain_torch(config: Config, frozen: set[str]) -> tuple[list[tuple[f
     init_weights(model, config.run.seed, config.model.initializer_range)
     for name, parameter in model.named_weights():
         parameter.requires_grad_(name not in frozen)
-    trained_parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained_parameters if p.ndim > 1]
-    vectors = [p for p in trained_parameters if p.ndim <= 1]
+    trained_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained_parameters if parameter.ndim > 1]
+    vectors = [parameter for parameter in trained_parameters if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps)
     for batch in make_batches(config)[:STEPS]:
@@ -76,9 +76,9 @@ def train_and_return_weights(rank_info: RankInfo, configs: list[Config]) -> list
     for config in configs:
         engine, losses = train_steps(rank_info, config, world)
         weights = {
-            name: full_tensor(p.detach()).numpy()
+            name: full_tensor(parameter.detach()).numpy()
             for part in engine.parts
-            for name, p in engine.task.named_weights(part)
+            for name, parameter in engine.task.named_weights(part)
         }
         results.append((losses, weights, list(engine.state_dict())))
     return results

@@ -25,10 +25,12 @@ def test_each_trained_parameter_is_in_one_group_and_only_matrices_have_weight_de
     model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
     config = OptimizerConfig(weight_decay=0.3, lr=0.01, betas=(0.8, 0.9), eps=1e-6)
     optimizer = make_optimizer(model, config, CPU)
-    weight_decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    weight_decays = {
+        id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+    }
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(weight_decays)
-    trained_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert weight_decays.keys() == {id(p) for p in trained_parameters.values()}
+    trained_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert weight_decays.keys() == {id(parameter) for parameter in trained_parameters.values()}
     for name, parameter in trained_parameters.items():
         assert weight_decays[id(parameter)] == (0.0 if "norm" in name else 0.3), name
     for group in optimizer.param_groups:
@@ -40,7 +42,7 @@ def test_each_trained_parameter_is_in_one_group_and_only_matrices_have_weight_de
 def test_the_first_step_equals_the_adamw_formula() -> None:
     """In the first step, the bias corrections of both moments cancel (arXiv 1711.05101, algorithm 2)."""
     model = torch.nn.Linear(4, 3)
-    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, lr=0.01, eps=1e-8), CPU)
     model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
