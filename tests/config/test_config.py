@@ -160,7 +160,7 @@ def test_a_problem_names_the_file_that_contains_the_key(tmp_path: Path) -> None:
         ("data: {extends: sub/empty.yaml}", "config.wrong_type", ["run.yaml:3", "sub/empty.yaml", "nothing"]),
         ("model: {extends: 5}", "config.wrong_type", ["run.yaml:3", "5"]),
         ("extends: a.yaml", "config.circular_extends", ["run.yaml:3", "a.yaml:2", "b.yaml:1"]),
-        ("extends:\n- sub/torn.yaml", "config.invalid_yaml", ["run.yaml:3", "sub/torn.yaml:2:1"]),
+        ("extends:\n- sub/incomplete.yaml", "config.invalid_yaml", ["run.yaml:3", "sub/incomplete.yaml:2:1"]),
     ],
 )
 def test_a_problem_of_an_extended_file_names_both_files(
@@ -169,7 +169,7 @@ def test_a_problem_of_an_extended_file_names_both_files(
     write_config(tmp_path, "extends: a.yaml\n", "b.yaml")
     write_config(tmp_path, "\nextends: sub/../b.yaml\n", "a.yaml")
     write_config(tmp_path, "", "sub/empty.yaml")
-    write_config(tmp_path, "a: [\n", "sub/torn.yaml")
+    write_config(tmp_path, "a: [\n", "sub/incomplete.yaml")
     problem = find_problem(tmp_path, MINIMAL_CONFIG + section)
     assert (problem.code, problem.key, problem.line) == (code, "extends", 3)
     assert all(

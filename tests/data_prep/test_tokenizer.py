@@ -1,6 +1,7 @@
 """Tests of the tokenizer.
 
-Text survives a round trip, no text is encoded as the end-of-text ID, and training always gives the same tokenizer.
+Encoding and decoding return the same text, no text is encoded as the end-of-text ID, and training always gives the
+same tokenizer.
 """
 
 from __future__ import annotations

@@ -156,5 +156,5 @@ def test_a_result_of_another_checkpoint_or_a_truncated_result_does_not_count(tra
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
     assert load_stage_module("evaluate").describe_missing_outputs(trained_run) is not None
-    path.write_text("{torn")
+    path.write_text("{incomplete")
     assert load_stage_module("evaluate").describe_missing_outputs(trained_run) is not None

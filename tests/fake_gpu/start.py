@@ -87,7 +87,7 @@ def make_fake_gpu_environment(preload: Path, gpus: int = 2) -> dict[str, str]:
         "LD_PRELOAD": str(preload),
         "TRITON_LIBCUDA_PATH": str(preload.parent),
         "FAKE_GPUS": str(gpus),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # torch must not ask a real NVML, which knows only the real GPUs
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # torch must not query the real NVML, which has no fake GPUs
     }
 
 

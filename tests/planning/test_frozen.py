@@ -202,7 +202,7 @@ def test_predicted_traffic_equals_the_gradients_that_torch_computes(freeze: list
 
     high_latency = Link(bandwidth=1e40, latency=1e-3)
     machine_with_latency = IDEAL.model_copy(update={"inside": high_latency, "between": high_latency})
-    # the forward pass gathers each block and the embedding; the backward pass gathers blocks again
+    # the forward pass gathers each block and the embedding, and the backward pass gathers blocks again
     gathers = LAYERS + 1 + backward_blocks
     reductions = sum(block.gradients > 0 for block in counted_blocks)
     calls = zero3.micro_batches * (gathers + reductions) + (EMBEDDING in counted_blocks[0].table_gradients)

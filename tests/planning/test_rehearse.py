@@ -59,7 +59,7 @@ def measure_real_rank(rank_info: RankInfo, configs: list[Config]) -> list[Measur
     class AccountWithoutGlooCopies(TensorAccount):
         """An account that ignores the copy that Gloo's reduce-scatter makes.
 
-        The account first sees this copy when Gloo splits it.
+        The first operator that uses this copy splits it.
         """
 
         is_gloo_copy = False

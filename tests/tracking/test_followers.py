@@ -371,7 +371,7 @@ def test_time_in_suspension_does_not_count_as_a_stall(
     webhook_follower = Follower(fake_run.run, "webhook")
     start = time.time()
     webhook_follower.catch_up()
-    # suspended for 5,000 s, then polled every 20 s; the limit is 150 s, half the time that the watchdog waits
+    # Suspended for 5,000 s, then polled every 20 s. The limit is 150 s, half the time that the watchdog waits.
     for seconds, message_count in ((5000, 0), *((elapsed, 0) for elapsed in range(5020, 5141, 20)), (5152, 1)):
         monkeypatch.setattr(webhook.time, "time", lambda now=start + seconds: now)
         webhook_follower.catch_up()

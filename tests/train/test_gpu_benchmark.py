@@ -93,7 +93,7 @@ def test_rows_with_a_result_on_this_gpu_are_not_measured_again(tmp_path: Path, m
     first_results: dict[str, dict[str, object]] = {"second": {"failed": "not done"}, "third": {"wrong": "2, not 4"}}
 
     def return_result(row: Row, limit_s: float, folder: Path) -> dict[str, object]:
-        # the last row may use all the remaining time; the others may use only a part of it
+        # the last row may use all the remaining time, and each other row only a part of it
         assert (limit_s > 30.0) == (row.name == "third")
         measured_rows.append(row.name)
         return first_results.pop(row.name, {"answer": 1})
