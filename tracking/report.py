@@ -116,6 +116,11 @@ _MAX_HOSTS_SHOWN = 8
 """Maximum number of slow hosts, and of slow GPUs, in the text."""
 _SLOW_GPU_PERIOD_S = 600.0
 """Slow GPUs are searched in the last 10 minutes of training."""
+_BAR_COLOUR = 0
+_ERROR_COLOUR = 1
+_BEST_COLOUR = 2
+_SLOW_COLOUR = 4
+"""Colours of bars, of standard errors, of the best sweep point and of slow hosts, as indices of the palette."""
 _SLOW_HOST_RATIO = 1.2
 """Hosts whose local compute time is more than this multiple of the median are marked."""
 
@@ -147,6 +152,7 @@ def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
     job_times = []
     for line in (query_accounting(ids, "JobID,Start,End,JobName") if ids else "").splitlines():
         job_id, start, end, name = line.split("|", 3)
+        # the name in `expected` is "" if the events of the job contain no name
         if expected.isdisjoint((array_job_id(job_id), candidate) for candidate in (name, "")):
             continue  # another job that had this id before
         if start_time := parse_slurm_time(start):  # 0 for "Unknown", if the job has not started
@@ -380,7 +386,7 @@ def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
             bar_end = position + duration_s / size
             bars.append(Bar(position, bar_end, PART_COLOURS[category], title, label))
             position = bar_end
-        if cause:  # mark the end of an attempt that was stopped, with 1/200 of the width of the figure
+        if cause:  # mark the end of an attempt that was stopped; the mark has 1/200 of the width of the figure
             bars.append(Bar(position - x.high / 200, position, _STOP_COLOUR, f"{a.stage} {a.number} ended: {cause}"))
     lanes = [
         ("" if number else stage, bars)  # only the first lane of a stage has a label
@@ -399,10 +405,10 @@ def _draw_hosts(ratios_by_host: Mapping[str, float]) -> str:
     axis_title = "local compute time per step, multiple of the median"
     x = Scale.from_values([0.0, *ratios_by_host.values()], axis_title).extend_to_round_numbers()
     slowest_first = sorted(ratios_by_host.items(), key=lambda item: -item[1])
-    lanes = [
-        (host, [Bar(0, ratio, 4 if ratio > _SLOW_HOST_RATIO else 0, f"{host}: {ratio:.3f}", f"{ratio:.2f}")])
-        for host, ratio in slowest_first
-    ]
+    lanes = []
+    for host, ratio in slowest_first:
+        colour = _SLOW_COLOUR if ratio > _SLOW_HOST_RATIO else _BAR_COLOUR
+        lanes.append((host, [Bar(0, ratio, colour, f"{host}: {ratio:.3f}", f"{ratio:.2f}")]))
     return draw_lanes("Hosts by local compute time", x, lanes)
 
 
@@ -412,8 +418,8 @@ def _draw_tasks(result: Mapping[str, float]) -> str:
     for name, value in result.items():
         if ".accuracy" in name and not name.endswith("_stderr"):
             error = result.get(f"{name}_stderr", 0.0)
-            accuracy = Bar(0, value, 0, f"{name}: {value:.4f} ± {error:.4f}", f"{value:.3f}")
-            interval = Bar(max(0, value - error), min(1, value + error), 1, f"± {error:.4f}")
+            accuracy = Bar(0, value, _BAR_COLOUR, f"{name}: {value:.4f} ± {error:.4f}", f"{value:.3f}")
+            interval = Bar(max(0, value - error), min(1, value + error), _ERROR_COLOUR, f"± {error:.4f}")
             lanes.append((name, [accuracy, interval]))
     return draw_lanes("Tasks", Scale(0, 1, "accuracy ± standard error"), lanes)
 
@@ -479,19 +485,13 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
             dx = -6 if position == last else 6
             y = f"{100 - 100 * height:.2f}%"
             drawing += plot.draw_label(x, y, text[:MAX_LABEL_CHARACTERS], side, dy=".35em", dx=dx)
-    best_quarter = max(1, len(evaluated) / 4)
-    best_colour = 2
-    good_colour = 0
-    curves = [
-        Curve(
-            f"point {point:03}: {result:.4f}",
-            path,
-            GREY if order >= best_quarter else good_colour if order else best_colour,
-        )
-        for order, ((result, point), path) in enumerate(zip(evaluated, paths, strict=True))
-    ]
+    count_in_best_quarter = max(1, len(evaluated) / 4)
+    curves = []
+    for order, ((result, point), path) in enumerate(zip(evaluated, paths, strict=True)):  # the best point first
+        colour = _BAR_COLOUR if order < count_in_best_quarter else GREY
+        curves.append(Curve(f"point {point:03}: {result:.4f}", path, _BEST_COLOUR if order == 0 else colour))
     unit_scale = Scale(0, 1, "")
-    keys = [("best", best_colour), ("best quarter", good_colour), ("others", GREY)]
+    keys = [("best", _BEST_COLOUR), ("best quarter", _BAR_COLOUR), ("others", GREY)]
     # the best curve is drawn last, on top of the others
     lines_svg = "".join(plot.draw_curve(unit_scale, unit_scale, curve) for curve in reversed(curves))
     content = plot.stretch(lines_svg) + drawing
@@ -599,6 +599,7 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
         name: [(result["step"], result[name]) for result in results if name in result]
         for name in get_extra_metrics(newest)
     }
+    # the names of metrics of evaluation tasks contain a dot, such as `arc.accuracy`
     task_curves = {name: points for name, points in metrics.items() if "." in name}
     return [
         draw_curves("Evaluation of checkpoints", _STEP_AXIS, name, curves),
