@@ -17,12 +17,12 @@ from pipeline.data.sample_order import WEIGHT_SCALE, GlobalOrderSampler, Mixture
 from pipeline.data.samples import MappedDataset
 from tests.support.errors import raises_error
 
-NAMES = ["web", "code", "books", "math"]
+SOURCE_NAMES = ["web", "code", "books", "math"]
 
 
 def make_config(weights: Sequence[tuple[int, Sequence[float]]]) -> MixtureConfig:
     """Return a mixture. Each pair of `weights` has a step, and the weights of the sources from this step on."""
-    names = NAMES[: len(weights[0][1])]
+    names = SOURCE_NAMES[: len(weights[0][1])]
     phases = [{"from_step": step, "weights": dict(zip(names, values, strict=True))} for step, values in weights]
     return MixtureConfig.model_validate({"sources": {name: {"source": "x.txt"} for name in names}, "weights": phases})
 
@@ -71,7 +71,7 @@ def generate_mixtures(draw: Any) -> tuple[dict[str, int], MixtureConfig, int]:
     weight_lists = st.lists(weight, min_size=source_count, max_size=source_count).filter(lambda row: sum(row) > 0)
     steps = sorted(draw(st.sets(st.integers(2, 40), max_size=3)))
     config = make_config([(step, draw(weight_lists)) for step in (1, *steps)])
-    return {name: draw(st.integers(1, 50)) for name in NAMES[:source_count]}, config, draw(st.integers(1, 12))
+    return {name: draw(st.integers(1, 50)) for name in SOURCE_NAMES[:source_count]}, config, draw(st.integers(1, 12))
 
 
 @settings(max_examples=25)
@@ -93,7 +93,7 @@ def test_indices_and_counts_equal_those_computed_with_counters(
 @settings(max_examples=60)
 @given(st.lists(st.floats(0.001, 1), min_size=2, max_size=4), st.integers(0, 10**9))
 def test_the_count_of_each_source_is_close_to_its_share(weights: list[float], samples: int) -> None:
-    sizes = dict.fromkeys(NAMES[: len(weights)], 1000)
+    sizes = dict.fromkeys(SOURCE_NAMES[: len(weights)], 1000)
     counts = Mixture(1, sizes, make_config([(1, weights)]), 8).count_by_source(np.array([samples]))[:, 0]
     assert counts.sum() == samples
     for count, weight in zip(counts.tolist(), weights, strict=True):

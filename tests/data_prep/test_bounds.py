@@ -324,8 +324,8 @@ def make_pax_record(key: str, value: str) -> bytes:
     return f"{length} {key}={value}\n".encode()
 
 
-MEMBER = make_header(tarfile.REGTYPE, 5, "a.txt") + b"hello".ljust(512, b"\0")
-END = b"\0" * 1024
+TAR_MEMBER = make_header(tarfile.REGTYPE, 5, "a.txt") + b"hello".ljust(512, b"\0")
+TAR_END = b"\0" * 1024
 """The end of a tar file."""
 SPARSE_RECORDS = (
     make_pax_record("GNU.sparse.major", "1")
@@ -338,30 +338,33 @@ SPARSE_RECORDS = (
     ("content", "expected_text"),
     [
         (
-            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x" * 100_000_000)) + MEMBER + END,
+            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x" * 100_000_000)) + TAR_MEMBER + TAR_END,
             "extended header",
         ),
         (
-            make_extended_header(tarfile.XGLTYPE, make_pax_record("comment", "x" * 100_000) * 1000) + MEMBER + END,
+            make_extended_header(tarfile.XGLTYPE, make_pax_record("comment", "x" * 100_000) * 1000)
+            + TAR_MEMBER
+            + TAR_END,
             "extended header",
         ),
-        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + MEMBER + END, "extended header"),
-        (make_extended_header(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + MEMBER + END, "extended header"),
-        (make_header(tarfile.XHDTYPE, -512) + MEMBER + END, "extended header"),
-        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + MEMBER + END, "extended headers"),
+        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + TAR_MEMBER + TAR_END, "extended header"),
+        (make_extended_header(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + TAR_MEMBER + TAR_END, "extended header"),
+        (make_header(tarfile.XHDTYPE, -512) + TAR_MEMBER + TAR_END, "extended header"),
+        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + TAR_MEMBER + TAR_END, "extended headers"),
         (
-            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x")) * 2000 + MEMBER + END,
+            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x")) * 2000 + TAR_MEMBER + TAR_END,
             "extended headers",
         ),
         (
             b"".join(
-                make_extended_header(tarfile.XGLTYPE, make_pax_record(f"k{i}", "x" * 60_000)) + MEMBER for i in range(9)
+                make_extended_header(tarfile.XGLTYPE, make_pax_record(f"k{i}", "x" * 60_000)) + TAR_MEMBER
+                for i in range(9)
             )
-            + END,
+            + TAR_END,
             "global headers",
         ),
-        (make_extended_header(tarfile.XHDTYPE, SPARSE_RECORDS) + MEMBER + END, "sparse"),
-        (make_header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + END, "sparse"),
+        (make_extended_header(tarfile.XHDTYPE, SPARSE_RECORDS) + TAR_MEMBER + TAR_END, "sparse"),
+        (make_header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + TAR_END, "sparse"),
     ],
     ids=[
         "long pax value",
@@ -404,13 +407,13 @@ def test_a_tar_sample_whose_members_are_too_large_together_is_rejected(
 ) -> None:
     monkeypatch.setattr(documents, "_MAX_SAMPLE_BYTES", 1000)
     content = b"".join(make_header(tarfile.REGTYPE, 5, f"a.{i}.txt") + b"hello".ljust(512, b"\0") for i in range(201))
-    (path := tmp_path / "a.tar").write_bytes(content + END)
+    (path := tmp_path / "a.tar").write_bytes(content + TAR_END)
     with raises_error("data.too_large", path, "'a'", "1,000 bytes"):
         read_all_documents(path, "tar")
 
 
 def test_headers_of_earlier_members_are_not_kept_in_memory(tmp_path: Path) -> None:
-    (path := tmp_path / "a.tar").write_bytes(make_header(tarfile.REGTYPE, 0, "a.bin") * 1000 + MEMBER + END)
+    (path := tmp_path / "a.tar").write_bytes(make_header(tarfile.REGTYPE, 0, "a.bin") * 1000 + TAR_MEMBER + TAR_END)
     members = read_tar_members(str(path), (".txt",))
     assert next(members) == ("a.txt", b"hello")
     assert sum(isinstance(value, tarfile.TarInfo) for value in gc.get_objects()) < 50

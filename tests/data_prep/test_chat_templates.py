@@ -39,9 +39,9 @@ from tests.support.errors import raises_error
 from tests.support.tokenizers import add_post_processor, make_byte_tokenizer, save_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 ROLE_HEADERS = {role: f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant")}
-DATE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+DATE_LINES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 CHATML_TURNS = "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\n«A1<|im_end|>»\n<|im_start|>user\nQ2<|im_end|>\n"
 CHATML_TURNS += "<|im_start|>assistant\n«A2<|im_end|>»\n"
 LLAMA_TURNS = (
@@ -70,8 +70,8 @@ EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
     ),
     "llama3": (f"<s>{LLAMA_TURNS}", f"<s>{ROLE_HEADERS['system']}S<|eot_id|>{LLAMA_TURNS}"),
     "llama3.1": (
-        f"<s>{ROLE_HEADERS['system']}{DATE}<|eot_id|>{LLAMA_TURNS}",
-        f"<s>{ROLE_HEADERS['system']}{DATE}S<|eot_id|>{LLAMA_TURNS}",
+        f"<s>{ROLE_HEADERS['system']}{DATE_LINES}<|eot_id|>{LLAMA_TURNS}",
+        f"<s>{ROLE_HEADERS['system']}{DATE_LINES}S<|eot_id|>{LLAMA_TURNS}",
     ),
     "llama2": (
         "<s>[INST] Q1 [/INST]« A1 </s>»<s>[INST] Q2 [/INST]« A2 </s>»",
@@ -134,7 +134,7 @@ def test_a_builtin_template_writes_and_marks_the_expected_text(name: str) -> Non
 def test_tokens_and_masks_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **TOKENS)
-    hf_tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    hf_tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS})
     hf_tokenizer.save_pretrained(tokenizer.parent)
     hf_tokenizer.chat_template = load_template(Path(name))
     reader = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>", name)))

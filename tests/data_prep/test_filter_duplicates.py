@@ -99,10 +99,10 @@ def test_first_occurrences_equal_those_of_a_set(
             np.testing.assert_array_equal(is_first, expected[number])
 
 
-FILTER = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad' not in document['text']\n"
+FILTER_CODE = "def keep(document):\n    return document.get('score', 9) > 3 and 'bad' not in document['text']\n"
 
 
-def make_config_with_filter(folder: Path, source: str, code: str = FILTER, **options: object) -> DataConfig:
+def make_config_with_filter(folder: Path, source: str, code: str = FILTER_CODE, **options: object) -> DataConfig:
     """Return a data config with a filter of this code."""
     (folder / "quality.py").write_text(code)
     return make_data_config(source, filter=f"{folder}/quality:keep", held_out=0.0, **options)
@@ -203,7 +203,7 @@ def test_a_missing_filter_is_an_error_before_the_stages_start(tmp_path: Path) ->
     assert data.filter is not None and data.filter.endswith("/quality:keep"), "the path is not relative to the config"
     with raises_error("data.no_filter", "data.filter", "quality.py"):
         TextFolder(with_path, tmp_path / "data").check_inputs()
-    (tmp_path / "quality.py").write_text(FILTER)
+    (tmp_path / "quality.py").write_text(FILTER_CODE)
     TextFolder(with_path, tmp_path / "data").check_inputs()
 
 

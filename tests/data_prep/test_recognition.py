@@ -31,12 +31,12 @@ from tests.data_prep.test_shards import build_shards, make_data_config, make_doc
 from tests.support.errors import raises_error
 
 TEXTS = ["first", 'a "quoted", text\nof two lines', "dritter: äöü 漢字 😀", "\ufeff no mark here"]
-LINES = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
-OBJECTS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
-CSV = (
+JSON_LINES = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
+JSON_OBJECTS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+CSV_CONTENT = (
     'id,text\r\n1,first\r\n2,"a ""quoted"", text\nof two lines"\r\n3,dritter: äöü 漢字 😀\r\n4,\ufeff no mark here\r\n'
 ).encode()
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "": lambda content: content,
     ".gz": gzip.compress,
     ".zst": zstandard.compress,
@@ -44,11 +44,11 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.compress,
 }
 CONTENTS = {  # by ending
-    ".jsonl": LINES,
-    ".ndjson": LINES,
-    ".json": json.dumps(OBJECTS).encode(),
-    ".csv": CSV,
-    ".tsv": CSV.replace(b",", b"\t").replace(b'"\t text', b'", text'),
+    ".jsonl": JSON_LINES,
+    ".ndjson": JSON_LINES,
+    ".json": json.dumps(JSON_OBJECTS).encode(),
+    ".csv": CSV_CONTENT,
+    ".tsv": CSV_CONTENT.replace(b",", b"\t").replace(b'"\t text', b'", text'),
 }
 
 
@@ -69,49 +69,49 @@ def read_texts(path: Path | str, **options: Any) -> list[str]:
     return [document.text for document in documents]
 
 
-@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("ending", CONTENTS)
 def test_files_with_known_endings_are_read(ending: str, compression: str, tmp_path: Path) -> None:
-    (tmp_path / f"a{ending}{compression}").write_bytes(COMPRESS[compression](CONTENTS[ending]))
+    (tmp_path / f"a{ending}{compression}").write_bytes(COMPRESSORS[compression](CONTENTS[ending]))
     assert read_texts(tmp_path) == TEXTS
 
 
-@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("compression", COMPRESSORS)
 def test_compressed_text_files_are_read(compression: str, tmp_path: Path) -> None:
-    (tmp_path / f"a.txt{compression}").write_bytes(COMPRESS[compression]("é\nb\n".encode()))
+    (tmp_path / f"a.txt{compression}").write_bytes(COMPRESSORS[compression]("é\nb\n".encode()))
     assert read_texts(tmp_path) == ["é\nb\n"]
     assert read_texts(tmp_path, text_documents="line") == ["é", "b"]
 
 
-@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize("compression", COMPRESSORS)
 def test_compressed_tar_files_are_read(compression: str, tmp_path: Path) -> None:
     with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as tar:
         for number, text in enumerate(TEXTS):
             member = tarfile.TarInfo(f"{number}.txt")
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
-    (tmp_path / f"a.tar{compression}").write_bytes(COMPRESS[compression](content.getvalue()))
+    (tmp_path / f"a.tar{compression}").write_bytes(COMPRESSORS[compression](content.getvalue()))
     assert read_texts(tmp_path) == [text.removeprefix("\ufeff") for text in TEXTS]
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.json", LINES),
-        ("a.json", json.dumps(OBJECTS, indent=2).encode()),
-        ("a.json", b"".join(json.dumps(value, indent=2).encode() for value in OBJECTS)),
-        ("a.jsonl", json.dumps(OBJECTS).encode()),
-        ("a.jsonl", json.dumps(OBJECTS, indent=2).encode()),
-        ("a.jsonl", b"\n".join(json.dumps(value, indent=2).encode() for value in OBJECTS)),
-        ("a.jsonl", gzip.compress(LINES, mtime=0)),
-        ("a.json", zstandard.compress(json.dumps(OBJECTS).encode())),
-        ("a.csv", bz2.compress(CSV)),
-        ("a.jsonl.gz", LINES),  # a browser may decompress a file and keep its name
-        ("a.json.gz", lzma.compress(json.dumps(OBJECTS).encode())),
-        ("a.gz", gzip.compress(LINES, mtime=0)),
-        ("part-00000", LINES),
-        ("part-00000", zstandard.compress(json.dumps(OBJECTS).encode())),
-        ("corpus.data", json.dumps(OBJECTS).encode()),
+        ("a.json", JSON_LINES),
+        ("a.json", json.dumps(JSON_OBJECTS, indent=2).encode()),
+        ("a.json", b"".join(json.dumps(value, indent=2).encode() for value in JSON_OBJECTS)),
+        ("a.jsonl", json.dumps(JSON_OBJECTS).encode()),
+        ("a.jsonl", json.dumps(JSON_OBJECTS, indent=2).encode()),
+        ("a.jsonl", b"\n".join(json.dumps(value, indent=2).encode() for value in JSON_OBJECTS)),
+        ("a.jsonl", gzip.compress(JSON_LINES, mtime=0)),
+        ("a.json", zstandard.compress(json.dumps(JSON_OBJECTS).encode())),
+        ("a.csv", bz2.compress(CSV_CONTENT)),
+        ("a.jsonl.gz", JSON_LINES),  # a browser may decompress a file and keep its name
+        ("a.json.gz", lzma.compress(json.dumps(JSON_OBJECTS).encode())),
+        ("a.gz", gzip.compress(JSON_LINES, mtime=0)),
+        ("part-00000", JSON_LINES),
+        ("part-00000", zstandard.compress(json.dumps(JSON_OBJECTS).encode())),
+        ("corpus.data", json.dumps(JSON_OBJECTS).encode()),
     ],
 )
 @settings(max_examples=12)
@@ -165,7 +165,7 @@ def test_files_of_a_folder_that_contain_no_documents_are_ignored(tmp_path: Path)
     (tmp_path / "dataset_info.json").write_text('{"features": {"text": "string"}}')
     (tmp_path / "labels.csv").write_text("id,label\n1,2\n")
     (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "part-0").write_bytes(LINES)
+    (tmp_path / "part-0").write_bytes(JSON_LINES)
     (tmp_path / "README.md").write_text("# text")
     assert read_texts(tmp_path) == TEXTS * len(CONTENTS)
     (tmp_path / "labels.csv").write_text("id,text\n1,2\n")
@@ -173,14 +173,14 @@ def test_files_of_a_folder_that_contain_no_documents_are_ignored(tmp_path: Path)
 
 
 def test_data_format_overrides_the_file_name(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(LINES)
+    (tmp_path / "a.txt").write_bytes(JSON_LINES)
     (tmp_path / "b.md").write_text("# text")
     assert read_texts(tmp_path / "a.txt", format="jsonl") == TEXTS
     assert read_texts(tmp_path / "b.md", format="text") == ["# text"]
-    assert read_texts(tmp_path, format="text") == [LINES.decode()]  # only a.txt has an ending of this format
+    assert read_texts(tmp_path, format="text") == [JSON_LINES.decode()]  # only a.txt has an ending of this format
     # no file has an ending of the format jsonl, so all files are read
     assert [document.text for document in read_all_documents(tmp_path, format="jsonl")] == [*TEXTS, ""]
-    (tmp_path / "c.gz").write_bytes(gzip.compress(CSV))
+    (tmp_path / "c.gz").write_bytes(gzip.compress(CSV_CONTENT))
     assert read_texts(tmp_path / "c.gz", format="csv") == TEXTS
     (tmp_path / "d.json").write_text('{"text": "cut\n{"text": "whole"}\n')
     assert [document.text for document in read_all_documents(tmp_path / "d.json", format="jsonl")] == ["", "whole"]
@@ -220,8 +220,8 @@ def test_an_error_names_unsupported_files_and_how_to_convert_them(tmp_path: Path
 
 
 def test_text_files_with_names_of_the_mds_format_are_read(tmp_path: Path) -> None:
-    (tmp_path / "notes.mds.v2.jsonl").write_bytes(LINES)
-    (tmp_path / "index.json").write_bytes(json.dumps(OBJECTS).encode())
+    (tmp_path / "notes.mds.v2.jsonl").write_bytes(JSON_LINES)
+    (tmp_path / "index.json").write_bytes(json.dumps(JSON_OBJECTS).encode())
     assert read_texts(tmp_path / "*") == TEXTS * 2
 
 
@@ -267,7 +267,7 @@ def test_an_error_lists_at_most_twenty_files_and_the_number_of_the_others(tmp_pa
 def test_a_byte_order_mark_is_removed_and_utf_16_is_rejected(ending: str, tmp_path: Path) -> None:
     base, _, compression = ending[1:].partition(".")
     content = CONTENTS.get(f".{base}", b"text\nmore")
-    compress = COMPRESS[f".{compression}" if compression else ""]
+    compress = COMPRESSORS[f".{compression}" if compression else ""]
     path = tmp_path / f"a{ending}"
     path.write_bytes(compress(b"\xef\xbb\xbf" + content))
     assert read_texts(path) == (["text\nmore"] if base == "txt" else TEXTS)
@@ -453,7 +453,7 @@ def test_json_with_too_many_values_is_an_error_unless_they_are_in_strings(
 def test_a_file_of_several_compressed_streams_is_read_and_rejected_if_a_later_stream_is_damaged(
     compress: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    streams = [compress(LINES[:50]), compress(b""), compress(LINES[50:])]
+    streams = [compress(JSON_LINES[:50]), compress(b""), compress(JSON_LINES[50:])]
     path = tmp_path / "a.jsonl.bz2"
     path.write_bytes(b"".join(streams))
     assert read_texts(path) == TEXTS
@@ -467,7 +467,7 @@ def test_a_file_of_several_compressed_streams_is_read_and_rejected_if_a_later_st
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.txt.bz2", "a.csv.zst"])
 def test_a_file_named_as_compressed_is_rejected_if_it_is_neither_compressed_nor_text(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"\x00" + COMPRESS["." + name.rpartition(".")[2]](LINES)[1:])
+    (tmp_path / name).write_bytes(b"\x00" + COMPRESSORS["." + name.rpartition(".")[2]](JSON_LINES)[1:])
     with raises_error("data.damaged_file", tmp_path / name):
         read_texts(tmp_path / name)
 
@@ -475,7 +475,7 @@ def test_a_file_named_as_compressed_is_rejected_if_it_is_neither_compressed_nor_
 def test_a_zstd_file_without_pyarrow_is_an_error_that_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(LINES))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(JSON_LINES))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with raises_error("data.missing_package", tmp_path / "a.jsonl.zst", "pip install pyarrow"):
         read_texts(tmp_path / "a.jsonl.zst")

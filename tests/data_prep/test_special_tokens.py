@@ -28,8 +28,8 @@ from tests.support.tokenizers import (
 )
 
 POST_PROCESSORS = ("qwen", "llama 3", "mistral", "begin and end", "end only", "two at the beginning", "bert", "roberta")
-END = "<|end|>"
-BOS = get_token_id(make_byte_tokenizer("the model of"), "<s>")
+END_TOKEN = "<|end|>"
+BOS_ID = get_token_id(make_byte_tokenizer("the model of"), "<s>")
 TEXTS = ["the model of the", " a <s> in a text", "", "漢字 é"]
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -46,7 +46,7 @@ def make_data_config(source: Path, tokenizer: Path, **fields: Any) -> DataConfig
     """Return a data config with small shards and a tokenizer file. `fields` replace or add values."""
     values = {"shard_tokens": 2048, "held_out": 0.2, "sequence_length": 64, **fields}
     return DataConfig(
-        source=str(source), tokenizer=TokenizerConfig(kind="file", path=tokenizer, eos_token=END), **values
+        source=str(source), tokenizer=TokenizerConfig(kind="file", path=tokenizer, eos_token=END_TOKEN), **values
     )
 
 
@@ -54,21 +54,21 @@ def make_data_config(source: Path, tokenizer: Path, **fields: Any) -> DataConfig
 def test_a_text_has_the_same_tokens_as_in_transformers(tmp_path: Path, kind: str) -> None:
     file = save_tokenizer_of_kind(tmp_path, kind)
     hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), split_special_tokens=True)
-    encoder = load_encoder(file, END, "auto")
+    encoder = load_encoder(file, END_TOKEN, "auto")
     for text, tokens in zip(TEXTS, encoder.encode(TEXTS), strict=True):
         expected = hf_tokenizer(text).input_ids
         expected += [] if expected[-1:] == [encoder.eos_id] else [encoder.eos_id]
         assert tokens.tolist() == expected
-    plain_encoder = load_encoder(file, END, False)
+    plain_encoder = load_encoder(file, END_TOKEN, False)
     expected = [*hf_tokenizer(TEXTS[0], add_special_tokens=False).input_ids, plain_encoder.eos_id]
     assert plain_encoder.encode(TEXTS)[0].tolist() == expected
 
 
 def test_add_special_tokens_requires_a_tokenizer_that_adds_valid_tokens(tmp_path: Path) -> None:
-    assert load_encoder(save_tokenizer_of_kind(tmp_path / "llama", "llama 3"), END, True).bos_ids == (BOS,)
+    assert load_encoder(save_tokenizer_of_kind(tmp_path / "llama", "llama 3"), END_TOKEN, True).bos_ids == (BOS_ID,)
     file = save_tokenizer_of_kind(tmp_path / "qwen", "qwen")
     with raises_error("data.no_special_tokens", "data.add_special_tokens", file):
-        load_encoder(file, END, True)
+        load_encoder(file, END_TOKEN, True)
     data = make_data_config(write_records(tmp_path / "a.jsonl", [{"text": "a"}]), file, add_special_tokens=True)
     with raises_error("data.no_special_tokens", "data.add_special_tokens", file):
         TextFolder(data, tmp_path).check_inputs()
@@ -76,7 +76,7 @@ def test_add_special_tokens_requires_a_tokenizer_that_adds_valid_tokens(tmp_path
     content["post_processor"]["special_tokens"]["<s>"]["ids"] = [999]
     write_json(tmp_path / "beyond/tokenizer.json", content)
     with raises_error("data.invalid_tokenizer", "beyond/tokenizer.json", "999", "data.add_special_tokens: false"):
-        load_encoder(tmp_path / "beyond/tokenizer.json", END, "auto")
+        load_encoder(tmp_path / "beyond/tokenizer.json", END_TOKEN, "auto")
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "bert", "same token for begin and end"])
@@ -108,7 +108,9 @@ def test_a_dialogue_has_only_the_special_tokens_of_its_chat_template(tmp_path: P
         for _ in range(40)
     ]
     source = write_records(tmp_path / "a.jsonl", [{"messages": messages} for messages in lines])
-    file = save_tokenizer_of_kind(tmp_path / "tokenizer", "llama 3", template=CHAT, bos_token="<s>", eos_token=END)
+    file = save_tokenizer_of_kind(
+        tmp_path / "tokenizer", "llama 3", template=CHAT, bos_token="<s>", eos_token=END_TOKEN
+    )
     manifest = build_shards(make_data_config(source, file, records="messages"), tmp_path / "data")
     hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent)
     expected = [
@@ -116,8 +118,8 @@ def test_a_dialogue_has_only_the_special_tokens_of_its_chat_template(tmp_path: P
     ]
     documents = [ids for ids, _ in read_shard_documents(tmp_path / "data", manifest)]
     assert sorted(documents) == sorted(expected)
-    assert all(ids.count(BOS) == 1 for ids in documents)
-    assert manifest.bos_ids == (BOS,)
+    assert all(ids.count(BOS_ID) == 1 for ids in documents)
+    assert manifest.bos_ids == (BOS_ID,)
 
 
 def test_a_token_that_is_both_first_and_last_is_written_once_between_documents(tmp_path: Path) -> None:
@@ -133,5 +135,7 @@ def test_a_token_that_is_both_first_and_last_is_written_once_between_documents(t
 def test_the_tokens_before_a_prompt_are_added_once() -> None:
     tokenizer = add_post_processor(make_byte_tokenizer("the model of"), "bert")
     plain = tokenizer.encode("a b", add_special_tokens=False).ids
-    assert encode_prompt(tokenizer, "a b", (BOS,)) == [BOS, *plain] == encode_prompt(tokenizer, "<s>a b", (BOS,))
-    assert encode_prompt(tokenizer, "a b", ()) == plain and encode_prompt(tokenizer, "", (BOS,)) == [BOS]
+    assert (
+        encode_prompt(tokenizer, "a b", (BOS_ID,)) == [BOS_ID, *plain] == encode_prompt(tokenizer, "<s>a b", (BOS_ID,))
+    )
+    assert encode_prompt(tokenizer, "a b", ()) == plain and encode_prompt(tokenizer, "", (BOS_ID,)) == [BOS_ID]

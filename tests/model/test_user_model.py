@@ -865,9 +865,9 @@ def train_and_catch_error(rank_info: RankInfo, path: Path, text: str | None) -> 
     return ""
 
 
-SUM = ".masked_fill(~is_in_series, 0.0).sum()"
+LOSS_SUM = ".masked_fill(~is_in_series, 0.0).sum()"
 """The end of the loss in ragged.py."""
-MEAN = ".masked_fill(~is_in_series, 0.0).mean()"
+LOSS_MEAN = ".masked_fill(~is_in_series, 0.0).mean()"
 NOT_A_SUM = "model.loss_not_a_sum"
 """Code of the error about a loss that is not a sum over samples."""
 IS_A_MEAN = "is a mean"
@@ -886,8 +886,8 @@ IS_A_MEAN = "is a mean"
             ["last_layer", "again"],
         ),
         ("import torch\n", "import torch\nimport not_installed\n", "model.import_failed", ["'not_installed'"]),
-        (SUM, "", "model.wrong_loss", ["loss of ragged"]),
-        (SUM, MEAN, NOT_A_SUM, [IS_A_MEAN]),
+        (LOSS_SUM, "", "model.wrong_loss", ["loss of ragged"]),
+        (LOSS_SUM, LOSS_MEAN, NOT_A_SUM, [IS_A_MEAN]),
     ],
 )
 def test_ranks_report_an_invalid_module(
@@ -904,7 +904,7 @@ def test_ranks_report_an_invalid_module(
 def test_a_mean_is_an_error_even_if_the_loss_of_the_first_batch_is_0(series_folder: Path) -> None:
     """DDP starts with a backward pass on a batch of zeros. A loss of 0 does not show whether it is a sum."""
     text = (ROOT / "tests/support/ragged.py").read_text()
-    text = text.replace(SUM, f'{MEAN} * batch["series"].any()')
+    text = text.replace(LOSS_SUM, f'{LOSS_MEAN} * batch["series"].any()')
     run = create_prepared_run(series_folder, "zeros", ranks=2, text=RAGGED_CONFIG)
     error = run_ranks(2, train_and_catch_error, run.path, text)[0]
     assert error.startswith(f"{NOT_A_SUM}: ") and IS_A_MEAN in error
@@ -915,7 +915,7 @@ def test_a_mean_is_an_error_if_the_outputs_have_several_rows_per_sample(series_f
     for old, new in (
         ("self.last_layer(x)[..., 0]", "self.last_layer(x)[..., 0].flatten()"),
         ("    is_in_series = ", '    outputs = outputs.view(len(batch["lengths"]), -1)\n    is_in_series = '),
-        (SUM, MEAN),
+        (LOSS_SUM, LOSS_MEAN),
     ):
         assert old in text
         text = text.replace(old, new, 1)
@@ -952,11 +952,11 @@ def loss(outputs, batch):
 """Source code of a model that maps a series to two vectors. Tests replace RETURNS and append the body of `loss`."""
 LOGITS = "    a, b = outputs[:2]\n    logits = a @ b.T\n    labels = torch.arange(len(a))\n"
 # Bodies of `loss`. Those of contrastive, centered and standardized losses depend on the other samples of the batch.
-CONTRASTIVE = f'{LOGITS}    return F.cross_entropy(logits, labels, reduction="sum")\n'
-CENTERED = "    return (outputs[0] - outputs[0].mean(0)).square().sum()\n"
-STANDARDIZED = "    a = outputs[0] / outputs[0].std(0)\n    return (a.T @ outputs[1]).square().sum()\n"
+CONTRASTIVE_LOSS = f'{LOGITS}    return F.cross_entropy(logits, labels, reduction="sum")\n'
+CENTERED_LOSS = "    return (outputs[0] - outputs[0].mean(0)).square().sum()\n"
+STANDARDIZED_LOSS = "    a = outputs[0] / outputs[0].std(0)\n    return (a.T @ outputs[1]).square().sum()\n"
 CROSS_ENTROPY_OF_MATRIX = '    return F.cross_entropy(outputs, torch.arange(len(outputs)), reduction="sum")\n'
-INDEPENDENT = "    a, b = outputs[:2]\n    return (a - b).square().sum()"
+INDEPENDENT_LOSS = "    a, b = outputs[:2]\n    return (a - b).square().sum()"
 DEPENDS_ON_OTHERS = "depends on the other samples"
 """Part of the error message about such a loss."""
 
@@ -964,11 +964,11 @@ DEPENDS_ON_OTHERS = "depends on the other samples"
 @pytest.mark.parametrize(
     ("returns", "loss", "expected_text", "absent_text"),
     [
-        ("a, b", CONTRASTIVE, DEPENDS_ON_OTHERS, IS_A_MEAN),
-        ("a, b, self.scale.sum()", CONTRASTIVE, DEPENDS_ON_OTHERS, IS_A_MEAN),
-        ("a, b", CONTRASTIVE.replace(', reduction="sum"', ""), DEPENDS_ON_OTHERS, IS_A_MEAN),
-        ("a, b", CENTERED, DEPENDS_ON_OTHERS, IS_A_MEAN),
-        ("a, b", STANDARDIZED, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", CONTRASTIVE_LOSS, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b, self.scale.sum()", CONTRASTIVE_LOSS, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", CONTRASTIVE_LOSS.replace(', reduction="sum"', ""), DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", CENTERED_LOSS, DEPENDS_ON_OTHERS, IS_A_MEAN),
+        ("a, b", STANDARDIZED_LOSS, DEPENDS_ON_OTHERS, IS_A_MEAN),
         (
             "torch.cat([a, b])",
             "    a, b = outputs.chunk(2)\n    return (a - b).square().sum()\n",
@@ -978,15 +978,15 @@ DEPENDS_ON_OTHERS = "depends on the other samples"
         ("a @ b.T", CROSS_ENTROPY_OF_MATRIX, r"pairs.py:25: IndexError", IS_A_MEAN),
         (
             "a, b",
-            "    assert len(outputs[0]) > 1, 'no pairs'\n" + CONTRASTIVE,
+            "    assert len(outputs[0]) > 1, 'no pairs'\n" + CONTRASTIVE_LOSS,
             r"pairs.py:25: AssertionError: no",
             IS_A_MEAN,
         ),
-        ("a, b", INDEPENDENT.replace("sum", "mean") + "\n", IS_A_MEAN, DEPENDS_ON_OTHERS),
-        ("a, b", INDEPENDENT + " + 1\n", "adds 1 in each call", IS_A_MEAN),
-        ("a, b, self.scale.sum()", INDEPENDENT + " + outputs[2] + 1\n", "", IS_A_MEAN),
-        ("a, b", INDEPENDENT + " * torch.rand(())\n", "", IS_A_MEAN),
-        ("a, b", INDEPENDENT + "\n", "", IS_A_MEAN),
+        ("a, b", INDEPENDENT_LOSS.replace("sum", "mean") + "\n", IS_A_MEAN, DEPENDS_ON_OTHERS),
+        ("a, b", INDEPENDENT_LOSS + " + 1\n", "adds 1 in each call", IS_A_MEAN),
+        ("a, b, self.scale.sum()", INDEPENDENT_LOSS + " + outputs[2] + 1\n", "", IS_A_MEAN),
+        ("a, b", INDEPENDENT_LOSS + " * torch.rand(())\n", "", IS_A_MEAN),
+        ("a, b", INDEPENDENT_LOSS + "\n", "", IS_A_MEAN),
     ],
 )
 def test_the_error_names_the_reason_why_a_loss_is_not_a_sum(

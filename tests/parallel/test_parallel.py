@@ -253,7 +253,7 @@ def test_pipeline_tensor_and_data_parallel_together_equal_one_process(zero: int,
     )
 
 
-HYBRID = {"data": {"replicate": 2, "shard": 2}}
+HYBRID_SHARDING = {"data": {"replicate": 2, "shard": 2}}
 # numbers of ranks, and layouts
 COMBINATIONS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pipeline": 2, "offload": True}),
@@ -263,10 +263,10 @@ COMBINATIONS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pipeline": 2, "tensor": 2, "schedule": "gpipe"}),
     (4, {**TWO_VIRTUAL_STAGES, "tensor": 2, "schedule": "interleaved_zero_bubble"}),
     (4, {**TWO_VIRTUAL_STAGES, "tensor": 2, "schedule": "dualpipe_v"}),
-    (8, {"tensor": 2, "zero": 1, **HYBRID}),
-    (8, {"tensor": 2, "zero": 3, **HYBRID}),
-    (8, {"pipeline": 2, "zero": 2, **HYBRID}),
-    (8, {**TWO_VIRTUAL_STAGES, "schedule": "zbv", "zero": 1, **HYBRID}),
+    (8, {"tensor": 2, "zero": 1, **HYBRID_SHARDING}),
+    (8, {"tensor": 2, "zero": 3, **HYBRID_SHARDING}),
+    (8, {"pipeline": 2, "zero": 2, **HYBRID_SHARDING}),
+    (8, {**TWO_VIRTUAL_STAGES, "schedule": "zbv", "zero": 1, **HYBRID_SHARDING}),
 ]
 
 
@@ -290,7 +290,7 @@ def test_a_chunked_loss_in_all_kinds_of_layouts_equals_the_full_loss_of_one_proc
     if ranks == 4:
         layouts = [{**TWO_VIRTUAL_STAGES, "schedule": "zbv", "tensor": 2}, {"tensor": 2, "zero": 2}, {"pipeline": 4}]
     if ranks == 8:
-        layouts = [{"pipeline": 2, "tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3, **HYBRID}]
+        layouts = [{"pipeline": 2, "tensor": 2, "zero": 1}, {"tensor": 2, "zero": 3, **HYBRID_SHARDING}]
     train = CHUNKED | {"micro_batch": {2: 2, 4: 1, 8: 1}[ranks]}
     check_against_one_process(ranks, *({"parallel": layout, "train": train, "model": model} for layout in layouts))
 

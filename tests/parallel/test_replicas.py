@@ -437,7 +437,7 @@ def test_replicas_of_local_sgd_start_from_their_mean_on_another_number_of_replic
     assert "start from the mean of 3" in on_two_replicas[0]["note"] and on_three_replicas[0]["note"] is None
 
 
-METHODS: dict[str, dict[str, Any]] = {
+SYNC_METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"hook": {"kind": "bf16"}},
     "topk": {"hook": {"kind": "topk"}},
@@ -452,7 +452,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def resume_with_each_method(
     rank_info: RankInfo, folder: Path
 ) -> dict[tuple[str, str], tuple[str | None, set[str], set[str]]]:
-    """Save a checkpoint with each method of `METHODS`, and load it with each method.
+    """Save a checkpoint with each method of `SYNC_METHODS`, and load it with each method.
 
     Return for each pair of methods: the note of the resume, and the names of the replica state's tensors that this
     replica saved and read.
@@ -461,7 +461,7 @@ def resume_with_each_method(
 
     from pipeline.checkpoint.checkpointer import Checkpointer
 
-    engines = {name: create_engine(rank_info, make_config(2, **parallel)) for name, parallel in METHODS.items()}
+    engines = {name: create_engine(rank_info, make_config(2, **parallel)) for name, parallel in SYNC_METHODS.items()}
     group = dist.new_group(backend="gloo")
     results = {}
     for saving_method, engine in engines.items():

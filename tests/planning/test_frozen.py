@@ -25,30 +25,30 @@ from planning import predict as predicting
 from planning.machine import Attention, Link, Step
 from planning.predict import predict_step
 from planning.workload import Workload, workload_from_config
-from tests.planning.test_predict import IDEAL, PERFECT
+from tests.planning.test_predict import IDEAL_MACHINE, PERFECT_CONSTANTS
 from tests.support.tiny_training import tiny_config
 
 VOCAB = 512
 LAYERS = 4
 LENGTH = 16
 BATCH = 2
-TABLE = "model.embed_tokens.*"
-HEAD = "lm_head.*"
-NORM = "model.norm.*"
+EMBEDDING_PATTERN = "model.embed_tokens.*"
+OUTPUT_LAYER_PATTERN = "lm_head.*"
+NORM_PATTERN = "model.norm.*"
 TIED = {"tie_word_embeddings": True}
 
 # Cases: frozen parameters, and keys of the model.
 WHOLE_BLOCKS: list[tuple[list[str], dict[str, Any]]] = [
     ([], {}),
-    ([TABLE], {}),
-    ([TABLE, "model.layers.[01].*"], {}),
+    ([EMBEDDING_PATTERN], {}),
+    ([EMBEDDING_PATTERN, "model.layers.[01].*"], {}),
     (["model.layers.[01].*"], {}),
-    ([TABLE, "model.layers.[13].*"], {}),
-    (["model.layers.[23].*", HEAD], {}),
-    ([TABLE, "model.layers.*"], {}),
-    ([TABLE, "model.layers.*", NORM], {}),
-    ([HEAD], {}),
-    ([TABLE, "model.layers.0.*"], TIED),
+    ([EMBEDDING_PATTERN, "model.layers.[13].*"], {}),
+    (["model.layers.[23].*", OUTPUT_LAYER_PATTERN], {}),
+    ([EMBEDDING_PATTERN, "model.layers.*"], {}),
+    ([EMBEDDING_PATTERN, "model.layers.*", NORM_PATTERN], {}),
+    ([OUTPUT_LAYER_PATTERN], {}),
+    ([EMBEDDING_PATTERN, "model.layers.0.*"], TIED),
     (["model.layers.*"], TIED),
 ]
 PARTS_OF_BLOCKS: list[tuple[list[str], dict[str, Any]]] = [
@@ -152,15 +152,15 @@ def test_predicted_flops_of_each_block_equal_those_that_torch_counts(
     pipeline_workload = make_workload(make_config(freeze, model, LAYERS, pipeline=LAYERS))
     one_rank_workload = make_workload(make_config(freeze, model))
 
-    only_products = IDEAL.model_copy(update={"attention": Attention(portable=1e40, native=1e40)})
-    predicted = predict_step(pipeline_workload, only_products, PERFECT)
+    only_products = IDEAL_MACHINE.model_copy(update={"attention": Attention(portable=1e40, native=1e40)})
+    predicted = predict_step(pipeline_workload, only_products, PERFECT_CONSTANTS)
     assert [seconds * 1e15 for seconds in predicted.forward] == [approx(block.forward) for block in counted_blocks]
     assert [seconds * 1e15 for seconds in predicted.backward] == [approx(block.backward) for block in counted_blocks]
     products = one_rank_workload.micro_batches * sum(block.forward + block.backward for block in counted_blocks)
-    assert predict_step(one_rank_workload, only_products, PERFECT).compute * 1e15 == approx(products)
+    assert predict_step(one_rank_workload, only_products, PERFECT_CONSTANTS).compute * 1e15 == approx(products)
 
-    only_attention = IDEAL.model_copy(update={"achievable": {"bf16": 1e40}})
-    predicted = predict_step(pipeline_workload, only_attention, PERFECT)
+    only_attention = IDEAL_MACHINE.model_copy(update={"achievable": {"bf16": 1e40}})
+    predicted = predict_step(pipeline_workload, only_attention, PERFECT_CONSTANTS)
     # In a fused attention kernel, backward computes 2.5 times as much as forward. In the counted kernel, it computes
     # twice as much.
     assert [2 * block.attention_backward / block.attention_forward for block in counted_blocks] == [
@@ -179,12 +179,12 @@ def test_predicted_traffic_equals_the_gradients_that_torch_computes(freeze: list
     DDP reduces gradients once per step. ZeRO 3 gathers weights and reduces gradients in each micro-batch.
     """
     slow_link = Link(bandwidth=1e8, latency=1e-30)
-    slow_machine = IDEAL.model_copy(update={"inside": slow_link, "between": slow_link})
+    slow_machine = IDEAL_MACHINE.model_copy(update={"inside": slow_link, "between": slow_link})
     counted_blocks = count_blocks(make_config(freeze, model))
     backward_blocks = sum(block.attention_backward > 0 for block in counted_blocks)
 
     ddp = make_workload(make_config(freeze, model, 2 * LAYERS, pipeline=LAYERS))
-    predicted = predict_step(replace(ddp, hide_data=False), slow_machine, PERFECT)
+    predicted = predict_step(replace(ddp, hide_data=False), slow_machine, PERFECT_CONSTANTS)
     reduced_bytes = max(block.gradients + sum(block.table_gradients.values()) for block in counted_blocks)
     assert predicted.data * 1e8 == pytest.approx(reduced_bytes, rel=1e-6)
     message_bytes = BATCH * LENGTH * ddp.hidden * 2
@@ -198,15 +198,17 @@ def test_predicted_traffic_equals_the_gradients_that_torch_computes(freeze: list
     gathered_bytes = block_bytes * (LAYERS + backward_blocks) + table_bytes
     sent_bytes = zero3.micro_batches * (gathered_bytes + sum(block.gradients for block in counted_blocks))
     sent_bytes += counted_blocks[0].table_gradients.get(EMBEDDING, 0)
-    assert predict_step(zero3, slow_machine, PERFECT).data * 1e8 == pytest.approx(sent_bytes * 7 / 8, rel=1e-3)
+    assert predict_step(zero3, slow_machine, PERFECT_CONSTANTS).data * 1e8 == pytest.approx(
+        sent_bytes * 7 / 8, rel=1e-3
+    )
 
     high_latency = Link(bandwidth=1e40, latency=1e-3)
-    machine_with_latency = IDEAL.model_copy(update={"inside": high_latency, "between": high_latency})
+    machine_with_latency = IDEAL_MACHINE.model_copy(update={"inside": high_latency, "between": high_latency})
     # the forward pass gathers each block and the embedding, and the backward pass gathers blocks again
     gathers = LAYERS + 1 + backward_blocks
     reductions = sum(block.gradients > 0 for block in counted_blocks)
     calls = zero3.micro_batches * (gathers + reductions) + (EMBEDDING in counted_blocks[0].table_gradients)
-    assert predict_step(zero3, machine_with_latency, PERFECT).data == pytest.approx(calls * 7e-3, rel=1e-3)
+    assert predict_step(zero3, machine_with_latency, PERFECT_CONSTANTS).data == pytest.approx(calls * 7e-3, rel=1e-3)
 
 
 def test_a_single_trained_share_applies_to_all_blocks() -> None:
@@ -214,4 +216,4 @@ def test_a_single_trained_share_applies_to_all_blocks() -> None:
     work = make_workload(make_config([], {}))
     old_work = {name: value for name, value in asdict(work).items() if name != "trained_tables"} | {"trained": 1.0}
     step = Step.model_validate_json(json.dumps({"work": old_work, "ranks_per_node": 1, "seconds": 1.0}))
-    assert predict_step(step.work, IDEAL) == predict_step(work, IDEAL)
+    assert predict_step(step.work, IDEAL_MACHINE) == predict_step(work, IDEAL_MACHINE)

@@ -41,13 +41,13 @@ SMALL_WORKLOAD = Workload(
 )
 PIPELINE_WORKLOAD = replace(SMALL_WORKLOAD, pipeline=4, shard=4, zero=1, tensor=2)
 
-IDEAL = Machine(
+IDEAL_MACHINE = Machine(
     gpu="ideal", memory_gib=1, bandwidth=1e30, multiprocessors=1, peak={"bf16": 1e15}, achievable={"bf16": 1e15},
     attention=Attention(portable=1e15, native=1e15), gpus_per_node=8, inside=Link(bandwidth=1e30, latency=1e-30),
     between=Link(bandwidth=1e30, latency=1e-30),
 )  # fmt: skip
 """A machine on which only arithmetic takes time, at 1e15 FLOP/s."""
-PERFECT = Constants(1, 1, 1, 1, 1, 1, 1e-30, 1e-30, 1e-30, 1e-30)
+PERFECT_CONSTANTS = Constants(1, 1, 1, 1, 1, 1, 1e-30, 1e-30, 1e-30, 1e-30)
 """Constants without losses and overheads."""
 
 
@@ -80,7 +80,7 @@ def test_on_an_ideal_machine_only_arithmetic_takes_time() -> None:
 
     Half of the attention is masked. The backward pass computes 2.5 times as much attention as the forward pass.
     """
-    prediction = predict_step(SMALL_WORKLOAD, IDEAL, replace(PERFECT, attention=(1 + 512 / 2048)))
+    prediction = predict_step(SMALL_WORKLOAD, IDEAL_MACHINE, replace(PERFECT_CONSTANTS, attention=(1 + 512 / 2048)))
     weights = 16 * (2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 5632) + 2048 * 32000
     tokens = 128 * 2048
     attention = 3.5 * 2 * tokens * 2048 * 2048 * 16
@@ -164,7 +164,7 @@ def test_the_predicted_bubble_equals_the_theory() -> None:
     equal_stages = replace(SMALL_WORKLOAD, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
         work = replace(equal_stages, virtual_stages=virtual, schedule=schedule)
-        prediction = predict_step(work, IDEAL, PERFECT)
+        prediction = predict_step(work, IDEAL_MACHINE, PERFECT_CONSTANTS)
         busy_s = prediction.step - prediction.bubble
         assert prediction.bubble / busy_s == pytest.approx(3 / 32 / virtual, rel=1e-3)
 
@@ -233,14 +233,14 @@ def test_on_a_slow_network_traffic_determines_the_step_of_zero_3(micro_batches: 
 
     If gradients are reduced once per step, a micro-batch sends 4 bytes per weight, and the step sends 4 more bytes.
     """
-    slow_machine = IDEAL.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
+    slow_machine = IDEAL_MACHINE.model_copy(update={"between": Link(bandwidth=1e8, latency=1e-30)})
     work = replace(SMALL_WORKLOAD, vocab=1, shard=64, zero=3, global_batch=64 * 2 * micro_batches)
     weights = 16 * (work.attention_weights + work.expert_weights)
     bytes_per_s = 8 * 1e8  # the network cards of the eight GPUs of a node
-    prediction = predict_step(work, slow_machine, PERFECT)
+    prediction = predict_step(work, slow_machine, PERFECT_CONSTANTS)
     assert prediction.step == pytest.approx(micro_batches * 8 * weights * 63 / 64 / bytes_per_s, rel=1e-3)
     assert prediction.data == pytest.approx(prediction.step - prediction.compute, rel=1e-6)
-    reduced_once = predict_step(replace(work, each_micro_batch=False), slow_machine, PERFECT)
+    reduced_once = predict_step(replace(work, each_micro_batch=False), slow_machine, PERFECT_CONSTANTS)
     assert reduced_once.step == pytest.approx((micro_batches * 4 + 4) * weights * 63 / 64 / bytes_per_s, rel=1e-3)
 
 

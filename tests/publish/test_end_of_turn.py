@@ -48,11 +48,11 @@ WITHOUT_END_TOKEN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n
 UNMARKED_END = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
 MARKED_END = UNMARKED_END.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
 TOKENIZER = make_byte_tokenizer(" ".join(WORDS))
-END = get_token_id(TOKENIZER, "<|end|>")
-CLOSE = get_token_id(TOKENIZER, "</s>")
-IM_END = get_token_id(TOKENIZER, "<|im_end|>")
-BOS = get_token_id(TOKENIZER, "<s>")
-PAD = get_token_id(TOKENIZER, "<|pad|>")
+END_ID = get_token_id(TOKENIZER, "<|end|>")
+SENTENCE_END_ID = get_token_id(TOKENIZER, "</s>")
+IM_END_ID = get_token_id(TOKENIZER, "<|im_end|>")
+BOS_ID = get_token_id(TOKENIZER, "<s>")
+PAD_ID = get_token_id(TOKENIZER, "<|pad|>")
 CONFIG = """\
 run: {{name: chat, root: {root}}}
 data: {{source: {source}, records: {records}, sequence_length: 64, shard_tokens: 4096, held_out: 0.2}}
@@ -65,14 +65,18 @@ stages: {{train: {{tasks_per_node: 1}}}}
 @pytest.mark.parametrize(
     ("template", "end_ids", "problem"),
     [
-        (CHATML, (IM_END,), ""),
-        (MARKED_END, (IM_END,), ""),
-        (UNMARKED_END, (IM_END,), "<|im_end|>"),
-        (MISTRAL, (CLOSE,), ""),
+        (CHATML, (IM_END_ID,), ""),
+        (MARKED_END, (IM_END_ID,), ""),
+        (UNMARKED_END, (IM_END_ID,), "<|im_end|>"),
+        (MISTRAL, (SENTENCE_END_ID,), ""),
         (WITHOUT_END_TOKEN, (), r"'\n\n'"),
         (CHATML.replace("<|im_end|>", "<|stop|>"), (), "<|stop|>"),
         (CHATML.replace("<|im_end|>", ""), (), r"'\n'"),
-        (MARKED_END.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}"), (CLOSE, IM_END), ""),
+        (
+            MARKED_END.replace("<|im_end|>", "{{ '</s>' if loop.last else '<|im_end|>' }}"),
+            (SENTENCE_END_ID, IM_END_ID),
+            "",
+        ),
         ("{{ raise_exception('no dialogue') }}", (), "no dialogue"),
         ("{{ messages[1].content | upper }}<|im_end|>", (), "unchanged"),
     ],
@@ -92,7 +96,7 @@ def test_end_of_turn_token_that_strips_following_spaces_is_in_the_loss_only_if_m
         token["rstrip"] = token["content"] == "<|im_end|>"
     template = template.replace("\n{% endfor %}", "{{ '\n' }}{% endfor %}")  # Jinja drops a newline after a block.
     end_of_turn = find_end_of_turn(ChatTemplate(template, {}), Tokenizer.from_str(json.dumps(content)))
-    assert end_of_turn.ids == (IM_END,)
+    assert end_of_turn.ids == (IM_END_ID,)
     assert (end_of_turn.problem == "") is is_in_loss
 
 
@@ -119,8 +123,8 @@ def make_chat_run(
     save_random_model(model, "qwen2", vocab_size=tokenizer.get_vocab_size(), eos_token_id=config_end_ids)
     save_tokenizer(model, tokenizer, template, eos_token="<|end|>", bos_token="<s>")
     write_json(model / "special_tokens_map.json", {"eos_token": {"content": "<|end|>", "lstrip": False}})
-    end_ids = {} if config_end_ids else {"eos_token_id": [END]}
-    write_json(model / "generation_config.json", {**end_ids, "temperature": 0.6, "pad_token_id": PAD})
+    end_ids = {} if config_end_ids else {"eos_token_id": [END_ID]}
+    write_json(model / "generation_config.json", {**end_ids, "temperature": 0.6, "pad_token_id": PAD_ID})
     roles = ("user", "assistant")
     lines: list[Any] = [
         {"messages": [{"role": role, "content": f"{role} {number}"} for role in roles]} for number in range(40)
@@ -156,7 +160,7 @@ def test_end_of_turn_token_is_exported_with_a_base_model_tuned_on_dialogues(
     assert "<|im_end|>" in capsys.readouterr().out
     message = export_checkpoint(run, tmp_path / "out", None, "fp32")
     assert "warning" not in message
-    end_ids = [IM_END, END]
+    end_ids = [IM_END_ID, END_ID]
     assert read_end_tokens(tmp_path / "out") == {
         "config.json": end_ids,
         "generation_config.json": end_ids,
@@ -164,15 +168,15 @@ def test_end_of_turn_token_is_exported_with_a_base_model_tuned_on_dialogues(
     }
     assert _load_run(run.path, "the model", None, 3)[2] == end_ids
     generation, config = (read_json(tmp_path / "out" / name) for name in ("generation_config.json", "config.json"))
-    assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD)
-    assert (config["bos_token_id"], config["pad_token_id"]) == (BOS, PAD)
+    assert (generation["temperature"], generation["pad_token_id"]) == (0.6, PAD_ID)
+    assert (config["bos_token_id"], config["pad_token_id"]) == (BOS_ID, PAD_ID)
     assert read_json(tmp_path / "out/special_tokens_map.json")["eos_token"] == "<|im_end|>"
 
 
 def evaluate_with_fixed_answer(rank_info: RankInfo, path: Path) -> int:
     """Run the evaluate stage with a model that answers `a`, an end-of-turn token and then other text."""
     answer = get_token_id(TOKENIZER, "a")
-    next_ids = {answer: IM_END, IM_END: get_token_id(TOKENIZER, "b")}
+    next_ids = {answer: IM_END_ID, IM_END_ID: get_token_id(TOKENIZER, "b")}
 
     def compute_logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = torch.tensor([next_ids.get(row[-1], answer) for row in rows])
@@ -191,9 +195,9 @@ def test_generated_answer_of_an_evaluation_task_stops_at_the_end_of_turn_token(t
 
 def test_eos_token_of_the_config_is_exported_before_the_end_tokens_of_the_base_model(tmp_path: Path) -> None:
     tokenizer_override = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
-    run = make_chat_run(tmp_path, CHATML, tokenizer_override, config_end_ids=[END, PAD])
+    run = make_chat_run(tmp_path, CHATML, tokenizer_override, config_end_ids=[END_ID, PAD_ID])
     export_checkpoint(run, tmp_path / "out", None, "fp32")
-    end_ids = [CLOSE, IM_END, END, PAD]
+    end_ids = [SENTENCE_END_ID, IM_END_ID, END_ID, PAD_ID]
     assert read_end_tokens(tmp_path / "out") == {
         "config.json": end_ids,
         "generation_config.json": end_ids,
@@ -205,7 +209,7 @@ def test_eos_token_of_the_config_is_exported_before_the_end_tokens_of_the_base_m
 def test_eos_token_of_the_config_does_not_replace_the_eos_token_that_the_template_writes(tmp_path: Path) -> None:
     tokenizer_override = f"data.tokenizer={{kind: file, path: {tmp_path}/model/tokenizer.json, eos_token: </s>}}"
     export_checkpoint(make_chat_run(tmp_path, MISTRAL, tokenizer_override), tmp_path / "out", None, "fp32")
-    end_ids = [END, CLOSE]
+    end_ids = [END_ID, SENTENCE_END_ID]
     assert read_end_tokens(tmp_path / "out") == {
         "config.json": end_ids,
         "generation_config.json": end_ids,
@@ -237,7 +241,7 @@ def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
         _, tokenizer, run_end_ids, run_ids = _load_run(run.path, question, None, 6)
         _, _, export_end_ids, export_ids = _load_folder(tmp_path / records / "out", question, None, 6)
         assert run_ids == export_ids
-        assert IM_END in run_end_ids
+        assert IM_END_ID in run_end_ids
         assert set(run_end_ids) == set(export_end_ids)
         assert tokenizer.decode(run_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
         answers = [generate_text(path, "a", system="s", **options) for path in (run.path, tmp_path / records / "out")]
@@ -250,7 +254,7 @@ def test_files_of_the_base_model_are_exported_unchanged_if_their_end_token_is_co
     assert not (tmp_path / "out/chat_template.jinja").exists()  # The template is in tokenizer_config.json.
     for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes(), name
-    assert read_json(tmp_path / "out/config.json")["eos_token_id"] == END
+    assert read_json(tmp_path / "out/config.json")["eos_token_id"] == END_ID
 
 
 @pytest.mark.parametrize(
@@ -275,7 +279,7 @@ def test_prompt_response_pairs_end_with_the_eos_token_of_the_config(tmp_path: Pa
     # The run was trained without <s>. The tokenizer in transformers adds <s>, and also </s> after a prompt.
     assert any("<s>" in line and "add_special_tokens=False" in line for line in lines)
     assert any("</s>" in line for line in lines)
-    end_ids = [CLOSE, END]
+    end_ids = [SENTENCE_END_ID, END_ID]
     assert read_end_tokens(tmp_path / "out") == {
         "config.json": end_ids,
         "generation_config.json": end_ids,
@@ -305,8 +309,8 @@ def test_tokenizer_file_of_the_config_is_exported_with_its_chat_template(tmp_pat
     assert read_end_tokens(folder)["tokenizer"] == "<|im_end|>"
     hf_tokenizer = AutoTokenizer.from_pretrained(folder)
     config = read_json(folder / "config.json")
-    assert hf_tokenizer.bos_token_id == config["bos_token_id"] == BOS
-    assert hf_tokenizer.pad_token_id == config["pad_token_id"] == PAD
+    assert hf_tokenizer.bos_token_id == config["bos_token_id"] == BOS_ID
+    assert hf_tokenizer.pad_token_id == config["pad_token_id"] == PAD_ID
     text = hf_tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     assert text == "<|im_start|>user\na<|im_end|>\n"
 
@@ -340,7 +344,7 @@ def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, 
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert model.config.model_type == family and tokenizer.vocab_size > 100_000
-    assert tokenizer.bos_token_id == tokenizer("a").input_ids[0] == model.config.bos_token_id == BOS
+    assert tokenizer.bos_token_id == tokenizer("a").input_ids[0] == model.config.bos_token_id == BOS_ID
     assert warnings == []
     # with version 4.57 in config.json, transformers would warn for every model family
     assert read_json(folder / "config.json")["transformers_version"] >= "5.0.0"

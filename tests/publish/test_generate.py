@@ -25,7 +25,7 @@ from tests.support.errors import raises_error
 from tests.support.tiny import WORDS, make_run
 from tests.support.tokenizers import add_post_processor, get_token_id, make_byte_tokenizer, save_tokenizer
 
-GREEDY: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed": 1}
+GREEDY_OPTIONS: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed": 1}
 PROMPT = "the model of the"
 
 
@@ -56,7 +56,7 @@ def test_greedy_decoding_equals_transformers_and_stops_at_an_end_token(tmp_path:
     # Generation stops after an end token.
     end_id = new_ids[7]
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [299, end_id]})
-    text = generate_text(tmp_path, PROMPT, max_tokens=40, **GREEDY)
+    text = generate_text(tmp_path, PROMPT, max_tokens=40, **GREEDY_OPTIONS)
     assert text == tokenizer.decode([*ids, *new_ids[: new_ids.index(end_id) + 1]])
 
 
@@ -64,15 +64,15 @@ def test_a_run_and_its_export_generate_the_same_text(tmp_path: Path) -> None:
     data = make_run(tmp_path, "data").data_dir
     folder, _ = export_initial_weights(tmp_path, data, "run", "model.initializer_range=0.2", "model.rope_theta=500.0")
     run = tmp_path / "runs/run"
-    text = generate_text(run, PROMPT, max_tokens=12, **GREEDY)
+    text = generate_text(run, PROMPT, max_tokens=12, **GREEDY_OPTIONS)
     assert text.startswith(PROMPT) and len(text) > len(PROMPT)
-    assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY) == text
+    assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY_OPTIONS) == text
     samples = {
-        seed: generate_text(run, PROMPT, max_tokens=12, **{**GREEDY, "temperature": 1.0, "seed": seed})
+        seed: generate_text(run, PROMPT, max_tokens=12, **{**GREEDY_OPTIONS, "temperature": 1.0, "seed": seed})
         for seed in (1, 2)
     }
     assert samples[1] != samples[2] and text not in samples.values()
-    assert generate_text(run, PROMPT, max_tokens=12, **{**GREEDY, "temperature": 1.0}) == samples[1]
+    assert generate_text(run, PROMPT, max_tokens=12, **{**GREEDY_OPTIONS, "temperature": 1.0}) == samples[1]
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", "runs/run", PROMPT]
     command += ["--max-tokens", "12", "--seed", "2", "--step", "1"]
     command += ["--greedy"]  # takes precedence over --seed
@@ -116,8 +116,8 @@ def test_generate_from_a_run_adds_the_special_tokens_with_which_its_documents_be
         ids = _load_run(tmp_path / f"runs/run{number}", PROMPT, None, 12)[3]
         assert ids == [*expected_bos_ids, *tokenizer.encode(PROMPT, add_special_tokens=False).ids]
         if expected_bos_ids:
-            text = generate_text(tmp_path / f"runs/run{number}", PROMPT, max_tokens=12, **GREEDY)
-            assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY) == text
+            text = generate_text(tmp_path / f"runs/run{number}", PROMPT, max_tokens=12, **GREEDY_OPTIONS)
+            assert generate_text(folder, PROMPT, max_tokens=12, **GREEDY_OPTIONS) == text
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v0.1", "qwen3"])
@@ -141,7 +141,7 @@ def test_generate_with_chat_answers_a_message_like_transformers(tmp_path: Path, 
     answer_ids = hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)[
         0, len(ids) :
     ]
-    options: dict[str, Any] = {"max_tokens": 12, **GREEDY, "chat": True, "system": system}
+    options: dict[str, Any] = {"max_tokens": 12, **GREEDY_OPTIONS, "chat": True, "system": system}
     assert generate_text(tmp_path, PROMPT, **options) == hf_tokenizer.decode(answer_ids, skip_special_tokens=True)
 
 
@@ -164,7 +164,7 @@ def test_an_answer_ends_with_the_end_of_turn_token_of_the_template(tmp_path: Pat
     tokenizer_config = {"chat_template": template, "eos_token": eos_token, "bos_token": "<s>"}
     write_json(tmp_path / "tokenizer_config.json", tokenizer_config)
     assert _load_folder(tmp_path, messages, None, 12)[3] == ids
-    answer = generate_text(tmp_path, PROMPT, max_tokens=12, chat=True, **GREEDY)
+    answer = generate_text(tmp_path, PROMPT, max_tokens=12, chat=True, **GREEDY_OPTIONS)
     assert answer == tokenizer.decode(new_ids[:stop].tolist())
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "generate", str(tmp_path), PROMPT]
     result = subprocess.run([*command, "--chat", "--greedy", "--max-tokens", "12"], capture_output=True, timeout=120)
@@ -176,15 +176,15 @@ def test_chat_without_a_usable_template_is_an_error(tmp_path: Path) -> None:
     run = make_run(tmp_path, "text")
     for target, name in ((tmp_path / "none", "none"), (run.path, "text")):
         with raises_error("data.no_chat_template", "--chat", name):
-            generate_text(target, PROMPT, max_tokens=3, chat=True, **GREEDY)
+            generate_text(target, PROMPT, max_tokens=3, chat=True, **GREEDY_OPTIONS)
     with raises_error("cli.conflict", "--system", "--chat"):
-        generate_text(tmp_path / "none", PROMPT, max_tokens=3, system="x", **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, max_tokens=3, system="x", **GREEDY_OPTIONS)
     (tmp_path / "none/chat_template.jinja").write_text("{{ raise_exception('no user') }}")
     with raises_error("data.unusable_dialogue", "--chat", "no user"):
-        generate_text(tmp_path / "none", PROMPT, max_tokens=3, chat=True, **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, max_tokens=3, chat=True, **GREEDY_OPTIONS)
     (tmp_path / "none/chat_template.jinja").write_text("{% for %}")
     with raises_error("data.invalid_chat_template", "--chat", tmp_path / "none"):
-        generate_text(tmp_path / "none", PROMPT, max_tokens=3, chat=True, **GREEDY)
+        generate_text(tmp_path / "none", PROMPT, max_tokens=3, chat=True, **GREEDY_OPTIONS)
 
 
 def test_samples_follow_temperature_and_top_p() -> None:
@@ -216,10 +216,10 @@ def test_invalid_arguments_and_files_are_errors_that_name_them(tmp_path: Path) -
         ({"max_tokens": 17}, "model.prompt_too_long", "model.sliding_window (16)"),
     ):
         with raises_error(code, expected_text):
-            generate_text(folder, **{"prompt": PROMPT, "max_tokens": 5, **GREEDY, **change})
-    assert generate_text(folder, "a \udcff b", max_tokens=1, **GREEDY).startswith("a ? b")
+            generate_text(folder, **{"prompt": PROMPT, "max_tokens": 5, **GREEDY_OPTIONS, **change})
+    assert generate_text(folder, "a \udcff b", max_tokens=1, **GREEDY_OPTIONS).startswith("a ? b")
     (folder / "tokenizer.json").write_text("{}")
     with raises_error("data.invalid_tokenizer", "tokenizer.json"):
-        generate_text(folder, PROMPT, max_tokens=5, **GREEDY)
+        generate_text(folder, PROMPT, max_tokens=5, **GREEDY_OPTIONS)
     with raises_error("run.not_a_run", tmp_path / "nothing"):
-        generate_text(tmp_path / "nothing", PROMPT, max_tokens=5, **GREEDY)
+        generate_text(tmp_path / "nothing", PROMPT, max_tokens=5, **GREEDY_OPTIONS)

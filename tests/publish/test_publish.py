@@ -35,7 +35,7 @@ from tests.support.requirements import skip_or_fail_in_ci
 from tests.support.servers import mlflow_server
 from tests.support.tiny import PassiveStopFlag, make_run, run_stage_on_rank, write_config
 
-KILLED = 9
+KILLED_EXIT_CODE = 9
 """Exit code of a process that a test ends before its work is done."""
 
 
@@ -191,7 +191,7 @@ def publish_until_killed(rank_info: RankInfo, path: Path, calls: int) -> int:
             nonlocal remaining_calls
             remaining_calls -= 1
             if remaining_calls < 0:
-                os._exit(KILLED)
+                os._exit(KILLED_EXIT_CODE)
             return function(*arguments, **options)
 
         return call_or_exit
@@ -218,7 +218,7 @@ def test_publishing_killed_at_any_moment_leaves_one_complete_version_or_none(
         versions = [name for name in names if not name.startswith(".")]
         if exit_code == ExitCode.DONE:
             break
-        assert exit_code == KILLED
+        assert exit_code == KILLED_EXIT_CODE
         assert versions in ([], ["step-00000003"])
         if versions:
             assert publish_stage.describe_missing_outputs(run) is None
@@ -397,11 +397,11 @@ def test_publish_removes_temporary_folders_of_this_run_but_not_of_others(
     other_folder = folder / ".step-00000003.0123456789ab-cdef.tmp"
     other_folder.mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(publish_stage, "_add_card_and_checksums", lambda *_: os._exit(KILLED))
+        patched.setattr(publish_stage, "_add_card_and_checksums", lambda *_: os._exit(KILLED_EXIT_CODE))
         if (child := os.fork()) == 0:
             run_publish(run)
             os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED_EXIT_CODE
     assert len([*folder.glob(".step*.tmp")]) == 2
     assert run_publish(run) == ExitCode.DONE
     assert sorted(path.name for path in folder.iterdir()) == [other_folder.name, "step-00000003"]

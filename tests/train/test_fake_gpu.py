@@ -11,7 +11,7 @@ from tests.support.ranks import PORTS
 
 pytestmark = pytest.mark.gpu_fake
 
-DEFAULT = "(nil)"
+DEFAULT_STREAM = "(nil)"
 """CUDA's default stream as the log shows it. The train stage computes on this stream."""
 
 
@@ -24,9 +24,11 @@ def test_a_save_copies_weights_after_the_last_kernel_and_before_the_next_one(
     staged = find_calls(calls, "note", "staged")
     assert len(saves) == len(staged) == 2
     calls_of_saves = calls[saves[0] : find_calls(calls, "note", "closed")[0]]
-    assert not find_calls(calls_of_saves, "sync-stream", DEFAULT), "the host waits for the kernels of the train stage"
+    assert not find_calls(calls_of_saves, "sync-stream", DEFAULT_STREAM), (
+        "the host waits for the kernels of the train stage"
+    )
     for save_index, staged_index in zip(saves, staged, strict=True):
-        last_kernel = max(index for index in find_calls(calls, "launch", DEFAULT) if index < save_index)
+        last_kernel = max(index for index in find_calls(calls, "launch", DEFAULT_STREAM) if index < save_index)
         save = calls[last_kernel:staged_index]
         copies = [index for index, call in enumerate(save) if call.name == "copy" and call.arguments[2] == "device"]
         assert copies, "no weights were copied"
@@ -34,7 +36,9 @@ def test_a_save_copies_weights_after_the_last_kernel_and_before_the_next_one(
             earlier_calls = save[:copy]
             stream = save[copy].arguments[0]
             events = {
-                call.arguments[0] for call in earlier_calls if call.name == "record" and call.arguments[1] == DEFAULT
+                call.arguments[0]
+                for call in earlier_calls
+                if call.name == "record" and call.arguments[1] == DEFAULT_STREAM
             }
             waits = {call.arguments[1] for call in earlier_calls if call.name == "wait" and call.arguments[0] == stream}
             assert events & waits, "the copy does not wait for the kernel before it"
@@ -48,8 +52,8 @@ def test_mpi_threads_do_not_wait_for_queued_kernels_of_the_training(gpu_runner: 
     mpi_calls = [call for call in calls if call.thread != calls[0].thread]
     streams_of_copies = {call.arguments[1:3]: call.arguments[0] for call in mpi_calls if call.name == "copy"}
     assert {("pinned", "device"), ("device", "pinned")} <= streams_of_copies.keys(), "messages go through host memory"
-    assert DEFAULT not in streams_of_copies.values()
-    assert not find_calls(mpi_calls, "sync-stream", DEFAULT)
+    assert DEFAULT_STREAM not in streams_of_copies.values()
+    assert not find_calls(mpi_calls, "sync-stream", DEFAULT_STREAM)
     first_copy = next(index for index, call in enumerate(mpi_calls) if call.name == "copy")
     assert find_calls(mpi_calls[:first_copy], "sync-event"), "the thread waits for the tensor's last kernel"
 
@@ -112,7 +116,7 @@ def test_memory_that_a_hook_reads_on_another_stream_is_not_reused(gpu_runner: Fa
         assert len(step_ends) == 4
         for begin, end in pairwise(step_ends):
             streams = {call.arguments[0] for call in calls[begin:end] if call.name == "launch"}
-            assert streams > {DEFAULT}, "the second half of the hook runs on another stream"
+            assert streams > {DEFAULT_STREAM}, "the second half of the hook runs on another stream"
             assert calls[end].arguments == ("backward:", "2", "read,", "0", "taken")
 
 

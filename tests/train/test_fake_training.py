@@ -71,25 +71,25 @@ def test_attention_never_uses_the_kernel_that_stores_all_scores(gpu_runner: Fake
 STEPS = 3
 MICRO_BATCHES = 8
 """Micro-batches of a step. Two data parallel ranks have four each."""
-VALUES = 50_080
+PARAMETER_COUNT = 50_080
 """Parameters: two tables of 300 × 32; two blocks of 3,072 (attention), 3 × 32 × 128 and 64 (norms); a norm of 32."""
-POWERSGD_VALUES = 2 * 2 * (300 + 32) + 2 * (2 * (2 * 64 + 2 * 48) + 3 * 2 * (32 + 128) + 64) + 32
+POWERSGD_VALUE_COUNT = 2 * 2 * (300 + 32) + 2 * (2 * (2 * 64 + 2 * 48) + 3 * 2 * (32 + 128) + 64) + 32
 """Values that PowerSGD of rank 2 sends: two columns and two rows of each matrix, and all values of vectors."""
-TOPK_VALUES = 2 * (2 * 960 + 2 * (2 * 103 + 2 * 52 + 3 * 410) + 5 * 4)
+TOPK_VALUE_COUNT = 2 * (2 * 960 + 2 * (2 * 103 + 2 * 52 + 3 * 410) + 5 * 4)
 """Values that top-k sends of a tenth of each parameter, rounded up: an index and a value for each entry."""
-HIDDEN = 32 * 32 // 2
+HIDDEN_VALUE_COUNT = 32 * 32 // 2
 """A rank's half of the hidden states of a micro-batch: 32 tokens of width 32."""
 BF16 = "train.precision=bf16"
 COMPILE = "train.compile=true"
 
 TENSOR = {
-    ("reduce-scatter", "bf16"): STEPS * MICRO_BATCHES * 9 * HIDDEN,
-    ("all-gather", "bf16"): STEPS * MICRO_BATCHES * 9 * HIDDEN,
+    ("reduce-scatter", "bf16"): STEPS * MICRO_BATCHES * 9 * HIDDEN_VALUE_COUNT,
+    ("all-gather", "bf16"): STEPS * MICRO_BATCHES * 9 * HIDDEN_VALUE_COUNT,
 }
 TENSOR_COMPILED = {
     **TENSOR,
-    ("reduce-scatter", "bf16"): STEPS * MICRO_BATCHES * 5 * HIDDEN,
-    ("all-reduce", "bf16"): STEPS * MICRO_BATCHES * 4 * 2 * HIDDEN,
+    ("reduce-scatter", "bf16"): STEPS * MICRO_BATCHES * 5 * HIDDEN_VALUE_COUNT,
+    ("all-reduce", "bf16"): STEPS * MICRO_BATCHES * 4 * 2 * HIDDEN_VALUE_COUNT,
 }
 """A compiled block all-reduces the gradients of its inputs, and each rank then takes its part of the sum."""
 # For each case: overrides, and the number of values by collective and dtype.
@@ -99,30 +99,39 @@ TENSOR_COMPILED = {
 # - With tensor parallelism, both blocks gather the inputs of attention and MLP and reduce their outputs in bf16. The
 #   input of the output layer is also gathered. The embedding's sums are fp32.
 CASES: dict[str, tuple[tuple[str, ...], dict[tuple[str, str], int]]] = {
-    "ddp": ((BF16,), {("all-reduce", "fp32"): (STEPS + 1) * VALUES}),
+    "ddp": ((BF16,), {("all-reduce", "fp32"): (STEPS + 1) * PARAMETER_COUNT}),
     "zero 1": (
         ("parallel.zero=1", BF16),
-        {("reduce-scatter", "fp32"): STEPS * VALUES // 2, ("all-gather", "bf16"): STEPS * VALUES // 2},
+        {
+            ("reduce-scatter", "fp32"): STEPS * PARAMETER_COUNT // 2,
+            ("all-gather", "bf16"): STEPS * PARAMETER_COUNT // 2,
+        },
     ),
-    "zero 2": (("parallel.zero=2", BF16), {("reduce-scatter", "fp32"): STEPS * MICRO_BATCHES // 2 * VALUES // 2}),
-    "zero 3": (("parallel.zero=3", BF16), {("reduce-scatter", "fp32"): STEPS * MICRO_BATCHES // 2 * VALUES // 2}),
+    "zero 2": (
+        ("parallel.zero=2", BF16),
+        {("reduce-scatter", "fp32"): STEPS * MICRO_BATCHES // 2 * PARAMETER_COUNT // 2},
+    ),
+    "zero 3": (
+        ("parallel.zero=3", BF16),
+        {("reduce-scatter", "fp32"): STEPS * MICRO_BATCHES // 2 * PARAMETER_COUNT // 2},
+    ),
     "zero 3, compiled": (
         ("parallel.zero=3", BF16, COMPILE, f"{RECOMPUTE}=selective"),
-        {("reduce-scatter", "fp32"): STEPS * MICRO_BATCHES // 2 * VALUES // 2},
+        {("reduce-scatter", "fp32"): STEPS * MICRO_BATCHES // 2 * PARAMETER_COUNT // 2},
     ),
     "tensor 2": (("parallel.tensor=2", BF16), TENSOR),
     "tensor 2, compiled": (("parallel.tensor=2", BF16, COMPILE, "model.qk_norm=true"), TENSOR_COMPILED),
-    "hook fp16": (("parallel.hook={kind: fp16}",), {("all-reduce", "fp16"): (STEPS + 1) * VALUES}),
-    "hook bf16": (("parallel.hook={kind: bf16}",), {("all-reduce", "bf16"): (STEPS + 1) * VALUES}),
+    "hook fp16": (("parallel.hook={kind: fp16}",), {("all-reduce", "fp16"): (STEPS + 1) * PARAMETER_COUNT}),
+    "hook bf16": (("parallel.hook={kind: bf16}",), {("all-reduce", "bf16"): (STEPS + 1) * PARAMETER_COUNT}),
     "hook powersgd": (
         ("parallel.hook={kind: powersgd, rank: 2, warmup_steps: 1}",),
-        {("all-reduce", "fp32"): 2 * VALUES + (STEPS - 1) * POWERSGD_VALUES},
+        {("all-reduce", "fp32"): 2 * PARAMETER_COUNT + (STEPS - 1) * POWERSGD_VALUE_COUNT},
     ),
     "hook topk": (
         ("parallel.hook={kind: topk, ratio: 0.1}",),
-        {("all-reduce", "fp32"): 0, ("all-gather", "int32"): (STEPS + 1) * TOPK_VALUES},
+        {("all-reduce", "fp32"): 0, ("all-gather", "int32"): (STEPS + 1) * TOPK_VALUE_COUNT},
     ),
-    "fp16": (("train.precision=fp16",), {("all-reduce", "fp32"): (STEPS + 1) * VALUES}),
+    "fp16": (("train.precision=fp16",), {("all-reduce", "fp32"): (STEPS + 1) * PARAMETER_COUNT}),
 }
 
 
