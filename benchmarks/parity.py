@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import write_table
-from tests.parallel.test_parallel import FEW_BATCHES, HYBRID, LAYOUTS, SCHEDULES, make_layout_config, train_one_process
+from tests.parallel.test_parallel import (
+    FEW_BATCHES,
+    HYBRID_SHARDING,
+    LAYOUTS,
+    SCHEDULES,
+    make_layout_config,
+    train_one_process,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import STEPS, change_layouts_on_rank, tiny_config, train_configs
 
@@ -28,7 +35,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     4: [
         *({"zero": zero} for zero in range(4)),
-        *({"zero": zero, **HYBRID} for zero in (1, 3)),
+        *({"zero": zero, **HYBRID_SHARDING} for zero in (1, 3)),
         {"tensor": 4},
         {"pipeline": 4},
         {"pipeline": 2, "zero": 3},
