@@ -203,6 +203,13 @@ def measure_rank(measures_hooks: bool) -> None:
     tokens = torch.randint(0, 4096, (1, 65))
 
     def make_step(group: Any, bucket: int, hook: str = "none") -> Callable[[], None]:
+        """Return a function that runs one DDP step of a new model.
+
+        Args:
+            group: the process group, which determines the backend.
+            bucket: size of DDP's buckets in MiB.
+            hook: name of the gradient hook in HOOKS.
+        """
         model = Decoder(ModelConfig(dim=256, layers=4, heads=8, kv_heads=4), 4096, 256)
         ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
         compression = GradientHook(HookConfig(**HOOKS[hook]), dict(model.named_parameters()), 1)

@@ -77,6 +77,7 @@ def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, 
     sharded = [parameter for group in parameter_groups if group is not None for parameter in group.fsdp_params]
 
     def record_phase(phase: str) -> None:
+        """Record the bytes of gradients and gathered weights. The engine calls this at the start of each phase."""
         gradients = 0 if sharded else sum(count_local_bytes(p.grad) for p in engine.model.parameters())
         gathered = 0
         for parameter in sharded:

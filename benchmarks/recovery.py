@@ -101,6 +101,7 @@ def write_agreement_table(steps: int) -> None:
     plain_s, checked_s, requested_s, check_cpu_s = run_ranks(2, measure_steps_rank, steps, timeout=600)[0]
 
     def median_of_part(step_times: list[float], number: int) -> float:
+        """Return the median step time of part `number` of the run."""
         size = len(step_times) // PARTS
         return statistics.median(step_times[number * size : (number + 1) * size])
 

@@ -236,11 +236,13 @@ def measure_many_files(folder: Path) -> list[list[str]]:
     wall_start = 0.0
 
     def start_timer() -> None:
+        """Start to measure CPU and wall time."""
         nonlocal cpu_start, wall_start
         cpu_start = time.process_time()
         wall_start = time.monotonic()
 
     def format_elapsed() -> str:
+        """Return the CPU and wall time since `start_timer`."""
         return f"{time.process_time() - cpu_start:.1f} s of CPU, {time.monotonic() - wall_start:.1f} s"
 
     for number in range(FILES):

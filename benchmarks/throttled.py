@@ -154,6 +154,7 @@ def main() -> None:
         (folder / "disk").mkdir()
 
         def add_row(copies: str, phase: str, steps: list[dict[str, float]], mb_read: str = "") -> None:
+            """Add a row of the table from the lines of metrics.jsonl for some steps."""
             step_s, wait_s = (sum(line[key] for line in steps) for key in ("step_time_s", "data_wait_s"))
             figures = (f"{len(steps)}", f"{step_s / len(steps):.3f}", f"{wait_s:.3f}", f"{100 * wait_s / step_s:.2f} %")
             rows.append([copies, phase, *figures, mb_read])

@@ -153,6 +153,7 @@ def train_with_sluice(run_dir: Path, steps: int) -> None:
     load = stages.load_stage_module
 
     def load_and_patch(name: str) -> Any:
+        """Load the module of a stage after replacing `Trainer.step` by a method that records the CPU time."""
         from pipeline.train.trainer import Trainer
 
         step = Trainer.step

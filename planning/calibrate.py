@@ -321,7 +321,7 @@ def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
     The error is the sum over steps of the squared logarithm of predicted seconds divided by timed seconds.
     """
 
-    def error(eager: float, call: float) -> float:
+    def compute_error(eager: float, call: float) -> float:
         candidate = machine.model_copy(update={"measured": Overheads(eager=eager, call=call)})
         ratios = (
             predict_step(step.work, candidate.with_gpus_per_node(step.ranks_per_node)).step / step.seconds
@@ -329,14 +329,14 @@ def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
         )
         return math.fsum(math.log(ratio) ** 2 for ratio in ratios)
 
-    def best_eager(call: float) -> float:
-        return minimize(lambda eager: error(eager, call), *_EAGER_RANGE)
+    def find_best_eager(call: float) -> float:
+        return minimize(lambda eager: compute_error(eager, call), *_EAGER_RANGE)
 
     candidates = [0.0]
     if len(timings.steps) > 1:  # A single step cannot distinguish the two overheads.
-        candidates.append(minimize(lambda call: error(best_eager(call), call), *_CALL_RANGE_S))
-    call = min(candidates, key=lambda call: error(best_eager(call), call))
-    return Overheads(eager=best_eager(call), call=call)
+        candidates.append(minimize(lambda call: compute_error(find_best_eager(call), call), *_CALL_RANGE_S))
+    best_call = min(candidates, key=lambda call: compute_error(find_best_eager(call), call))
+    return Overheads(eager=find_best_eager(best_call), call=best_call)
 
 
 def compare_steps(machine: Machine) -> Iterator[str]:

@@ -346,9 +346,9 @@ class _RankEstimate:
             gathered_at_loss: Bytes of gathered or cast weights while the loss is computed.
         """
         layout = self.layout
-        is_saving_all = self.checkpointing == "none"
+        saves_all = self.checkpointing == "none"
         saved_block = self._saved_block_bytes(self.checkpointing)
-        if is_saving_all:
+        if saves_all:
             saved_block += self.cast_bytes  # Each micro-batch keeps its own casts until its backward pass.
         sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
         # Pipeline-parallel stages whose input needs a gradient.
@@ -357,8 +357,10 @@ class _RankEstimate:
         ]
         # Torch allocates a buffer for the received hidden states and gradients of each micro-batch.
         buffers = len(receiving) + sum(stage + 1 in needing_gradients for stage in sending)
-        held = self.stream_bytes * layout.micro_batches * buffers
-        # DDP's buckets are allocated before the first action. Other gradients are allocated by backward passes.
+        # Bytes of these buffers and of all saved tensors at the current action.
+        held_bytes = self.stream_bytes * layout.micro_batches * buffers
+        # Bytes of gradients at the current action. DDP's buckets are allocated before the first action. Other gradients
+        # are allocated by backward passes.
         gradients = self.gradient_bytes if layout.dp > 1 and not layout.fsdp else 0
         # The gradient of the output layer in fp32, which FSDP reduces last.
         unreduced_table = 0
@@ -369,35 +371,38 @@ class _RankEstimate:
         for kind, stage, _ in actions:
             trained_blocks = sum(number >= self.first_trained_block for number in layout.stage_layers[stage])
             is_last_stage = stage == layout.stages - 1
-            output = loss.saved if is_last_stage else self.stream_bytes * (layout.pp > 1)
-            output -= self.stream_bytes * (stage in receiving)  # The stage's input is already counted as a buffer.
+            saved_output = loss.saved if is_last_stage else self.stream_bytes * (layout.pp > 1)
+            if stage in receiving:
+                saved_output -= self.stream_bytes  # The input of the stage is already counted as a buffer.
             if kind == "F":
-                held += trained_blocks * saved_block + output
+                held_bytes += trained_blocks * saved_block + saved_output
                 continue
             gradients_before = gradients
             if kind != "W":
                 if is_last_stage:
-                    table = unreduced_table * (stage in stages_with_gradients)
-                    peak = max(peak, held + gradients + loss.temporary + gathered_at_loss + table)
+                    unreduced = unreduced_table * (stage in stages_with_gradients)
+                    peak = max(peak, held_bytes + gradients + loss.temporary + gathered_at_loss + unreduced)
+                # In the backward pass of the last block of the stage, the saved output is freed already.
                 first_temporary = temporary if kind == "B" else 0
-                peak = max(peak, held + gradients + gathered - output + first_temporary)
+                peak = max(peak, held_bytes + gradients + gathered - saved_output + first_temporary)
                 if stage not in stages_with_gradients:
                     gradients = min(self.gradient_bytes, gradients + self.gradient_bytes // len(self.stages))
                 stages_with_gradients.add(stage)
             if kind != "B" and self.checkpointing == "full":
                 # I and W both recompute the block, and torch keeps both results until the end of the step.
-                held += trained_blocks * (self._saved_block_bytes("none") + self.cast_bytes)
+                held_bytes += trained_blocks * (self._saved_block_bytes("none") + self.cast_bytes)
             elif kind != "I":
-                held -= trained_blocks * saved_block + output
-            if kind == "B":  # This is the backward pass of the first block, before the gradients of the block exist.
+                held_bytes -= trained_blocks * saved_block + saved_output
+            # The next lines describe the backward pass of the first block, before the gradients of the block exist.
+            if kind == "B":
                 missing_gradients = 0  # bytes of the gradients that do not exist yet
                 if not self.keeps_sharded_gradients:
                     missing_values = self.block_weight_bytes // self.compute_bytes
                     missing_values += (stage == 0) * self.table_bytes // self.compute_bytes
                     missing_gradients = self.stored_bytes * missing_values
-                current = held + max(gradients_before, gradients - missing_gradients) + gathered + temporary
-                peak = max(peak, current + is_saving_all * saved_block)
-            peak = max(peak, held + gradients + gathered)
+                current = held_bytes + max(gradients_before, gradients - missing_gradients) + gathered + temporary
+                peak = max(peak, current + saves_all * saved_block)
+            peak = max(peak, held_bytes + gradients + gathered)
         return peak
 
     # ------------------------------------------------------------------------------------------------------- optimizer

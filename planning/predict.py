@@ -1,4 +1,4 @@
-"""Predict the step time of a run on a machine from first principles, in milliseconds and without torch.
+"""Predict the step time of a run on a machine from first principles, in milliseconds and without importing torch.
 
 An operator takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson 2009). A
 collective takes α seconds per hop and β seconds per byte (Thakur, Rabenseifner and Gropp 2005). A ring over several
@@ -368,6 +368,7 @@ def replay_step(
     backward_share = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
     def duration(action: Action) -> float:
+        """Return the seconds of an action. Each half of a split backward pass takes half of its time."""
         if action.kind == "F":
             return forward[action.stage]
         return backward_share[action.kind] * backward[action.stage]
@@ -430,30 +431,34 @@ def predict_step(
     exposed = tensor + other_wait
     recomputed_exposed = exposed if work.recompute == "full" else 0.0
     # If weights are gathered or gradients are reduced block by block, this happens while the next block computes.
-    gather = rank.fsdp_time(rank.block_weights() * work.low_bytes) * work.gathers_blocks
-    forward, forward_wait = _overlap_communication(forward, gather, constants)
-    backwards = {}  # by trained share: seconds of backward, seconds of waiting, and seconds of communication
+    gather_time = rank.fsdp_time(rank.block_weights() * work.low_bytes) * work.gathers_blocks
+    forward, forward_wait = _overlap_communication(forward, gather_time, constants)
+    # For each trained share of a block: seconds of its backward pass, of waiting, and of communication.
+    backward_by_share = {}
     for share, (_, backward) in block_times.items():
-        reduce = rank.fsdp_time(rank.block_weights() * work.reduce_bytes * share) * work.reduces_blocks * (share > 0)
-        backwards[share] = *_overlap_communication(backward, gather + reduce, constants), gather + reduce
-    block_backwards = [backwards[share] for share in work.shares]
+        is_reduced = work.reduces_blocks and share > 0
+        reduce_time = rank.fsdp_time(rank.block_weights() * work.reduce_bytes * share) * is_reduced
+        communication = gather_time + reduce_time
+        backward_by_share[share] = *_overlap_communication(backward, communication, constants), communication
+    block_backwards = [backward_by_share[share] for share in work.shares]
     data_wait = forward_wait * work.layers + sum(wait for _, wait, _ in block_backwards[first_trained:])
     data_exposed = data_wait / work.pipeline * micro_batches
 
-    # -- forward and backward of a pipeline-parallel stage for one micro-batch
+    # -- forward and backward pass of each pipeline-parallel stage for one micro-batch
     head_forward, head_backward = rank.head_times()
-    message = rank.stage_message_time() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
-    last = len(stages) - 1
+    message_time = rank.stage_message_time() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
+    last_stage = len(stages) - 1
     stage_forward = tuple(
-        blocks * (forward + exposed) + message + (stage == last) * head_forward for stage, blocks in enumerate(stages)
+        blocks * (forward + exposed) + message_time + (stage == last_stage) * head_forward
+        for stage, blocks in enumerate(stages)
     )
     backwards_of_stages = [
         block_backwards[max(first_trained, start) : end] for start, end in pairwise((0, *accumulate(stages)))
     ]
     stage_backward = tuple(
         sum(time + exposed + recomputed_exposed for time, _, _ in blocks)
-        + message * bool(blocks)
-        + (stage == last) * head_backward
+        + message_time * bool(blocks)
+        + (stage == last_stage) * head_backward
         for stage, blocks in enumerate(backwards_of_stages)
     )
 
@@ -465,13 +470,13 @@ def predict_step(
     else:
         span = busy = micro_batches * (sum(stage_forward) + sum(stage_backward))
     if machine.ranks_per_core > 1:  # While a rank waits, another rank uses its core.
-        all_stages = micro_batches * (sum(stage_forward) + sum(stage_backward))
-        span = max(span, machine.ranks_per_core * all_stages / work.pipeline)
+        all_stages_time = micro_batches * (sum(stage_forward) + sum(stage_backward))
+        span = max(span, machine.ranks_per_core * all_stages_time / work.pipeline)
 
     # -- communication at the end of the step, and the update of the weights
     data, data_not_overlapping = _data_parallel_time(rank)
     if work.hide_data and machine.cores is None:
-        block_communication = gather * work.layers + sum(time for *_, time in block_backwards[first_trained:])
+        block_communication = gather_time * work.layers + sum(time for *_, time in block_backwards[first_trained:])
         # `data` overlaps with the last micro-batch, except while the blocks of this micro-batch use the links. At least
         # a tenth is assumed to be exposed.
         link_busy = block_communication / work.pipeline
@@ -491,7 +496,7 @@ def predict_step(
     backward_blocks = max(rank.sum_by_pipeline_rank([layer >= first_trained for layer in range(work.layers)]))
     backward_blocks *= 2 if work.recompute == "full" else 1
     block_passes = micro_batches * (work.layers / work.pipeline + backward_blocks)
-    messages = micro_batches * (1 + (first_trained < work.layers)) * message
+    messages = micro_batches * (1 + (first_trained < work.layers)) * message_time
     return StepPrediction(
         step=step,
         tokens_per_gpu=tokens_per_gpu,

@@ -238,6 +238,8 @@ def _replace_functions_for_rehearsal(account: _FakeAccount, config: Config, layo
     """Replace functions that need values or other ranks inside the `with` block."""
 
     def run_without_fakes(function: Any) -> Any:
+        """Return a function that calls `function` with real tensors."""
+
         def call_without_fakes(*args: Any, **kwargs: Any) -> Any:
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -315,6 +317,7 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
     trained_from = find_trained_parameters(config).first_block
 
     def receive_meta(stage: Any, source: int) -> Any:
+        """Return the shapes that the neighbouring stage with the number `source` would send."""
         if source > stage.stage_index:  # The next stage sends the gradients of outputs that require gradients.
             metas = tuple(meta if meta.requires_grad else None for meta in stage._stage_meta.outputs)
             return _StageBackwardMeta(metas)

@@ -181,6 +181,7 @@ def search_layouts(
     is_configured_shown = False
 
     def format_choice(choice: LayoutChoice) -> str:
+        """Return the line of a layout, with a remark if it does not fit or is the config's own layout."""
         nonlocal is_configured_shown
         is_configured = configured is not None and (choice.layout, choice.work) == (configured.layout, configured.work)
         is_configured_shown |= is_configured

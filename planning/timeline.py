@@ -88,6 +88,7 @@ def _order_interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> 
     warmup = min(virtual * batches, (virtual - 1) * round_size + 2 * (pipeline - 1 - rank))
 
     def make_action(kind: str, number: int) -> Action:
+        """Return the forward or backward pass with this number, in the order in which the rank runs them."""
         rounds, position = divmod(number, round_size * virtual)
         chunk = position // round_size if kind == "F" else virtual - 1 - position // round_size
         return Action(kind, rank + pipeline * chunk, rounds * round_size + number % round_size)

@@ -60,33 +60,35 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
         model: config overrides of all rows.
     """
 
-    def row(name: str, *overrides: str) -> Row:
+    def make_row(name: str, *overrides: str) -> Row:
         return Row(name, "speed", (str(steps), CONFIG_8B, *model, *overrides))
 
-    first = row("weights fp32, moments bf16, selective")
+    first = make_row("weights fp32, moments bf16, selective")
     yield first
-    yield row("all bf16, full", BF16, f"{RECOMPUTE}=full")
-    yield row("all bf16, selective", BF16)
-    yield row("fp8 rowwise, weights fp32, moments bf16, selective", "train.precision=fp8", "train.fp8_scales=rowwise")
+    yield make_row("all bf16, full", BF16, f"{RECOMPUTE}=full")
+    yield make_row("all bf16, selective", BF16)
+    yield make_row(
+        "fp8 rowwise, weights fp32, moments bf16, selective", "train.precision=fp8", "train.fp8_scales=rowwise"
+    )
     yield Row("through the trainer: weights fp32, moments bf16, selective", "trainer_speed",
               (str(steps), CONFIG_8B, *model))  # fmt: skip
     yield first._replace(name=f"{first.name}, again")
     # This row fits into 80 GB.
-    yield row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")
-    yield row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
+    yield make_row("weights bf16, moments int8, selective", "optimizer.state={master: none, moments: int8}")
+    yield make_row("weights fp32, cast once a step, moments bf16, selective, micro-batch 1", "parallel.zero=1",
               "train.micro_batch=1")  # fmt: skip
-    yield row(f"{first.name}, FlashAttention instead of cuDNN", "--flash")
-    yield row("weights fp32, moments int8, selective", "optimizer.state={moments: int8}")
-    yield row("fp8 tensorwise, weights fp32, moments bf16, selective", "train.precision=fp8",
+    yield make_row(f"{first.name}, FlashAttention instead of cuDNN", "--flash")
+    yield make_row("weights fp32, moments int8, selective", "optimizer.state={moments: int8}")
+    yield make_row("fp8 tensorwise, weights fp32, moments bf16, selective", "train.precision=fp8",
               "train.fp8_scales=tensorwise")  # fmt: skip
-    yield row("weights fp32, moments bf16, selective, loss in one chunk, micro-batch 1", "train.loss_chunk=null",
+    yield make_row("weights fp32, moments bf16, selective, loss in one chunk, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
     # Two of the rows above fit into a card of 80 GB. All following rows also fit.
     least_memory = (BF16, f"{RECOMPUTE}=full")
     yield Row("through the trainer: all bf16, full", "trainer_speed", (str(steps), CONFIG_8B, *model, *least_memory))
-    yield row("all bf16, full, again", *least_memory)
-    yield row("all bf16, selective, micro-batch 1", BF16, "train.micro_batch=1")
-    yield row("fp8 rowwise, all bf16, full", *least_memory, "train.precision=fp8", "train.fp8_scales=rowwise")
+    yield make_row("all bf16, full, again", *least_memory)
+    yield make_row("all bf16, selective, micro-batch 1", BF16, "train.micro_batch=1")
+    yield make_row("fp8 rowwise, all bf16, full", *least_memory, "train.precision=fp8", "train.fp8_scales=rowwise")
 
 
 def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:

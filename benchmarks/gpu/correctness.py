@@ -78,7 +78,8 @@ def measure_peak_rates() -> dict[str, Any]:
     source = torch.randn(2**30 if has_cuda() else 2**20, device=device)
     target = torch.empty_like(source)
 
-    def median_time(run: Callable[[], object]) -> float:
+    def measure_median_s(run: Callable[[], object]) -> float:
+        """Return the median seconds of ten calls, after three calls that are not measured."""
         times = []
         for _ in range(13):
             start = time.perf_counter()
@@ -88,8 +89,8 @@ def measure_peak_rates() -> dict[str, Any]:
             times.append(time.perf_counter() - start)
         return statistics.median(times[3:])
 
-    product_s = median_time(lambda: a_MM @ b_MM)
-    copy_s = median_time(lambda: target.copy_(source))
+    product_s = measure_median_s(lambda: a_MM @ b_MM)
+    copy_s = measure_median_s(lambda: target.copy_(source))
     return {"product_tflops": 2 * size**3 / product_s / 1e12, "copy_gb_per_s": 2 * source.nbytes / copy_s / 1e9}
 
 

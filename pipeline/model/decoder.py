@@ -145,7 +145,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _get_specs(config: ModelConfig, module: str) -> dict[str, ParameterSpec]:
     """Return the parameters of the submodule `module` of a block, by their names inside the submodule.
 
-    "" stands for the whole block.
+    If `module` is "", return the parameters of the whole block.
     """
     prefix = f"model.layers.0.{module}".rstrip(".") + "."
     return {p.name.removeprefix(prefix): p for p in block_parameters(config, 0) if p.name.startswith(prefix)}
@@ -474,10 +474,10 @@ class Decoder(nn.Module):
 def init_weights(model: Decoder, seed: int | None, std: float, device: torch.device | str = "cpu") -> None:
     """Set all parameters and the rotary tables in place. Of a DTensor, only this rank's shard is set.
 
-    Norm weights are 1 and biases are 0. Everything else is normal with mean 0 and standard deviation `std`. Projections
-    that write to the residual stream have the standard deviation std / sqrt(2 * layers), because the stream is the sum
-    of the outputs of 2 * layers such projections (Radford et al., "Language Models are Unsupervised Multitask
-    Learners", 2019, section 2.3).
+    Norm weights are 1 and biases are 0. Other weights are sampled from a normal distribution with mean 0 and standard
+    deviation `std`. Projections that write to the residual stream have the standard deviation std / sqrt(2 * layers),
+    because the stream is the sum of the outputs of 2 * layers such projections (Radford et al., "Language Models are
+    Unsupervised Multitask Learners", 2019, section 2.3).
 
     Initial weights depend only on the seed, the parameter's name and the position in the parameter. Each parameter is
     sampled separately and whole, by a generator that is seeded with the seed and the name (:func:`parameter_seed`). A

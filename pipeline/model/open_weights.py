@@ -89,10 +89,12 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
     world_size = dist.get_world_size(group)
 
     def hash_file(name: str) -> str:
+        """Return the SHA-256 of a file of the folder."""
         with translate_read_errors(str(folder / name)), open_inside(folder, name) as file:
             return sha256_file(file)
 
     def read_headers_of_rank() -> dict[str, TensorSpecs]:
+        """Check that the folder has not changed, and read the headers of this rank's share of the weight files."""
         with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
             if sha256_file(file) != metadata.init_sha256:
                 raise UserError(
@@ -117,6 +119,7 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
     pending_hashes = {name: threads.submit(hash_file, name) for name in sorted(specs_by_file)[rank::world_size]}
 
     def write_source() -> None:
+        """Collect the hashes of all ranks. Rank 0 then writes `source.json`."""
         hashes: dict[str, str] = {}
         for hashes_of_rank in all_gather_results(
             group, lambda: {name: pending.result() for name, pending in pending_hashes.items()}

@@ -1,9 +1,9 @@
 """The only description of the decoder's parameters: names, shapes, sharding and FLOPs.
 
-It is used to build the decoder (pipeline/model/decoder.py), to split it (tensor and pipeline parallelism), to count
-communication (pipeline/parallel/traffic.py), to plan, and to export. It needs no torch, so the login node can use it.
-Names are those of Hugging Face's `LlamaForCausalLM`. tests/model/test_spec.py compares this description with the built
-decoder.
+The description is used to build the decoder (pipeline/model/decoder.py), to split it (tensor and pipeline parallelism),
+to count communication (pipeline/parallel/traffic.py), to plan, and to export. This module needs no torch, so it can be
+used on the login node. Names are those of Hugging Face's `LlamaForCausalLM`. tests/model/test_spec.py compares the
+description with the built decoder.
 """
 
 from __future__ import annotations

@@ -515,7 +515,10 @@ class CustomModelTask(Task):
             return self._print_unchecked("the outputs cannot be split by samples")
 
         def compute_loss(samples: list[int]) -> float:
+            """Return the loss of the samples with these indices in one call."""
+
             def select_samples(array: Any) -> Any:
+                """Return the rows of these samples. Return a value that has no rows unchanged."""
                 if not isinstance(array, Tensor) or not array.ndim:
                     return array
                 size = len(array) // count  # A sample may have several consecutive rows.
