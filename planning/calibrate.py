@@ -174,7 +174,7 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
 def _send_and_receive(members: range, rank: int, tensor: Tensor) -> None:
     """Send a message to the neighbour of this rank in the group, and receive one. All members must call this.
 
-    The members form pairs: positions 0 and 1, 2 and 3, and so on. If their number is odd, the last one does nothing.
+    The members form pairs: positions 0 and 1, 2 and 3, and so on. If their number is odd, the last member does nothing.
     """
     position = members.index(rank)
     neighbour = position ^ 1
@@ -340,7 +340,7 @@ def _fit_overheads(machine: Machine, timings: Timings) -> Overheads:
 
 
 def compare_steps(machine: Machine) -> Iterator[str]:
-    """Yield a line for each timed step with its prediction, and with a warning if they differ much."""
+    """Yield a line for each timed step with its prediction, and with a warning if both differ by more than POOR_FIT."""
     for step in machine.timings.steps if machine.timings else ():
         predicted_s = predict_step(step.work, machine.with_gpus_per_node(step.ranks_per_node)).step
         line = f"{step.work.describe_layout()}: predicted {predicted_s:.3g} s, timed {step.seconds:.3g} s"

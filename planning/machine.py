@@ -40,7 +40,7 @@ class Attention(Section):
 
 
 class Overheads(Section):
-    """Overheads that planning.calibrate fits to real steps. They replace those of `Constants` (planning/predict.py)."""
+    """Overheads that planning.calibrate fits to real steps. They replace overheads of `Constants` (planning/predict.py)."""
 
     eager: PositiveFloat
     """Memory traffic of unfused operators, as a multiple of the traffic of fused operators."""

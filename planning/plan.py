@@ -52,7 +52,7 @@ TIMELINE_COLUMNS = 100
 _RANKS_SHOWN_PER_END = 32
 """If the list of ranks is long, this number of ranks is shown at its start, and the same number at its end."""
 _RESERVED = "CUDA and NCCL"
-"""Kind of memory, as the figure names it: memory that CUDA and NCCL use. It is not in `MEMORY_KINDS`."""
+"""Name of the memory that CUDA and NCCL use, in the figure. `MEMORY_KINDS` does not contain this kind of memory."""
 _MEMORY_COLOURS = {"weights": 0, "gathered": 5, "gradients": 1, "optimizer": 3, "activations": 2, _RESERVED: 6}
 _ACTION_NAMES_AND_COLOURS = {
     "F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 3)
@@ -143,7 +143,7 @@ def _describe_schedule(layout: Layout) -> Iterator[str]:
 
 
 def _describe_memory(config: Config, layout: Layout, vocab: int) -> Iterator[str]:
-    """Yield the memory of each pipeline rank. Raises UserError if it is more than `site.gpu_memory_gib`."""
+    """Yield the memory of each pipeline rank. Raises UserError if a rank needs more than `site.gpu_memory_gib`."""
     yield "memory per rank in GB (activations are estimated; without fragmentation and libraries)"
     yield f"{'pp':>5} {'parameters':>15}" + "".join(f" {title:>11}" for title in (*MEMORY_KINDS, "sum"))
     ranks = estimate_memory_of_ranks(config, layout, vocab)

@@ -108,7 +108,7 @@ class Constants:
     Collectives also use multiprocessors and memory.
     """
     jitter: float = 0.01
-    """Share of the step time that each doubling of the nodes adds, because all ranks wait for the slowest one."""
+    """Share of the step time that each doubling of the nodes adds, because all ranks wait for the slowest rank."""
 
 
 DEFAULT = Constants()

@@ -11,7 +11,10 @@ from pipeline.parallel.mesh import Layout
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _ONE_STAGE_SCHEDULES = ("gpipe", "1f1b", "zb1p", "zb2p")
-"""Schedules with one stage per rank. The last two (Qi et al., arXiv 2401.10241, section 2) are only predicted."""
+"""Schedules with one stage per rank.
+
+The last two schedules (Qi et al., arXiv 2401.10241, section 2) are used only to predict published runs.
+"""
 
 
 class Action(NamedTuple):

@@ -56,9 +56,9 @@ class Workload:
     expert: int = 1
     """Number of expert-parallel ranks, which are a subset of the data-parallel ranks."""
     replicate: int = 1
-    """Number of groups of data-parallel ranks. Each group shards the weights if ZeRO is used."""
+    """Number of groups of data-parallel ranks. With ZeRO, the ranks of a group shard the weights."""
     shard: int = 1
-    """Number of ranks of such a group."""
+    """Number of data-parallel ranks of one group."""
     zero: int = 0
     """ZeRO level, 0 to 3."""
     schedule: str = "1f1b"

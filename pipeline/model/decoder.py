@@ -90,7 +90,7 @@ class RotaryEmbedding(nn.Module):
 class PackedRotaryEmbedding:
     """Rotary positions and attention mask of samples with several documents. Positions restart at each document.
 
-    This is not an `nn.Module`, because FSDP2 would round the tables to bf16 if it saw them among a block's inputs.
+    The tables are attributes of a plain object, because FSDP2 would round tensors that are inputs of a block to bf16.
     Attention uses SDPA with a mask, because flex attention trains only on GPUs and only if compiled.
 
     Args:

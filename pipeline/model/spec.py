@@ -36,7 +36,7 @@ class ParameterSpec(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter has two dimensions. Norms and biases have one."""
+        """Whether the parameter has two dimensions. Norms and biases have one dimension."""
         return len(self.shape) > 1
 
     @property

@@ -259,13 +259,13 @@ class DecoderTask(Task):
         yield from part.named_weights()
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return the number of tokens with a loss (int64 scalar); None if all tokens have one."""
+        """Return the number of tokens with a loss (int64 scalar); None if all tokens have a loss."""
         if self._all_tokens_have_loss:
             return None
         return (self.next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the token ids without the last one: int64, shape (B, T)."""
+        """Return the token ids without the last token: int64, shape (B, T)."""
         return (batch["tokens"][:, :-1],)
 
     def loss_inputs(self, batch: Batch) -> dict[str, Tensor]:
