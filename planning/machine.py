@@ -40,7 +40,10 @@ class Attention(Section):
 
 
 class Overheads(Section):
-    """Overheads that planning.calibrate fits to real steps. They replace overheads of `Constants` (planning/predict.py)."""
+    """Overheads that planning.calibrate fits to timed steps.
+
+    `eager` replaces `Constants.eager` (planning/predict.py).
+    """
 
     eager: PositiveFloat
     """Memory traffic of unfused operators, as a multiple of the traffic of fused operators."""

@@ -32,8 +32,9 @@ DEFINITION = """\
 MFU (model FLOP utilisation): 6 N + 12 L H Q T operations per token, times tokens/s, divided by the GPU's dense bf16
 peak. N: all parameters, including the embedding; L layers, H heads of width Q, T tokens of context. The causal mask and
 recomputation do not change the count (pipeline/model/spec.py, `training_flops_per_token`). The second MFU excludes a
-separate embedding from N, because it is only looked up. Target to reach: 57.8 % (54.5 % by the second) for 8.03 billion
-parameters on one H200, 10,471 tokens/s, with state in bf16. Goal: 65 % by the first, with fp32 weights."""
+separate embedding from N, because it is only looked up. Target: 57.8 % (54.5 % by the second definition) for 8.03
+billion parameters on one H200, 10,471 tokens/s, with state in bf16. Goal: 65 % by the first definition, with fp32
+weights."""
 IS_FAKE_GPU = "FAKE_GPUS" in os.environ
 """Whether this process runs on the fake GPU (tests/fake_gpu).
 

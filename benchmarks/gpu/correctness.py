@@ -1,19 +1,19 @@
-"""Check that training on this GPU is correct.
+"""Check that steps, saves and stops are correct on this GPU.
 
-    python -m benchmarks.gpu.correctness ROW [small] [key=value …]     print one result as JSON; the rows:
+    python -m benchmarks.gpu.correctness ROW [small] [key=value …]     print the result of one row as JSON
 
-ceilings   measures the peak speed of the device: bf16 products of 8192 × 8192 matrices, copies within its memory
-products   compares loss and gradients with fp64 on the CPU. Models: a small decoder in fp32 and bf16, and a wider one
-           with the heads, the attention and the compiled blocks of the timed rows
-layouts    compares five steps of one model with each option on one GPU: recomputation, compilation, loss in chunks,
-           offloading, smaller state, fp8
-saves      checks that an asynchronous save during steps contains exactly the weights of its step
-stops      checks that a run that is stopped and resumed has the same digest as an uninterrupted run, with fp32
-           weights. `stops-compiled`: the same with bf16 and torch.compile
-chain      runs prepare → shard → train → evaluate with `python -m pipeline`
+- `ceilings`: measure the peak rates of the device with bf16 products of 8192 × 8192 matrices and copies in its memory.
+- `products`: compare loss and gradients with fp64 on the CPU. The models are a small decoder in fp32 and bf16, and a
+  wider decoder with the heads, the attention and the compiled blocks of the timed rows.
+- `layouts`: compare five steps of one model with each option on one GPU: recomputation, compilation, loss in chunks,
+  offloading, smaller state and fp8.
+- `saves`: check that an asynchronous save during steps contains exactly the weights of its step. With `small`, use a
+  model for rehearsals instead of 1.2 billion parameters.
+- `stops`: check that a stopped and resumed run has the same digest as an uninterrupted run, with fp32 weights.
+- `stops-compiled`: do the same as `stops` with bf16 and torch.compile.
+- `chain`: run the stages prepare, shard, train and evaluate with `python -m pipeline`.
 
-A wrong result is printed as `wrong`. The process fails only if it has no result. `small`: for `saves`, use a model for
-rehearsals instead of 1.2 billion parameters.
+A wrong result is printed under the key `wrong`. The process fails only if it has no result.
 """
 
 from __future__ import annotations
