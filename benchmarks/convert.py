@@ -227,15 +227,15 @@ def main() -> None:
             plain_times = {"export": read_and_write_times}
             if action == "import":
                 plain_times = {"import": read_times, "save": [], "import, save": read_and_write_times}
-                for kind in ("", ", CPU"):
-                    results[f"import, save{kind}"] = results[f"import{kind}"] + results[f"save{kind}"]
+                for suffix in ("", ", CPU"):
+                    results[f"import, save{suffix}"] = results[f"import{suffix}"] + results[f"save{suffix}"]
             for row_name, times in plain_times.items():
                 row = [row_name, f"{size / 1e9:.2f}"]
-                for number, kind in enumerate(("", ", CPU")):
-                    seconds = results[row_name + kind]
+                for index, suffix in enumerate(("", ", CPU")):  # wall seconds, then CPU seconds
+                    seconds = results[row_name + suffix]
                     row.append(f"{seconds:.1f}")
                     if times:
-                        plain_s = sum(pair[number] for pair in times) / len(times)
+                        plain_s = sum(pair[index] for pair in times) / len(times)
                         row += [f"{plain_s:.1f}", f"{seconds / plain_s:.2f}"]
                     else:
                         row += ["-", "-"]

@@ -248,10 +248,10 @@ def main() -> None:
     arguments = parser.parse_args()
     repetitions = arguments.repetitions
     torch.set_num_threads(1)
-    opened: Counter[str] = Counter()
+    open_counts_by_file: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         entries, flat = make_data(Path(folder))
-        sys.addaudithook(lambda event, args: opened.update([str(args[0])]) if event == "open" else None)
+        sys.addaudithook(lambda event, args: open_counts_by_file.update([str(args[0])]) if event == "open" else None)
         loaders = make_loaders(entries, flat)
         readers = [read() for read in loaders.values()]
         for batches in zip(*readers, strict=True):  # This loop also warms the page cache.
@@ -264,7 +264,7 @@ def main() -> None:
                 for _batch in read():
                     pass
                 seconds[key].append(time.process_time() - start)
-        open_counts = {opened[str(entry.file)] for entry in entries}
+        open_counts_of_shards = {open_counts_by_file[str(entry.file)] for entry in entries}
         peers = measure_peers(arguments.peers, Path(folder), flat) if arguments.peers else {}
         raw_s, sluice_s = measure_with_steps(entries, loaders[PAIRS, RAW[1]], repetitions)
         system_calls = count_system_calls(entries, Path(folder))
@@ -275,7 +275,9 @@ def main() -> None:
         median = statistics.median(values)
         spread = f"{min(values):.3f} - {max(values):.3f}"
         per_sample = f"{median / SAMPLES * 1e6:.1f}"
-        target = "" if not name.startswith("Sluice") else "≤ 0.9 of raw per batch" if kind == PAIRS else "≤ 0.5"
+        target = ""
+        if name.startswith("Sluice"):
+            target = "≤ 0.9 of raw per batch" if kind == PAIRS else "≤ 0.5"
         values_of_row = [f"{median:.3f}", spread, per_sample, *(f"{raw_ratio:.2f}" for raw_ratio in ratios)]
         rows.append([name, kind, *values_of_row, target])
     sluice_median = statistics.median(seconds[PAIRS, SLUICE])
@@ -292,7 +294,7 @@ def main() -> None:
         "CPU time to read one epoch",
         f"{SAMPLES:,} samples of {LENGTH:,} uint16 tokens, shuffled, batch {BATCH}; {repetitions} interleaved "
         f"repetitions, CPU seconds of all threads. In all repetitions together, Sluice opened each of its {SHARDS} "
-        f"shards {' or '.join(map(str, sorted(open_counts)))} time. Method: `benchmarks/loader.py`. "
+        f"shards {' or '.join(map(str, sorted(open_counts_of_shards)))} time. Method: `benchmarks/loader.py`. "
         f"torch {torch.__version__}, numpy {np.__version__}.\n\n"
         f"System calls of an epoch for the {SHARDS} shards and {SAMPLES:,} samples: {system_calls}. "
         f"The first batch took {at_0 * 1e3:.2f} ms of CPU at the start of an epoch of 10⁹ tokens, and "

@@ -61,18 +61,20 @@ def measure_steps_rank(rank_info: RankInfo, steps: int) -> tuple[list[float], li
     store = dist.TCPStore("127.0.0.1", rank_info.master_port, rank_info.world_size, rank_info.rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)
     coordinator = StopCoordinator(StopFlag(), groups.new_control_group())
-    a_MM = torch.randn(256, 256)
+    matrix_MM = torch.randn(256, 256)
     gradients_P = torch.zeros(100_000)
 
     def reduce_loss(loss: float) -> float:
+        """Return the sum of the loss over all ranks."""
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total)
         return total.item()
 
     start = time.perf_counter()
     for _ in range(400):
-        a_MM @ a_MM
+        matrix_MM @ matrix_MM
     product_s = (time.perf_counter() - start) / 400
+    # Kinds of steps: without a check for requests, with a check, and with a request.
     plain, checked, requested = range(3)
     step_times: tuple[list[float], list[float], list[float]] = ([], [], [])
     generator = random.Random(1)
@@ -82,14 +84,15 @@ def measure_steps_rank(rank_info: RankInfo, steps: int) -> tuple[list[float], li
         kind = generator.choices((plain, checked, requested), (48, 48, 4))[0]
         start = time.perf_counter()
         for _ in range(max(1, round(STEP_S / product_s))):
-            a_MM @ a_MM
+            matrix_MM @ matrix_MM
         dist.all_reduce(gradients_P)
-        if math.isnan(reduce_loss(math.nan if kind and coordinator.wants_attention() else 1.0)):
+        # A NaN in the reduced loss means that a rank has a request (pipeline/resilience/stop.py).
+        if math.isnan(reduce_loss(math.nan if kind != plain and coordinator.wants_attention() else 1.0)):
             coordinator.exchange()
             reduce_loss(1.0)
         if step >= WARM_UP_STEPS:
             step_times[kind].append(time.perf_counter() - start)
-    kind = plain
+    kind = plain  # There is no request while the CPU time of the check is measured.
     cpu_start = time.process_time()
     for _ in range(20_000):
         math.isnan(math.nan if coordinator.wants_attention() else 1.0)
