@@ -154,9 +154,9 @@ def write_restart_table(requeues: int) -> None:
     """Preempt a training run `requeues` times, and write the table with the time of each part of a restart."""
     if reason := find_cluster_problem(Options()):
         sys.exit(reason)
-    directory = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
+    cluster_dir = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     options = Options(grace=1, user_signal=False, slurmd_timeout=5)
-    with mount_small_disk() as folder, Cluster(directory).up(options) as cluster:
+    with mount_small_disk() as folder, Cluster(cluster_dir).up(options) as cluster:
         chaos_run = ChaosRun(cluster, folder, 1, requeues)
         chaos_run.run_faults([faults.preempt] * requeues)
         restarts = read_restarts(chaos_run.run)
@@ -164,7 +164,7 @@ def write_restart_table(requeues: int) -> None:
     times_s = {name: [restart[name] for restart in restarts] for name in names}
     median_s = {name: statistics.median(times) for name, times in times_s.items()}
     unavoidable_s = sum(median_s[name] for name in ("imports", "rendezvous", "loading the checkpoint"))
-    without_slurm_s = sum(median_s[name] for name in names[1:])
+    without_slurm_s = sum(median_s[name] for name in names[1:])  # The first part is the wait for Slurm.
     total_s = sum(median_s.values())
     rows = [[name, f"{median_s[name]:.3f}", f"{min(times_s[name]):.3f}-{max(times_s[name]):.3f}"] for name in names]
     factor = "× (imports + rendezvous + load)"

@@ -73,7 +73,7 @@ class Step(Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Step:
-        """Raise ValueError if a size of the workload is less than 1."""
+        """Raise ValueError if an integer of the workload is less than 1, except integers that may be 0."""
         may_be_zero = ("head_size", "experts", "zero", "trained_from")
         sizes = {name: size for name, size in vars(self.work).items() if type(size) is int and name not in may_be_zero}
         if invalid := [name for name, size in sizes.items() if size < 1]:

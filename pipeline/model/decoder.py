@@ -383,6 +383,8 @@ def _cross_entropy_with_gradient(
     has_loss_N = targets_N != IGNORE_INDEX
     rows_N = torch.arange(len(targets_N), device=targets_N.device)
     columns_N = columns_N.clamp(0, local_vocab_size - 1)
+    # To save memory, the next lines change the fp32 logits in place, first to exponentials, then to the gradient. The
+    # largest logit is subtracted, so that exponentials do not overflow.
     logits_NV -= _all_reduce(logits_NV.amax(dim=1), "max", group).unsqueeze(1)
     target_logit_N = torch.where(is_local_N, logits_NV[rows_N, columns_N], 0.0)
     logits_NV.exp_()
