@@ -608,7 +608,7 @@ class CustomModelTask(Task):
         return self.user_module.metrics(outputs, batch) if "metrics" in self.user_model.names else {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
-        """Return the smallest batch of zeros, in which each sample has the full padded length if samples have lengths."""
+        """Return the smallest batch of zeros. Only lengths are not 0: each sample has the full padded length."""
         batch = super().smallest_batch(device)
         if self.user_model.has_lengths:
             batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.user_model.padded)])
