@@ -102,7 +102,7 @@ def tokenize_bare(folder: Path) -> None:
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     cpu_start = read_cpu_seconds()
-    tokens = 0
+    tokens = 0  # including one end token per document
     batch = []
     with open(folder / "text.jsonl", "rb") as file:
         for line in file:

@@ -165,6 +165,7 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
                 "send": partial(_send_and_receive, members, world.rank, whole),
             }
             for kind, call in calls.items():
+                # `_send_and_receive` transfers two messages, one after the other.
                 seconds = median_time_s(world.device, call) / (2 if kind == "send" else 1)
                 is_between = members_of_groups is between
                 values = {"kind": kind, "ranks": ranks, "between": is_between, "seconds": seconds}
@@ -418,7 +419,7 @@ def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: Ran
         previous: A machine that was measured earlier, to whose timings a step is added; None: measure everything.
         rank_info: Rank and world size of this process.
     """
-    load = os.getloadavg()[0]
+    load_average = os.getloadavg()[0]
     groups.configure_determinism(config)
     world = groups.join_process_group(rank_info, config)
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size
@@ -437,7 +438,7 @@ def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: Ran
             f"Measured by planning.calibrate on {os.uname().nodename}, {utc_timestamp()}: torch {torch.__version__}, "
             f"backend {world.backend},",
             f"{world.size} ranks, {layout.ranks_per_node} per node: {layout.describe_sizes()}; "
-            f"load average {load:.1f} before.",
+            f"load average {load_average:.1f} before.",
             "All figures are measured, including peak rates. With one rank, communication takes no time. On one node,",
             "links between nodes are assumed to equal those inside; with one rank per node, the reverse.",
             "Steps:",

@@ -161,7 +161,8 @@ class Workload:
         query = self.heads * self.head // self.tensor
         key_value = self.kv_heads * self.head // self.tensor
         local_experts = max(1, self.experts // self.expert)
-        rows = tokens * self.active * self.expert / self.experts if self.experts else tokens  # for each expert
+        # Number of tokens that one expert processes. Without experts, the MLP processes all tokens.
+        rows = tokens * self.active * self.expert / self.experts if self.experts else tokens
         return [
             (tokens, query + 2 * key_value, self.hidden, 1),
             (tokens, self.hidden, query, 1),
