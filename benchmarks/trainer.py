@@ -198,7 +198,7 @@ def train_bare(run_dir: Path, steps: int) -> None:
     shard = json.loads((run_dir / "data/manifest.json").read_text())["train"][0]
     tokens = np.memmap(run_dir / "data" / shard["file"], np.uint16, "r", shard["offset"], (shard["tokens"],))
     torch.manual_seed(1)
-    # The sizes, the optimizer and the batches are those of configs/quickstart.yaml.
+    # The sizes of the model and of the batches are those of configs/quickstart.yaml.
     model = PlainDecoder(4096, 256, dim=256, layers=4, heads=8, kv_heads=4, ffn=704, theta=1e4)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

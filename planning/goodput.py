@@ -608,6 +608,7 @@ def _build_row(
     repair_s = HOUR_S * assumptions.repair_hours
     pool = NodePool(assumptions.spares, repair_s, assumptions.together, assumptions.nodes_together)
     expectation = simulate_runs(job, best_s, work_s, pool)
+    # To limit the time of the simulation, the intervals are compared over about 1,000 failures at most.
     shortest, longest = find_good_intervals_s(job, best_s, min(work_s, 1000 / job.failure_rate), pool)
     row["simulated"] = f"{format_span(shortest)} – {format_span(longest)}"
     row["whole training"] = f"{100 * expectation.ratio:.1f} ± {100 * expectation.margin:.1f} %"

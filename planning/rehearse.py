@@ -169,7 +169,13 @@ class TensorAccount(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count_sent(self, operation: str, args: Any, results: Any) -> None:
-        """Count the bytes that a collective sends."""
+        """Count the bytes that this rank sends in a collective, with ring algorithms.
+
+        Args:
+            operation: One of the values of `_COLLECTIVES`.
+            args: Arguments of the operator.
+            results: Tensors that the operator returns or changes.
+        """
         boxed_group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
         if boxed_group is None:
             group: Any = dist.distributed_c10d._resolve_process_group(args[-1])
@@ -178,6 +184,7 @@ class TensorAccount(TorchDispatchMode):
         ranks = group.size()
         size = sum(tensor.nbytes for tensor in _list_tensors(results))
         if operation not in ("broadcast", "send"):
+            # The result of a reduce-scatter is only a shard. An all-reduce is a reduce-scatter and an all-gather.
             times = {"reduce-scatter": ranks, "all-reduce": 2}.get(operation, 1)
             size = times * size * (ranks - 1) // ranks
         calls_and_bytes = self.sent[group.group_desc.removeprefix("mesh_"), ranks, operation]

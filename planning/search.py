@@ -244,8 +244,7 @@ def parse_node_counts(text: str) -> list[int]:
 
 
 def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> Path:
-    """Write a config `NAME-best.yaml` next to `path` that extends `path` by a layout. Return the path of the new
-    config.
+    """Write a config `NAME-best.yaml` next to `path` that extends `path` by a layout. Return its path.
 
     Args:
         choice: The layout.
