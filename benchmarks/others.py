@@ -30,8 +30,8 @@ def expert_and_context_time(rank: RankModel, forward: float) -> float:
 def ring_attention_time(rank: RankModel) -> float:
     """Return the seconds of exposed communication of keys and values in a block's forward pass.
 
-    In each of `context` ring steps, a rank computes attention to one part of the keys and values. Meanwhile, this part is
-    sent to the next rank, except in the last ring step. Communication that takes longer is exposed.
+    In each of `context` ring steps, a rank computes attention to one part of the keys and values. Meanwhile, this part
+    is sent to the next rank, except in the last ring step. Communication that takes longer is exposed.
     """
     work = rank.work
     group = rank.group(work.context, work.tensor)
