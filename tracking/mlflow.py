@@ -62,16 +62,19 @@ class Mlflow(Tracker):
         name, sweep = display_names(run)
         tags = {"sluice.run": run_id, "sluice.path": str(run.path)} | ({"sluice.sweep": sweep} if sweep else {})
         server_run = matches[0] if matches else self._client.create_run(experiment_id, tags=tags, run_name=name)
-        self._id = server_run.info.run_id
-        if not server_run.data.params:
+        self._server_run_id = server_run.info.run_id
+        if not server_run.data.params:  # parameters are sent only once
             params = [Param(key, str(value)[:_MAX_PARAM_CHARACTERS]) for key, value in flat_config(run).items()]
             for start in range(0, len(params), _MAX_PARAMS):
-                self._client.log_batch(self._id, params=params[start : start + _MAX_PARAMS])
+                self._client.log_batch(self._server_run_id, params=params[start : start + _MAX_PARAMS])
+        # the public attribute `server_run.data.metrics` contains no steps
         newest_steps = {metric.key: metric.step for metric in server_run.to_proto().data.metrics}
         state.step = newest_steps.get("step_time_s", 0)
         state.evaluations = []
         if "evaluation/loss" in newest_steps:
-            state.evaluations = [metric.step for metric in self._client.get_metric_history(self._id, "evaluation/loss")]
+            state.evaluations = [
+                metric.step for metric in self._client.get_metric_history(self._server_run_id, "evaluation/loss")
+            ]
 
     def _log(self, lines: Sequence[Line], prefix: str) -> None:
         """Send the numbers of lines, in requests of at most `_MAX_METRICS` metrics.
@@ -89,10 +92,10 @@ class Mlflow(Tracker):
                 Metric(prefix + name, value, time_ms, int(line["step"])) for name, value in flatten_numbers(line)
             ]
             if len(batch) + len(metrics) > _MAX_METRICS:
-                self._client.log_batch(self._id, batch)
+                self._client.log_batch(self._server_run_id, batch)
                 batch = []
             batch += metrics
-        self._client.log_batch(self._id, batch)
+        self._client.log_batch(self._server_run_id, batch)
 
     def on_steps(self, steps: Sequence[Line]) -> None:
         """Send the steps' metrics."""
@@ -103,7 +106,7 @@ class Mlflow(Tracker):
 
         In this order, a server that has the metrics also has the file.
         """
-        self._client.log_artifact(self._id, str(result_file(self.run, int(result["step"]))), "evaluation")
+        self._client.log_artifact(self._server_run_id, str(result_file(self.run, int(result["step"]))), "evaluation")
         self._log([result], "evaluation/")
 
     def on_event(self, event: Line) -> None:
@@ -112,20 +115,20 @@ class Mlflow(Tracker):
         If the event has late results on held-out data for a step that was already sent, send the results.
         """
         if is_late_held_out(event) and event["step"] <= self.state.step:
-            history = self._client.get_metric_history(self._id, f"{HELD_OUT_PREFIX}loss")
+            history = self._client.get_metric_history(self._server_run_id, f"{HELD_OUT_PREFIX}loss")
             if event["step"] not in [metric.step for metric in history]:
                 time_s = datetime.fromisoformat(event["time"]).timestamp()
                 line = {key: value for key, value in event.items() if key != "time"} | {"time": time_s}
                 self._log([line], "")
         elif event["event"] == Started.NAME:
-            self._client.update_run(self._id, status="RUNNING")
+            self._client.update_run(self._server_run_id, status="RUNNING")
         elif event["event"] in _STATUS_BY_EVENT and (
             event["event"] != Done.NAME or event.get("stage") == last_stage(self.run)
         ):
-            self._client.set_terminated(self._id, _STATUS_BY_EVENT[event["event"]])
+            self._client.set_terminated(self._server_run_id, _STATUS_BY_EVENT[event["event"]])
 
     def close(self) -> None:
         """Send the current config and the report, if they exist."""
         for file in (self.run.config_file, self.run.path / "report.html"):
             if file.exists():
-                self._client.log_artifact(self._id, str(file))
+                self._client.log_artifact(self._server_run_id, str(file))

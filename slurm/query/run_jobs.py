@@ -130,13 +130,13 @@ def events_since_submission(events: Sequence[E], job_id: str) -> list[E]:
     local_events = [event for event in events if cluster is None or getattr(event, "cluster", None) in (None, cluster)]
     submissions = [
         index
-        for index in find_first_submissions(local_events)
+        for index in find_submission_indices(local_events)
         if array_job_id(get_job_id(local_events[index]) or "") == array_id
     ]
     return local_events[max(submissions, default=0) :]
 
 
-def find_first_submissions(events: Sequence[Event]) -> list[int]:
+def find_submission_indices(events: Sequence[Event]) -> list[int]:
     """Return the index of the first `submitted` event of each submission in `events`.
 
     A submission may have two of these events: a job writes the event if it is missing when the job starts, and

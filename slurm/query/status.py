@@ -57,8 +57,8 @@ from slurm.query.run_jobs import (
     describe_stray_job,
     describe_unproven_jobs,
     find_awaited_job,
-    find_first_submissions,
     find_run_jobs,
+    find_submission_indices,
     find_successor,
     is_job_ending,
     uses_slurm,
@@ -484,7 +484,7 @@ class StatusPoller:
         jobs = [job for job in jobs if job.job_id or job.state.reason]  # an unconfirmed submission has no job yet
         shown_job = _choose_job(jobs)
         job = shown_job.state if shown_job else None
-        last_submission = max(find_first_submissions(events), default=-1)
+        last_submission = max(find_submission_indices(events), default=-1)
         recent_events = events[last_submission + 1 :]
         is_locked = lock_holder is not None
         state, problem, is_active = determine_state(missing, is_locked, recent_events, job)

@@ -27,8 +27,8 @@ from slurm.query import job_states, slurm_commands
 from slurm.query.job_states import RecordedJob
 from slurm.query.run_jobs import (
     events_since_submission,
-    find_first_submissions,
     find_run_jobs,
+    find_submission_indices,
     job_comment,
     list_recorded_jobs,
     list_submissions,
@@ -304,7 +304,7 @@ def test_a_job_records_its_submission_before_its_start(run: Run, slurm: FakeSlur
     sbatch.record_submission(run, submitting_event, "4")
     events = events_since_submission(run.read_events("train"), "4")
     assert [event.name for event in events] == ["submitted", "started", "submitted"]
-    assert find_first_submissions(run.read_events("train")) == [1] and len(list_recorded_jobs(run)) == 4
+    assert find_submission_indices(run.read_events("train")) == [1] and len(list_recorded_jobs(run)) == 4
 
 
 def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None:
