@@ -65,7 +65,10 @@ def submit(
     ] = None,
     executor: Annotated[
         Executor,
-        typer.Option(help="where to run; auto: this allocation inside salloc, else Slurm if it responds, else locally"),
+        typer.Option(
+            help="where to run; auto: Slurm if the run used Slurm before, otherwise this allocation if inside salloc, "
+            "otherwise Slurm if it responds, otherwise this machine"
+        ),
     ] = "auto",
 ) -> None:
     """Create the run of a config, or find it, and run the stages that are not done."""
