@@ -4,9 +4,9 @@
     python -m pipeline train configs/quickstart.yaml train.steps=50   create the run first, if it does not exist
     python -m pipeline evaluate RUN --step 100                        evaluate one checkpoint (a step, newest or every)
 
-A rank computes, saves and exits with a code (pipeline/base/errors.py). It never requeues. If it fails, it writes the
-traceback and the time to `jobs/STAGE/error-rank-N.json`. The supervisor reads these reports to find the rank that
-failed first.
+A rank computes, saves and exits with a code (pipeline/base/errors.py). A rank never requeues its job. If a rank fails,
+it writes the traceback and the time to `jobs/STAGE/error-rank-N.json`. The supervisor reads these reports to find the
+rank that failed first.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipeline.run.events import Done, EndEvent, Failed, Started, Stopped
 from pipeline.run.failure import abort_peers, explain_error, write_error_report
 
 CREATE_TIMEOUT_S = 120
-"""How long the other ranks wait for rank 0 to create the run."""
+"""How many seconds the other ranks wait for rank 0 to create the run."""
 
 
 def main(arguments: list[str]) -> int:
     """Run one stage as one rank, and return the exit code."""
     flag = StopFlag().install()
-    gc.disable()  # The garbage collector would scan the growing heap repeatedly: a fifth of the time of the imports.
+    gc.disable()  # The garbage collector would scan the growing heap repeatedly, a fifth of the time of all imports.
     faulthandler.enable()
     raise_open_file_limit()
     start_time = time.monotonic()
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         options = parse_arguments(arguments)
         rank_info = read_rank_info(os.environ)
         opened_run = open_run(options.target, options.overrides, rank_info)
-        if not is_supervised:  # Otherwise the supervisor has checked this.
+        if not is_supervised:  # A supervisor has already made these checks.
             opened_run.check_owner()
             opened_run.check_not_cancelled()
         run = opened_run  # From here on, errors are reported in the run directory.
@@ -87,13 +87,13 @@ def main(arguments: list[str]) -> int:
         if run is not None and rank_info is not None:
             write_error_report(run, options.stage, rank_info, code, message, getattr(error, "host", None))
             if writes_events:
-                # The rank that failed first writes the event. Rank 0 writes the event if the failed rank could not.
+                # A rank that failed itself writes the event. If it could not, rank 0 writes the event.
                 events = run.read_events(options.stage)
                 is_written = rank_info.rank > 0 or (bool(events) and isinstance(events[-1], Failed))
                 if code != ExitCode.PEER_LOST or not is_written:
-                    facts = {"rank": rank_info.rank, "host": os.uname().nodename, "message": message}
+                    fields = {"rank": rank_info.rank, "host": os.uname().nodename, "message": message}
                     cause = code.name.lower()
-                    _write_end_event(run, options.stage, rank_info, Failed, code, start_time, cause=cause, **facts)
+                    _write_end_event(run, options.stage, rank_info, Failed, code, start_time, cause=cause, **fields)
         if is_supervised or rank_info is None or rank_info.world_size == 1:
             print(message, file=sys.stderr, flush=True)
         else:
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _get_job_id(rank_info: RankInfo) -> str:
-    """Return the id of the job as it was submitted; the id of this process if there is no job."""
+    """Return the ID of the job as it was submitted; the ID of this process if there is no job."""
     return rank_info.submitted_as or str(os.getpid())
 
 
@@ -113,18 +113,18 @@ def _write_end_event(
     event_class: type[EndEvent],
     code: ExitCode,
     start_time: float,
-    **facts: Any,
+    **extra_fields: Any,
 ) -> None:
-    """Write the end of the attempt, if the ranks were started without a supervisor that would write it.
+    """Write the event that ends an attempt. Call this only without a supervisor, which would write the event itself.
 
     Args:
         run: the run.
         stage: the stage.
         rank_info: identifies the job and this rank.
-        event_class: how the attempt ended.
+        event_class: the class of the event.
         code: the exit code of this process.
         start_time: when this process started, by `time.monotonic`.
-        **facts: more fields of the event.
+        **extra_fields: further fields of the event.
     """
     run.append_event(
         event_class(
@@ -135,13 +135,13 @@ def _write_end_event(
             restarts=rank_info.restart_count,
             exit_code=int(code),
             seconds=round(time.monotonic() - start_time, 3),
-            **facts,
+            **extra_fields,
         )
     )
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Parse the command line. If it is invalid, argparse prints the usage and exits with ExitCode.USER_ERROR."""
+    """Return the parsed command line. If it is invalid, print the usage and exit with ExitCode.USER_ERROR."""
     parser = argparse.ArgumentParser(
         "python -m pipeline",
         allow_abbrev=False,

@@ -1,6 +1,7 @@
-"""The evaluate stage: all ranks together compute held-out loss, perplexity and bits per byte of checkpoints.
+"""The evaluate stage: all ranks together measure checkpoints on held-out data and task files.
 
-Ranks have the option `--step N`, `--step newest` or `--step every`. The default follows from `evaluate.every`.
+The option `--step N`, `--step newest` or `--step every` of the ranks selects the checkpoints. The default follows from
+`evaluate.every`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ def select_steps(run: Run, selection: str | None) -> list[int]:
 
     Args:
         run: the run.
-        selection: the number of a step, `newest`, `every`, or None for the default of `evaluate.every`.
+        selection: the number of a step, `newest`, `every`, or None for the default, which follows from
+            `evaluate.every`.
 
-    Raises UserError if the selection is invalid or there is no such checkpoint.
+    Returns:
+        The steps; empty if there is no checkpoint and `selection` is not a number.
+
+    Raises:
+        UserError: if the selection is invalid, or if there is no checkpoint of this step.
     """
     steps = list_checkpoint_steps(run.checkpoints_dir)
     if selection is None:
@@ -32,36 +38,41 @@ def select_steps(run: Run, selection: str | None) -> list[int]:
     if selection == "every":
         return steps
     if selection == "newest":
-        return [newest] if (newest := find_newest_step(run.checkpoints_dir)) else []
+        newest_step = find_newest_step(run.checkpoints_dir)
+        return [newest_step] if newest_step else []
     if not selection.isdecimal():
         raise UserError("cli.invalid_value", f"--step {selection}: expected the number of a step, newest or every")
     if int(selection) not in steps:
-        saved = ", ".join(map(str, steps)) or "none"
-        message = f"--step {selection}: no such checkpoint in {run.checkpoints_dir}; saved steps: {saved}"
+        saved_steps = ", ".join(map(str, steps)) or "none"
+        message = f"--step {selection}: no such checkpoint in {run.checkpoints_dir}; saved steps: {saved_steps}"
         raise UserError("checkpoint.no_such_step", message)
     return [int(selection)]
 
 
 def describe_missing_outputs(run: Run) -> str | None:
-    """Return why the evaluation is not done; None if every selected checkpoint has a result."""
+    """Return why the evaluation is not done.
+
+    Returns None if every checkpoint that `evaluate.every` selects has a result, or if no data is held out.
+    """
     if run.config.data.held_out == 0:
         return None
     steps = select_steps(run, None)
-    without = [step for step in steps if read_result(run, step) is None]
+    missing_steps = [step for step in steps if read_result(run, step) is None]
     if not steps:
         return "there is no checkpoint yet"
-    return f"step {without[0]} is not evaluated" if without else None
+    return f"step {missing_steps[0]} is not evaluated" if missing_steps else None
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError if a task file is malformed."""
+    """Raise UserError if two task files have the same name, or a task file is malformed."""
     files = run.config.evaluate.task_files
-    for _, file in zip(derive_task_names(files), files, strict=True):
+    derive_task_names(files)
+    for file in files:
         read_task_file(file)
 
 
 def progress(run: Run) -> Progress:
-    """Return the newest result."""
+    """Return the progress of the stage: the main metric of the newest result."""
     if run.config.data.held_out == 0:
         return Progress("nothing is held out (data.held_out: 0)")
     result = read_newest_result(run)
@@ -72,7 +83,10 @@ def progress(run: Run) -> Progress:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Evaluate the selected checkpoints that have no result. Raises CheckpointError if there is no checkpoint."""
+    """Evaluate the selected checkpoints that have no result.
+
+    Raises CheckpointError if there is no checkpoint, or if a checkpoint is damaged.
+    """
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
     from pipeline.evaluate.evaluator import Evaluator

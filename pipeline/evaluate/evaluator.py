@@ -1,11 +1,11 @@
 """Evaluate a model on held-out data and on task files. The results are the same for any number of ranks.
 
-Batch b belongs to rank b mod ranks, so it contains the same samples on any layout and has the same bits of loss. The
-sums of all batches are gathered and added in batch order, in double precision. If training splits the model because
-one rank may not hold it, evaluation splits it by ZeRO 3 over all ranks.
+Rank r computes the batches b with b mod (number of ranks) = r. A batch contains the same samples for any number of
+ranks, so its loss has the same bits. The sums of all batches are gathered and added in the order of the batches, in
+double precision. If the train stage splits the model, the evaluation shards it over all ranks (ZeRO 3).
 
-`TextHeldOut` evaluates held-out text, `SampleHeldOut` the held-out samples of a custom model (pipeline/data/samples.py)
-and `TaskFile` a task file. docs/evaluation.md describes the metrics.
+`TextHeldOut` evaluates held-out text. `SampleHeldOut` evaluates the held-out samples of a custom model
+(pipeline/data/samples.py). `TaskFile` evaluates a task file. docs/evaluation.md describes the metrics.
 """
 
 from __future__ import annotations
@@ -52,18 +52,23 @@ from pipeline.run.events import Damaged, Evaluated
 LOGITS_BYTES = 2 << 30
 """Maximum size of the fp32 logits of one forward pass, which limits the batch.
 
-One window of 8k tokens has 4.2 GB of logits for a vocabulary of 128k. The logits in the model's type and the softmax
-take 2 to 3 times as much in addition.
+For example, the logits of one window of 8k tokens take 4.2 GB if the vocabulary has 128k tokens. The logits in the
+model's data type and the softmax take 2 to 3 times as much in addition.
 """
 
 
 class Evaluator:
-    """One rank of an evaluation. It builds the model once and loads one checkpoint after another into it.
+    """One rank of an evaluation. The model is built once, and checkpoints are loaded into it one after another.
 
     Args:
-        training_coordinator: the trainer's coordinator if the train stage evaluates the current weights; otherwise
-            None. If it is given, the trainer copies the weights into `model`, and `train.evaluate_sequences` limits the
-            held-out data.
+        run: the run.
+        manifest: the manifest of the shards or of the samples.
+        world: all ranks, and the device of this rank.
+        flag: set if a signal requests a stop.
+        watchdog: detects a hang of this rank.
+        training_coordinator: the stop coordinator of the trainer if the train stage evaluates its current weights;
+            None in the evaluate stage. If it is given, the trainer copies the weights into `model`, and
+            `train.evaluate_sequences` limits the held-out data.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Evaluator:
         model = task.build(range(config.model.layers))
         parallel = config.parallel
         self.is_sharded = world.size > 1 and (parallel.zero == 3 or parallel.tensor > 1 or parallel.pipeline > 1)
-        """Whether each rank has only a shard of the weights. All ranks must then call the model equally often."""
+        """Whether each rank has only a shard of the weights. All ranks must then call the model equally many times."""
         if self.is_sharded:  # Each block is gathered before it computes, so the results are bit-identical.
             mesh = init_device_mesh(world.device.type, (world.size,))
             dtype = DTYPES.get(config.train.precision)
@@ -134,7 +139,8 @@ class Evaluator:
             False if the ranks agreed to stop before the evaluation was complete.
 
         Raises:
-            CheckpointError: the checkpoint is damaged (it is then set aside) or belongs to another run.
+            CheckpointError: if the checkpoint is damaged or belongs to another run. A damaged checkpoint is renamed, so
+                that it is not used again.
         """
         checkpoint = self.run.checkpoints_dir / catalog.checkpoint_name(step)
         try:
@@ -160,58 +166,66 @@ class Evaluator:
 
     @torch.no_grad()
     def measure(self, step: int, *, ignore_stop: bool = False) -> dict[str, Any] | None:
-        """Evaluate the weights in `model`, which must be those after `step`, and return the result on every rank.
+        """Evaluate the weights in `model` and return the result, on every rank.
 
-        Return None if the ranks agreed to stop, unless `ignore_stop` is set.
+        Args:
+            step: the step after which `model` has these weights.
+            ignore_stop: whether to finish the evaluation even if the ranks agreed to stop.
+
+        Returns:
+            The result; None if the ranks agreed to stop and `ignore_stop` is False.
         """
         result: dict[str, Any] = {"step": step}
         is_stopped = False
-        for held_out, batch in [(self.held_out, self.batch), *((task, task.batch) for task in self.tasks)]:
-            sums = self._sum_batches(held_out, batch, step, ignore_stop)
+        for dataset, batch_size in [(self.held_out, self.batch), *((task, task.batch) for task in self.tasks)]:
+            sums = self._sum_batches(dataset, batch_size, step, ignore_stop)
             is_stopped = sums is None
             if sums is None:
                 break
-            result |= held_out.compute_result(sums)
-        # The time to load another checkpoint depends on the storage, so the limit of a start applies to it.
+            result |= dataset.compute_result(sums)
+        # Next, another checkpoint may be loaded, which can take long. Therefore the limit of a start applies.
         self.watchdog.enter_phase(step, "start")
         return None if is_stopped else result
 
     def _sum_batches(
-        self, held_out: TextHeldOut | SampleHeldOut | TaskFile, batch: int, step: int, ignore_stop: bool
+        self, dataset: TextHeldOut | SampleHeldOut | TaskFile, batch_size: int, step: int, ignore_stop: bool
     ) -> list[dict[str, float]] | None:
-        """Return the sums of each batch of `batch` samples, on every rank; None if the ranks agreed to stop."""
-        batch_count = -(-held_out.count // batch)
+        """Return the sums of each batch of `dataset`, on every rank.
+
+        Returns None if the ranks agreed to stop, unless `ignore_stop` is set.
+        """
+        batch_count = -(-dataset.count // batch_size)
         sums_of_rank: dict[int, dict[str, float]] = {}
-        for first in range(0, batch_count, self.world.size):
+        for first_batch in range(0, batch_count, self.world.size):
             start_time = time.monotonic()
             self.watchdog.enter_phase(step, "batch")
             self.coordinator.start_exchange()
-            number = first + self.world.rank
-            if number < batch_count:
-                sums_of_rank[number] = held_out.compute_sums(
-                    self.model, number * batch, min((number + 1) * batch, held_out.count)
-                )
+            batch = first_batch + self.world.rank
+            if batch < batch_count:
+                stop = min((batch + 1) * batch_size, dataset.count)
+                sums_of_rank[batch] = dataset.compute_sums(self.model, batch * batch_size, stop)
             elif self.is_sharded:  # The other ranks need this rank's shards of the weights.
-                held_out.compute_sums(self.model, 0, 1)
+                dataset.compute_sums(self.model, 0, 1)
             if self.coordinator.finish_exchange() and not ignore_stop:
                 return None
             if not self.is_in_training:  # During training, the watchdog's limits follow from the training steps.
                 self.watchdog.record_step(time.monotonic() - start_time)
-                if self.world.is_rank0 and first // self.world.size % 10 == 0:
-                    print(f"evaluating step {step}: batch {first}/{batch_count}", flush=True)
+                if self.world.is_rank0 and first_batch // self.world.size % 10 == 0:
+                    print(f"evaluating step {step}: batch {first_batch}/{batch_count}", flush=True)
         sums: dict[int, dict[str, float]] = {}
         for rank_sums in groups.all_gather_results(self.group, lambda: sums_of_rank):
             sums |= rank_sums
-        return [sums[number] for number in range(batch_count)]
+        return [sums[batch] for batch in range(batch_count)]
 
 
 _COUNTED_TOKENS = 1 << 24
-"""Number of tokens that are counted at once; `np.bincount` converts them to int64."""
+"""Number of tokens that are counted at once. `np.bincount` converts these tokens to int64, which takes memory."""
 _RESERVED_NAMES = {"step", "loss", "entries", "samples", "checkpoint"}
+"""Keys of a result that the metrics of a custom model must not have."""
 
 
 class SampleHeldOut:
-    """Held-out samples of a custom model, at most `limit` of them."""
+    """The held-out samples of a custom model; if `limit` is given, only the first `limit` samples."""
 
     def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task = task
@@ -220,7 +234,7 @@ class SampleHeldOut:
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
     def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return the sums of loss and metrics over these samples, and the number of their loss entries."""
+        """Return the sums of loss and metrics over the samples [start, stop), and the number of loss entries."""
         arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
         samples = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         (batch,) = self.task.split_micro_batches(samples, stop - start)
@@ -235,7 +249,7 @@ class SampleHeldOut:
         return {name: float(value) for name, value in {"loss": loss, "entries": entry_count, **metrics}.items()}
 
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the means per loss entry over all held-out samples from the sums of all batches."""
+        """Return the mean loss and metrics per loss entry, from the sums of all batches."""
         totals = {name: math.fsum(batch_sums[name] for batch_sums in sums) for name in sums[0]}
         entries = totals.pop("entries")
         means = {name: total / entries for name, total in totals.items()}
@@ -243,10 +257,12 @@ class SampleHeldOut:
 
 
 class TextHeldOut:
-    """Held-out text, split into windows of `sequence_length` tokens. There are at most `limit` windows.
+    """Held-out text, split into windows of `sequence_length` tokens; at most `limit` windows.
 
     Each token is predicted once. The first token of a file is predicted from an end-of-text token. The first token of
     any other window is predicted from the last token of the previous window.
+
+    The learned text consists of the tokens on which the loss is computed: all tokens, or only the responses.
 
     Bits per byte (the loss in bits per byte of UTF-8 text) does not depend on the tokenizer. The unigram entropy is
     reported for comparison. It is the best value for a model that knows only the frequencies of the held-out tokens.
@@ -262,30 +278,30 @@ class TextHeldOut:
         self.length = run.config.data.sequence_length
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
         self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
-        """Source of each file of a mixture."""
-        by_source: dict[str | None, list[ShardEntry]] = {}
+        """Name of a file → name of its source in the mixture; empty without a mixture."""
+        shards_by_source: dict[str | None, list[ShardEntry]] = {}
         for shard in manifest.held_out:
-            by_source.setdefault(self._sources.get(shard.name), []).append(shard)
-        selected: list[tuple[ShardEntry, int]] = []
-        """Files, and the number of their windows. There may be billions of windows, so they are not listed."""
-        for number, shards in enumerate(by_source.values()):
+            shards_by_source.setdefault(self._sources.get(shard.name), []).append(shard)
+        window_counts: list[tuple[ShardEntry, int]] = []
+        """Pairs of a file and its number of windows. The windows are not listed, because there may be billions."""
+        for source_number, shards in enumerate(shards_by_source.values()):
             # Each source has the same share of the limit.
-            remaining = (limit + len(by_source) - 1 - number) // len(by_source) if limit else None
+            remaining = (limit + len(shards_by_source) - 1 - source_number) // len(shards_by_source) if limit else None
             for shard in shards:
                 count = -(-shard.tokens // self.length)
                 if remaining is not None:
                     count = min(count, remaining)
                     remaining -= count
                 if count:
-                    selected.append((shard, count))
-        self._shards = [shard for shard, _ in selected]
-        self._first_windows = list(accumulate((count for _, count in selected), initial=0))
-        """Number of each file's first window."""
+                    window_counts.append((shard, count))
+        self._shards = [shard for shard, _ in window_counts]
+        self._first_windows = list(accumulate((count for _, count in window_counts), initial=0))
+        """For each file, the number of its first window; then the number of all windows."""
         self.count = self._first_windows[-1]
         map_file = cache(map_whole_file)
         self._arrays = {shard.name: map_arrays(shard, run.data_dir / shard.file, map_file) for shard in self._shards}
-        self._covered = [(shard, min(count * self.length, shard.tokens)) for shard, count in selected]
-        """Files, and the number of their tokens that the windows cover."""
+        self._tokens_in_windows = [(shard, min(count * self.length, shard.tokens)) for shard, count in window_counts]
+        """Pairs of a file and the number of its tokens that are in windows."""
 
     def _locate_window(self, number: int) -> tuple[ShardEntry, int]:
         """Return the file of a window, and the index of its first token in the file."""
@@ -293,7 +309,7 @@ class TextHeldOut:
         return self._shards[index], (number - self._first_windows[index]) * self.length
 
     def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return the summed loss and the number of tokens of these windows, in total and for each source."""
+        """Return the summed loss and the number of tokens of the windows [start, stop), also for each source."""
         shape = stop - start, self.length + 1
         arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
         is_padding_BT = np.ones((stop - start, self.length), np.bool_)
@@ -314,21 +330,22 @@ class TextHeldOut:
         }
         sources = [self._sources.get(shard.name) for shard, _ in windows]
         for source in filter(None, dict.fromkeys(sources)):
-            rows = [row for row, other in enumerate(sources) if other == source]
+            rows = [row for row, row_source in enumerate(sources) if row_source == source]
             sums[f"{source}.loss"] = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
             sums[f"{source}.tokens"] = float((targets_BT[rows] != IGNORE_INDEX).sum())
         return sums
 
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the mean loss and derived metrics from the sums of all batches.
+        """Return the mean loss and derived metrics, from the sums of all batches.
 
-        The bytes are those of the learned text. If attention is masked across documents, the first token of a document
-        has no prediction. In bits per byte, such tokens count with the mean loss.
+        `bytes` is the size of the learned text. If attention is masked across documents, the first token of a document
+        is not predicted. For the bits per byte, the mean loss is used as the loss of these tokens.
         """
         token_counts, text_bytes = self._count_learned_text()
         text_bytes = max(1, text_bytes)
         tokens = math.fsum(batch_sums["tokens"] for batch_sums in sums)
-        present = token_counts[token_counts > 0].astype(np.float64)
+        positive_counts = token_counts[token_counts > 0].astype(np.float64)
+        unigram_bits = float(-(positive_counts * np.log2(positive_counts / positive_counts.sum())).sum())
         loss = math.fsum(batch_sums["loss"] for batch_sums in sums) / max(1, tokens)
         source_losses = {}
         for source in dict.fromkeys(self._sources[shard.name] for shard in self._shards if self._sources):
@@ -338,28 +355,28 @@ class TextHeldOut:
         return {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
-            "bits_per_byte": loss / math.log(2) * float(present.sum()) / text_bytes,
-            "unigram_bits_per_byte": float(-(present * np.log2(present / present.sum())).sum()) / text_bytes,
+            "bits_per_byte": loss / math.log(2) * float(positive_counts.sum()) / text_bytes,
+            "unigram_bits_per_byte": unigram_bits / text_bytes,
             "tokens": int(tokens),
             "bytes": text_bytes,
             **source_losses,
         }
 
     def _count_learned_text(self) -> tuple[npt.NDArray[np.int64], int]:
-        """Return how often each token occurs in the learned text of the windows, and the bytes of that text."""
+        """Return how often each token occurs in the learned text of all windows, and the size of this text in bytes."""
         token_counts = np.zeros(self.vocab_size, np.int64)
         text_bytes = 0
-        for shard, covered in self._covered:
+        for shard, token_count in self._tokens_in_windows:
             arrays = self._arrays[shard.name]
             learned_in_file = shard.tokens
-            tokens = arrays["tokens"][:covered]
+            tokens = arrays["tokens"][:token_count]
             if "mask" in arrays:
                 is_learned = arrays["mask"] & MASK_LEARNED != 0
                 learned_in_file = max(1, int(is_learned.sum()))
-                tokens = tokens[is_learned[:covered]]
+                tokens = tokens[is_learned[:token_count]]
             for start in range(0, len(tokens), _COUNTED_TOKENS):
                 token_counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=self.vocab_size)
-            # If a limit applies, the bytes of the covered text are estimated in proportion to its tokens.
+            # If a limit applies, the bytes of the text in windows are estimated in proportion to its tokens.
             text_bytes += round(shard.bytes * len(tokens) / learned_in_file)
         return token_counts, text_bytes
 
@@ -367,12 +384,13 @@ class TextHeldOut:
 class TaskFile:
     """One task file, scored as in EleutherAI's lm-evaluation-harness (`multiple_choice` with `acc` and `acc_norm`).
 
-    - Multiple choice uses the log-likelihood of each choice after the prompt. `accuracy_norm` divides it by the
-      length of the choice in characters. The tokens of a choice are those of prompt and choice without those of the
-      prompt. If they do not fit into a window, the beginning of the prompt is dropped.
+    - In multiple choice, the choice with the highest log-likelihood after the prompt is selected. `accuracy_norm`
+      divides the log-likelihood by the length of the choice in characters. Prompt and choice are tokenized together,
+      and the tokens after those of the prompt belong to the choice. If both do not fit into `sequence_length`, the
+      beginning of the prompt is dropped.
     - A prompt begins with the special tokens with which the training documents begin.
-    - A free answer is decoded greedily until the end of its line, or a token that ends an answer, as `generate` does.
-      It is correct if it equals the expected answer, except for surrounding blanks.
+    - A free answer is decoded greedily until the end of a line, or until a token that ends an answer, as `generate`
+      does. The answer is correct if it equals the expected answer, except for white space at the beginning and the end.
 
     The standard error is that of a mean of zeros and ones: sqrt(p (1 - p) / (n - 1)).
     """
@@ -390,18 +408,18 @@ class TaskFile:
         bos_ids: Sequence[int] = (),
         end_ids: Sequence[int] = (),
     ) -> None:
-        """Read the items.
+        """Read the items and tokenize choices.
 
         Args:
             file: the task file.
-            tokenizer: tokenizer of the model.
-            eos_id: the token that ends a text.
+            tokenizer: the tokenizer of the model.
+            eos_id: the ID of the token that ends a text.
             sequence_length: the maximum number of tokens of a sequence.
             batch: the number of sequences in one forward pass.
             answer_tokens: the maximum number of tokens of a free answer.
-            is_sharded: whether the model is sharded, so that all ranks must call it equally often.
-            bos_ids: tokens before each prompt, as before the training documents.
-            end_ids: other tokens that end an answer, such as the one that closes the answers of a dialogue.
+            is_sharded: whether the model is sharded. All ranks must then call the model the same number of times.
+            bos_ids: the IDs of the special tokens before each prompt.
+            end_ids: the IDs of other tokens that end an answer, such as the token that ends an answer of a dialogue.
         """
         self.name = file.stem
         self.items = read_task_file(file)
@@ -426,16 +444,18 @@ class TaskFile:
             self._choices = [[self._encode_choice(item, choice) for choice in item.choices] for item in self.items]
 
     def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return the number of items with a correct answer among the items [start, stop), for each metric."""
+        """Return the number of correct answers to the items [start, stop), for each metric."""
         if self.items[start].choices:
             return self._score_choices(model, start, stop)
         items = self.items[start:stop]
         answers = self._generate_answers(model, items)
-        correct = sum(text.split("\n")[0].strip() == item.answer for item, text in zip(items, answers, strict=True))
-        return {"accuracy": float(correct)}
+        correct_count = sum(
+            answer.split("\n")[0].strip() == item.answer for item, answer in zip(items, answers, strict=True)
+        )
+        return {"accuracy": float(correct_count)}
 
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the metrics, prefixed with the name of the file."""
+        """Return the metrics of the file, from the sums of all batches. Their names begin with the name of the file."""
         metrics: dict[str, Any] = {ITEMS_SUFFIX: self.count}
         for name in sums[0]:
             share = math.fsum(batch_sums[name] for batch_sums in sums) / self.count
@@ -444,11 +464,15 @@ class TaskFile:
         return {f"{self.name}.{name}": value for name, value in metrics.items()}
 
     def _encode(self, text: str) -> list[int]:
+        """Return the token IDs of a prompt, with the special tokens before it."""
         return encode_prompt(self.tokenizer, text, self.bos_ids)
 
     def _encode_choice(self, item: TaskItem, choice: str) -> tuple[list[int], int]:
-        """Return the tokens of prompt and choice, and the number of tokens of the choice."""
-        prompt = item.prompt.rstrip()  # The blank before a word may be part of the word's token.
+        """Return the token IDs of prompt and choice, and the number of tokens of the choice.
+
+        Raises UserError if the choice has no tokens or more than `sequence_length` tokens.
+        """
+        prompt = item.prompt.rstrip()  # The space before a word may be part of the word's token.
         prompt_ids = self._encode(prompt) or [self.eos_id]
         ids = self._encode(item.prompt + ("" if item.prompt[-1:].isspace() else " ") + choice)
         ids = ids if prompt or self.bos_ids else [self.eos_id, *ids]
@@ -462,21 +486,22 @@ class TaskFile:
         return ids[-self.sequence_length - 1 :], count
 
     def _compute_logits(self, model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """Return `logits_BTV` of sequences of tokens, which are padded at the end."""
-        longest = max(map(len, sequences))
-        tokens_BT = torch.tensor([[*ids, *[self.eos_id] * (longest - len(ids))] for ids in sequences])
+        """Return the logits (B, T, V) of sequences of token IDs, which are padded at the end."""
+        max_length = max(map(len, sequences))
+        tokens_BT = torch.tensor([[*ids, *[self.eos_id] * (max_length - len(ids))] for ids in sequences])
         logits_BTV: Tensor = model(tokens_BT.to(next(model.parameters()).device))
         return logits_BTV
 
     def _score_choices(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return how often the correct choice has the highest log-likelihood, in total and per character.
+        """Return for how many items the correct choice has the highest log-likelihood.
 
-        If the model is sharded, the number of forward passes is the same for all batches.
+        `accuracy` compares the log-likelihoods, and `accuracy_norm` compares the log-likelihoods per character. If the
+        model is sharded, the number of forward passes is the same for all batches.
         """
-        encoded = [choice for choices in self._choices[start:stop] for choice in choices]
+        encoded_choices = [choice for choices in self._choices[start:stop] for choice in choices]
         scores: list[float] = []
         for first in range(0, self.batch * self.max_choices, self.sequences_per_pass):
-            sequences = encoded[first : first + self.sequences_per_pass]
+            sequences = encoded_choices[first : first + self.sequences_per_pass]
             if not sequences and not self.is_sharded:
                 break
             logits_BTV = self._compute_logits(model, [ids[:-1] for ids, _ in sequences] or [[self.eos_id]])
@@ -484,20 +509,20 @@ class TaskFile:
                 choice_TV = logits_TV[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(dim=-1)
                 choice_ids_T1 = torch.tensor(ids[-count:], device=choice_TV.device)[:, None]
                 scores.append(choice_TV.gather(1, choice_ids_T1).sum().item())
-        correct = 0
-        correct_norm = 0
+        correct_count = 0
+        correct_norm_count = 0
         remaining_scores = iter(scores)
         for item in self.items[start:stop]:
             item_scores = [next(remaining_scores) for _ in item.choices]
             norm_scores = [score / len(choice) for score, choice in zip(item_scores, item.choices, strict=True)]
-            correct += item_scores.index(max(item_scores)) == item.correct_choice
-            correct_norm += norm_scores.index(max(norm_scores)) == item.correct_choice
-        return {"accuracy": float(correct), "accuracy_norm": float(correct_norm)}
+            correct_count += item_scores.index(max(item_scores)) == item.correct_choice
+            correct_norm_count += norm_scores.index(max(norm_scores)) == item.correct_choice
+        return {"accuracy": float(correct_count), "accuracy_norm": float(correct_norm_count)}
 
     def _generate_answers(self, model: nn.Module, items: Sequence[TaskItem]) -> list[str]:
-        """Return the greedily decoded answers, up to the end of a line or text."""
-        max_prompt = self.sequence_length - self.answer_tokens
-        sequences = [(self._encode(item.prompt) or [self.eos_id])[-max_prompt:] for item in items]
+        """Return the greedily decoded answers, up to the end of a line or a text, or up to `answer_tokens` tokens."""
+        max_prompt_tokens = self.sequence_length - self.answer_tokens
+        sequences = [(self._encode(item.prompt) or [self.eos_id])[-max_prompt_tokens:] for item in items]
         prompt_lengths = [len(ids) for ids in sequences]
         answers = [""] * len(sequences)
         is_complete = [False] * len(sequences)
@@ -505,15 +530,15 @@ class TaskFile:
             if all(is_complete) and not self.is_sharded:
                 break
             logits_BTV = self._compute_logits(model, sequences)
-            for number, ids in enumerate(sequences):
-                token = int(logits_BTV[number, len(ids) - 1].argmax())
-                if is_complete[number]:
+            for index, ids in enumerate(sequences):
+                token = int(logits_BTV[index, len(ids) - 1].argmax())
+                if is_complete[index]:
                     continue
                 # The end token is not part of the answer, even if the tokenizer does not treat it as a special token.
                 if token in self.end_ids:
-                    is_complete[number] = True
+                    is_complete[index] = True
                     continue
                 ids.append(token)
-                answers[number] = self.tokenizer.decode(ids[prompt_lengths[number] :]).lstrip()
-                is_complete[number] = "\n" in answers[number]
+                answers[index] = self.tokenizer.decode(ids[prompt_lengths[index] :]).lstrip()
+                is_complete[index] = "\n" in answers[index]
         return answers

@@ -19,22 +19,23 @@ from pipeline.run.lines import is_number
 TEXT_METRICS = ("perplexity", "bits_per_byte", "unigram_bits_per_byte")
 """Metrics of an evaluation on text, in addition to the loss."""
 TASK_METRIC_SUFFIXES = (".accuracy", ".accuracy_norm", ".loss")
-"""Suffixes of the metrics of tasks and of a mixture's sources. Results also have their standard errors and counts."""
+"""Suffixes of the metrics of evaluation tasks and of the sources of a mixture. A result also contains the standard
+errors and the numbers of items of tasks."""
 STDERR_SUFFIX = "_stderr"
 """Suffix of standard errors."""
 ITEMS_SUFFIX = "items"
-"""Suffix of the number of a task's items, after a dot."""
+"""The number of items of a task is in the key `TASK.items`."""
 HELD_OUT_PREFIX = "held_out_"
 """Prefix of metrics that the train stage measures on held-out data (`train.evaluate_every`)."""
 
 
 def result_file(run: Run, step: int) -> Path:
-    """Return the file with the evaluation of a step."""
+    """Return the path of the file for the result of a step."""
     return run.evaluation_dir / f"{checkpoint_name(step)}.json"
 
 
 def _read_result_file(path: Path) -> dict[str, Any] | None:
-    """Return the evaluation in a file; None if it is incomplete or altered."""
+    """Return the result in a file; None if the file is malformed or its checksum is wrong."""
     result = read_json(path)
     if not isinstance(result, dict) or has_wrong_checksum(result):
         return None
@@ -45,7 +46,7 @@ def _read_result_file(path: Path) -> dict[str, Any] | None:
 
 
 def read_result(run: Run, step: int) -> dict[str, Any] | None:
-    """Return the evaluation of a step; None if the current checkpoint of this step has not been evaluated."""
+    """Return the result of a step; None if there is no valid result for the existing checkpoint of this step."""
     with suppress(FileNotFoundError, CheckpointError):
         result = _read_result_file(result_file(run, step))
         if result is None:
@@ -57,33 +58,33 @@ def read_result(run: Run, step: int) -> dict[str, Any] | None:
 
 
 def read_all_results(run: Run) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return all evaluations, including those of removed checkpoints, and the names of invalid files."""
+    """Return all valid results, also results of deleted checkpoints, and the names of invalid files."""
     results = {path.name: _read_result_file(path) for path in sorted(run.evaluation_dir.glob("step-*.json"))}
     return [result for result in results.values() if result], [name for name, result in results.items() if not result]
 
 
 def read_newest_result(run: Run) -> dict[str, Any] | None:
-    """Return the evaluation of the newest checkpoint that has one; None if there is none."""
+    """Return the result of the newest checkpoint that has a result; None if no checkpoint has a result."""
     return next(
         (result for step in list_checkpoint_steps(run.checkpoints_dir) if (result := read_result(run, step))), None
     )
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """Describe an evaluation in one line. For text, include the ratio of its loss to the unigram entropy."""
+    """Return one line that describes a result. For text, it compares the bits per byte with the unigram entropy."""
     text = f"step {result['step']}: held-out loss {result['loss']:.4f}"
-    extra = "".join(f", {name} {value:.4f}" for name, value in get_extra_metrics(result).items())
+    extra_text = "".join(f", {name} {value:.4f}" for name, value in get_extra_metrics(result).items())
     if "bits_per_byte" not in result:
-        return text + extra
+        return text + extra_text
     ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
     return (
         f"{text}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "
-        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}{extra}"
+        f"{ratio:.2f} × the unigram {result['unigram_bits_per_byte']:.3f}{extra_text}"
     )
 
 
 def get_extra_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a custom model except its loss. For text, return the metrics of tasks and sources."""
+    """Return the metrics of tasks and sources by name; for a custom model, all metrics except the loss."""
     metrics = get_metrics(result)
     if "bits_per_byte" in result:
         return {name: value for name, value in metrics.items() if "." in name and name.endswith(TASK_METRIC_SUFFIXES)}
@@ -91,14 +92,14 @@ def get_extra_metrics(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def get_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return all metrics of an evaluation, including standard errors, by name."""
+    """Return all metrics of a result by name, including standard errors and numbers of items."""
     counts = ("tokens", "bytes") if "bits_per_byte" in result else ("samples", "entries")
     other_fields = ("step", "checkpoint", "sha256", *counts)
     return {name: value for name, value in result.items() if name not in other_fields}
 
 
 def get_metrics_without_errors(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of an evaluation without standard errors and numbers of items."""
+    """Return the metrics of a result by name, without standard errors and numbers of items."""
     metrics = get_metrics(result)
     is_text = "bits_per_byte" in result
     return {
@@ -110,13 +111,13 @@ def get_metrics_without_errors(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def format_held_out(line: Mapping[str, Any]) -> str:
-    """Describe the held-out metrics in a step's line; "" if there are none."""
+    """Return text with the held-out metrics in a line of metrics.jsonl; "" if the line has none."""
     metrics = {name: value for name, value in line.items() if name.startswith(HELD_OUT_PREFIX) and value is not None}
     return ", ".join(f"held-out {name.removeprefix(HELD_OUT_PREFIX)} {value:.4f}" for name, value in metrics.items())
 
 
 def get_main_metric(result: Mapping[str, Any]) -> tuple[str, float]:
-    """Return name and value of the metric by which evaluations are compared. Lower is better.
+    """Return the name and value of the metric by which results are compared. Lower is better.
 
     The metric is bits per byte for text, otherwise the loss.
     """

@@ -1,6 +1,6 @@
-"""The model card of a published version: README.md with front matter for the Hugging Face Hub, and a plot of the loss.
+"""Write the model card of a published version: README.md with front matter for the Hugging Face Hub, and a loss plot.
 
-Front matter: huggingface.co/docs/hub/model-cards, with `model-index` for the evaluation.
+huggingface.co/docs/hub/model-cards describes the front matter. Its key `model-index` contains the evaluation.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pipeline.run.metrics import is_step_line
 
 PLOT_FILE = "loss.svg"
 _SHOWN_SECTIONS = ("model", "data", "train", "optimizer", "parallel")
-"""Sections of the config that a card shows. They describe how the model was trained, but not on which machine."""
+"""Sections of the config that a card shows. These sections do not describe the machine."""
 _PATH_KEYS: dict[str, Any] = {
     "data": {"source": True, "tokenizer": {"path"}, "mixture": {"sources": {"__all__": {"source"}}}},
     "model": {"init_from"},
 }
-"""Keys of these sections that contain paths; a card omits them."""
+"""Keys with paths in these sections. A card omits these keys."""
 _MAX_LISTED_FILES = 100
-"""Maximum number of input files that a card lists. If there are more, it lists none of them."""
+"""Maximum number of input files that a card lists. If there are more files, the card lists none."""
 
 
 def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: Sequence[str]) -> None:
-    """Write README.md to `folder`, and loss.svg if the losses of at least two steps are recorded.
+    """Write README.md to `folder`, and also loss.svg if metrics.jsonl has the losses of at least two steps.
 
     Args:
         run: the run.
@@ -47,45 +47,48 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
         result: the evaluation of the step; None if there is none.
         rules: descriptions of the rules that the evaluation passed.
     """
-    step_lines = {
+    line_by_step = {
         line["step"]: line for line in lines.read_valid_lines(run.metrics_file, is_step_line) if line["step"] <= step
     }
-    steps = [step_lines[number] for number in sorted(step_lines)]
+    step_lines = [line_by_step[number] for number in sorted(line_by_step)]
     config = run.config
     settings = config.publish
     assert settings is not None
     name = settings.name or run.config.run.name
     metrics = {} if result is None else get_metrics_without_errors(result)
-    front: dict[str, Any] = {"license": settings.license} if settings.license else {}
+    front_matter: dict[str, Any] = {"license": settings.license} if settings.license else {}
     if config.model.target is None:
-        front |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+        front_matter |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     # The name of the base model on the Hub is known only if `init_from` is a folder of the Hub's cache.
-    if cached := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):
-        front["base_model"] = "/".join(cached.groups())
-    task = {"type": "text-generation" if config.model.target is None else "other"}
-    entries = [{"type": key, "name": key, "value": value} for key, value in metrics.items()]
-    if entries:
-        dataset = {"name": "held-out data of the run", "type": "held-out"}
-        front["model-index"] = [{"name": name, "results": [{"task": task, "dataset": dataset, "metrics": entries}]}]
+    if match := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):
+        front_matter["base_model"] = "/".join(match.groups())
+    if metrics:
+        model_result = {
+            "task": {"type": "text-generation" if config.model.target is None else "other"},
+            "dataset": {"name": "held-out data of the run", "type": "held-out"},
+            "metrics": [{"type": key, "name": key, "value": value} for key, value in metrics.items()],
+        }
+        front_matter["model-index"] = [{"name": name, "results": [model_result]}]
     sections = config.model_dump(mode="json", include=set(_SHOWN_SECTIONS), exclude_defaults=True, exclude=_PATH_KEYS)
-    text = [
-        f"---\n{dump_yaml(front)}---" if front else "", f"# {escape_markdown(name)}", settings.description or "",
+    paragraphs = [
+        f"---\n{dump_yaml(front_matter)}---" if front_matter else "",
+        f"# {escape_markdown(name)}", settings.description or "",
         f"Step {step:,} of the run {run.config.run.name}, trained with Sluice.",
         f"Licence of the model: {settings.license or 'not given'}. "
         f"Licence of the data: {settings.data_license or 'not given'}.",
         "## Evaluation", _format_metrics_table(result, metrics) if result else "Not evaluated.",
         _format_list("Rules that it passed:", rules),
-        "## Training", _format_list("", _describe_training(run, steps)), _write_loss_plot(folder, steps),
+        "## Training", _format_list("", _describe_training(run, step_lines)), _write_loss_plot(folder, step_lines),
         "## Data", _format_list("", _describe_data(run)),
         "## Config", f"Values that differ from the defaults:\n\n```yaml\n{dump_yaml(mask_secrets(sections))}```",
     ]  # fmt: skip
-    write_atomic(folder / "README.md", "\n\n".join(part for part in text if part) + "\n")
+    write_atomic(folder / "README.md", "\n\n".join(filter(None, paragraphs)) + "\n")
 
 
 def _format_metrics_table(result: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Format the metrics of an evaluation as a Markdown table.
+    """Return the metrics of an evaluation as a Markdown table.
 
-    The table has columns for standard errors and numbers of items if the evaluation has any.
+    If the evaluation has standard errors or numbers of items, the table has columns for them.
     """
     rows = []
     for name, value in metrics.items():
@@ -105,22 +108,30 @@ def _format_metrics_table(result: Mapping[str, Any], metrics: Mapping[str, float
 
 
 def _format_list(heading: str, entries: Sequence[str]) -> str:
-    """Format entries as a Markdown list under a heading; "" if there are none."""
+    """Return `entries` as a Markdown list, after a heading if `heading` is not empty; "" if there are no entries."""
     if not entries:
         return ""
     return (f"{heading}\n\n" if heading else "") + "\n".join(f"- {entry}" for entry in entries)
 
 
-def _describe_training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe code, seed, steps, time, energy and initial weights of the run."""
+def _describe_training(run: Run, step_lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return descriptions of the code, seed, steps, time, energy and initial weights of the run.
+
+    Args:
+        run: the run.
+        step_lines: the lines of metrics.jsonl, in the order of the steps.
+    """
     entries = [f"code: {run.commit or 'not in git'}", f"seed {run.config.run.seed}, {run.config.train.precision}"]
-    if steps:
-        seconds = sum(line["step_time_s"] for line in steps)
+    if step_lines:
+        seconds = sum(line["step_time_s"] for line in step_lines)
         ranks = run.config.stages.train.ranks
-        entries.append(f"{len(steps):,} steps, last loss {steps[-1]['loss']:.4f}")
+        entries.append(f"{len(step_lines):,} steps, last loss {step_lines[-1]['loss']:.4f}")
         entries.append(f"{seconds / 3600:.3g} hours of steps, each step counted once; {ranks} ranks by the config")
-    energy = sum_gpu_energy_kwh(run.path, [(0.0, inf)])
-    entries.append("energy: not measured" if energy is None else f"{energy:.3g} kWh of the GPUs, by their own sensors")
+    energy_kwh = sum_gpu_energy_kwh(run.path, [(0.0, inf)])
+    description = "energy: not measured"
+    if energy_kwh is not None:
+        description = f"{energy_kwh:.3g} kWh of the GPUs, by their own sensors"
+    entries.append(description)
     folder = run.config.model.init_from
     return entries + [
         f"started from {escape_markdown(f'{folder and folder.name}/{name}')}: sha256 {digest}"
@@ -129,13 +140,13 @@ def _describe_training(run: Run, steps: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def escape_markdown(text: str) -> str:
-    """Escape text, such as a file name, so that Markdown shows it unchanged in one line."""
+    """Return text, such as a file name, escaped so that Markdown shows the text unchanged on one line."""
     line = " ".join(make_printable(text).split())
     return re.sub(r"[\\`*\[\]<>|&!#~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line)
 
 
 def _describe_data(run: Run) -> list[str]:
-    """Describe the training data, and give the hashes of the tokenizer and of files."""
+    """Return descriptions of the training data, with the hashes of the tokenizer and of files."""
     manifest = load_run_manifest(run)
     if isinstance(manifest, Manifest):
         return [
@@ -153,7 +164,10 @@ def _describe_data(run: Run) -> list[str]:
 
 
 def _list_input_files(run: Run) -> list[str]:
-    """List each input file with its hash, if it has not changed since `prepare` (data_prep/work_units.py)."""
+    """Return a description of each input file, with its hash if it has not changed since `prepare` read it.
+
+    Returns an empty list if there are more than `_MAX_LISTED_FILES` files. data_prep/work_units.py writes units.json.
+    """
     folders = run.config.data.mixture.sources if run.config.data.mixture else ("",)
     rows = [row for name in folders for row in read_json(run.data_dir / name / "units.json")["inputs"]]
     entries = []
@@ -165,12 +179,12 @@ def _list_input_files(run: Run) -> list[str]:
     return entries
 
 
-def _write_loss_plot(folder: Path, steps: Sequence[Mapping[str, Any]]) -> str:
+def _write_loss_plot(folder: Path, step_lines: Sequence[Mapping[str, Any]]) -> str:
     """Plot the loss over the steps to loss.svg, and return the Markdown that shows the plot.
 
-    If there are fewer than two values, nothing is plotted and the result is "".
+    If fewer than two lines have a loss, nothing is plotted and the result is "".
     """
-    curve = [(line["step"], line["loss"]) for line in steps if line.get("loss") is not None]
+    curve = [(line["step"], line["loss"]) for line in step_lines if line.get("loss") is not None]
     if len(curve) < 2:
         return ""
     numbers, losses = zip(*curve, strict=True)

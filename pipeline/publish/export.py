@@ -4,9 +4,9 @@
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json      (not for custom models)
 
 One process without a GPU or process group reads and writes a few tensors at a time. Memory therefore does not grow with
-the model. Meanwhile, another thread verifies the hashes of the checkpoint. If all hashes are right and everything is
-synced, one rename gives the folder its name. A killed export leaves only a folder `.DIR.….tmp`. Two exports of the same
-checkpoint have the same bytes.
+the model. Meanwhile, another thread verifies the hashes of the checkpoint. The files are written to a temporary folder.
+If all hashes are right and all files are synced, this folder is renamed to DIR. A killed export leaves only a folder
+`.DIR.….tmp`. Two exports of the same checkpoint have the same bytes.
 """
 
 from __future__ import annotations
@@ -45,37 +45,38 @@ from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Maximum size of a file of weights, except one with a single larger tensor."""
+"""Maximum size of a file of weights in bytes. A file with a single tensor may be larger."""
 TYPES = {"fp32": (torch.float32, "F32", "float32"), "bf16": (torch.bfloat16, "BF16", "bfloat16")}
-"""By value of the option `--dtype`: the torch type, and its names in safetensors and in config.json."""
+"""Value of the option `--dtype` → the torch data type, and its names in safetensors and in config.json."""
 _PREFIX = "model."
 """Prefix of the names of weights in a checkpoint."""
 
 
-def export_checkpoint(run: Run, folder: Path, which: str | None, dtype: str) -> str:
+def export_checkpoint(run: Run, folder: Path, step: str | None, dtype: str) -> str:
     """Export one checkpoint to a new folder and return a description of the result.
 
     Args:
         run: the run.
         folder: the new folder.
-        which: the step of the checkpoint; None for the newest one.
+        step: the step of the checkpoint; None for the newest checkpoint.
         dtype: a key of `TYPES`.
 
-    Raises UserError if `folder` exists or no format supports the model. Raises CheckpointError if the checkpoint is
-    damaged.
+    Raises:
+        UserError: if `folder` exists, or if no supported model family has the features of this model.
+        CheckpointError: if the checkpoint is damaged.
     """
     if folder.exists():
         raise UserError("export.folder_exists", f"{folder} exists already: name a new folder, or remove it")
     with create_folder_atomically(folder) as temporary:
-        return f"{folder}: {write_model_files(run, temporary, which, dtype)}"
+        return f"{folder}: {write_model_files(run, temporary, step, dtype)}"
 
 
-def write_model_files(run: Run, folder: Path, which: str | None, dtype: str) -> str:
+def write_model_files(run: Run, folder: Path, step: str | None, dtype: str) -> str:
     """Write the exported files to an existing empty folder and return a description of the result.
 
-    Arguments and errors are those of `export_checkpoint`.
+    The other arguments and the errors are as in `export_checkpoint`.
     """
-    checkpoint, manifest = find_checkpoint(run, which)
+    checkpoint, manifest = find_checkpoint(run, step)
     entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
         name.removeprefix(_PREFIX): list(entry.size)
@@ -88,15 +89,15 @@ def write_model_files(run: Run, folder: Path, which: str | None, dtype: str) -> 
         try:
             if run.config.model.target is None:
                 notes = _write_config_and_tokenizer(run, folder, shapes[EMBEDDING][0], dtype)
-            total = _write_weights(folder, shapes, checkpoint, dtype)
+            total_bytes = _write_weights(folder, shapes, checkpoint, dtype)
         finally:
             verification.result()  # if the checkpoint is damaged, this error explains any other error
-    summary = f"{len(shapes)} tensors, {total:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
+    summary = f"{len(shapes)} tensors, {total_bytes:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
     return "\n".join([summary, *notes])
 
 
 def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequence[str]:
-    """Write the decoder's config and its tokenizer, and return notes for the user."""
+    """Write config.json and the files of the tokenizer for a decoder, and return notes for the user."""
     config = run.config
     manifest = load_run_manifest(run)
     assert isinstance(manifest, Manifest)
@@ -107,10 +108,10 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
         config.model, config.metadata.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2]
     )
     write_json(folder / CONFIG_FILE, dict(sorted({**config_json, **tokens.ids}.items())))
-    known = {key: value for key, value in tokens.ids.items() if value is not None}
-    write_json(folder / GENERATION, {**known, "transformers_version": TRANSFORMERS_VERSION})
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
-    write_json(folder / "tokenizer_config.json", {**kind, **tokens.names, "clean_up_tokenization_spaces": False})
+    token_ids = {key: value for key, value in tokens.ids.items() if value is not None}
+    write_json(folder / GENERATION, {**token_ids, "transformers_version": TRANSFORMERS_VERSION})
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
+    write_json(folder / "tokenizer_config.json", {**settings, **tokens.names, "clean_up_tokenization_spaces": False})
     side_files = read_source(run).get("along", {})
     for name in TOKENIZER_SIDE_FILES:
         if name in side_files:
@@ -123,7 +124,10 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
 
 
 def _make_compatible(text: str) -> str:
-    """Replace keys of transformers 5 in a file beside a tokenizer by those that transformers 4 also knows."""
+    """Return the content of a tokenizer's side file with keys that both transformers 4 and 5 know.
+
+    A file that needs no change, or is not a JSON object, is returned as it is.
+    """
     content = parse_json_or_none(text.encode())
     if not isinstance(content, dict) or ("extra_special_tokens" not in content and "TokenizersBackend" not in text):
         return text
@@ -135,25 +139,25 @@ def _make_compatible(text: str) -> str:
 
 
 def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Path, dtype: str) -> int:
-    """Write all files of weights and, if there are several, their index. Return the size of all weights in bytes."""
+    """Write the files of weights and, if there are several files, their index. Return the bytes of all weights."""
     torch_dtype, safetensors_dtype, _ = TYPES[dtype]
     sizes = {name: torch_dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
-    groups: list[list[str]] = [[]]  # names of the tensors in each file
+    names_by_file: list[list[str]] = [[]]  # for each file, the names of its tensors
     for name in sorted(shapes, key=_natural_sort_key):
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + sizes[name] > MAX_FILE_BYTES:
-            groups.append([])
-        groups[-1].append(name)
-    count = len(groups)
+        if names_by_file[-1] and sum(sizes[other] for other in names_by_file[-1]) + sizes[name] > MAX_FILE_BYTES:
+            names_by_file.append([])
+        names_by_file[-1].append(name)
+    count = len(names_by_file)
     total_bytes = sum(sizes.values())
     files = [
         f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else SINGLE_WEIGHTS_FILE
         for number in range(1, count + 1)
     ]
-    for file, names in zip(files, groups, strict=True):
+    for file, names in zip(files, names_by_file, strict=True):
         tensors = {name: (safetensors_dtype, shapes[name], sizes[name]) for name in names}
         _write_weights_file(folder / file, tensors, checkpoint, torch_dtype)
     if count > 1:
-        weight_map = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+        weight_map = {name: file for file, names in zip(files, names_by_file, strict=True) for name in names}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     return total_bytes
 
@@ -161,13 +165,13 @@ def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Pa
 def _write_weights_file(
     file: Path, tensors: Mapping[str, tuple[str, list[int], int]], checkpoint: Path, dtype: torch.dtype
 ) -> None:
-    """Write one safetensors file: the length of the header (8 bytes, little-endian), the header (JSON), the tensors.
+    """Write one safetensors file: the length of the header (8 bytes, little-endian), the header (JSON) and the tensors.
 
     The format is described in the README of github.com/huggingface/safetensors.
 
     Args:
         file: the new file.
-        tensors: by name without `_PREFIX`: type in safetensors, shape and size in bytes of each tensor.
+        tensors: name without `_PREFIX` → data type in safetensors, shape, and size in bytes.
         checkpoint: the folder of the checkpoint.
         dtype: the type to which tensors are converted.
     """
@@ -176,10 +180,10 @@ def _write_weights_file(
     for name, (safetensors_dtype, shape, size) in tensors.items():
         header[name] = {"dtype": safetensors_dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # spaces align the tensors to 8 bytes
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)  # spaces align the tensors to 8 bytes
     with open(file, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for _, tensor in iterate_tensors(checkpoint, [_PREFIX + name for name in tensors]):
             stream.write(tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
         stream.flush()
@@ -187,5 +191,5 @@ def _write_weights_file(
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts block 10 after block 2."""
+    """Return a sort key that compares numbers in a name by value, so that block 10 comes after block 2."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,12 +1,13 @@
 """The command `generate RUN|DIR "prompt"`: continue a text with a trained model, token by token.
 
-It runs in one process with weights in fp32, on a GPU if there is one. Attention caches keys and values
+The command runs in one process with weights in fp32, on a GPU if there is one. Attention caches keys and values
 (`Attention.past`), so a new token needs a forward pass over the previous token only. A temperature of 0 selects the
-likeliest token, as transformers' `generate(do_sample=False)` does. Otherwise tokens are sampled with temperature and
+most likely token, as transformers' `generate(do_sample=False)` does. Otherwise, tokens are sampled with temperature and
 `top_p` (nucleus sampling, Holtzman et al., arXiv 1904.09751). The same seed gives the same text on the same machine.
 
 A prompt begins with the special tokens with which the training documents begin (pipeline/data/special_tokens.py). With
-`--chat` the prompt is a user's message. The chat template of the run, of its initial model or of the folder formats it.
+`--chat`, the prompt is a user's message, which a chat template formats. The template is that of the run, of its initial
+model, or of the model folder.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
 LoadedModel = tuple[Decoder, Tokenizer, list[int], list[int]]
-"""The decoder with its weights, its tokenizer, the ids of tokens that end a text, and the token ids of the prompt."""
+"""The decoder with its weights, the tokenizer, the IDs of tokens that end a text, and the token IDs of the prompt."""
 Prompt = str | Sequence[Mapping[str, str]]
 """A text to continue, or the messages of a dialogue to answer."""
 
@@ -69,20 +70,22 @@ def generate_text(
     chat: bool = False,
     system: str | None = None,
 ) -> str:
-    """Return the prompt and its continuation, or with `chat` only the answer, as text.
+    """Return the prompt and its continuation as text; with `chat`, only the answer.
 
     Args:
         target: a run directory, or a model folder in Hugging Face's format.
-        prompt: text to continue, or with `chat` a user's message.
-        step: step of the run's checkpoint; None: the newest checkpoint.
-        max_tokens: maximum number of new tokens. Generation also ends at a token that ends a text.
-        temperature: temperature of sampling; 0 for greedy decoding.
-        top_p: nucleus sampling uses the likeliest tokens with this total probability.
-        seed: seed of sampling.
+        prompt: the text to continue; with `chat`, a user's message.
+        step: the step of the run's checkpoint; None for the newest checkpoint.
+        max_tokens: the maximum number of new tokens. Generation also ends at a token that ends a text.
+        temperature: the temperature of sampling; 0 for greedy decoding.
+        top_p: tokens are sampled from the most likely tokens with this total probability.
+        seed: the seed of sampling.
         chat: whether to format the prompt with the chat template.
-        system: system message before the prompt; requires `chat`.
+        system: the system message before the prompt; requires `chat`.
 
-    Raises UserError if an argument is invalid, and CheckpointError if the checkpoint is damaged.
+    Raises:
+        UserError: if an argument is invalid, or the model or the chat template cannot be used.
+        CheckpointError: if the checkpoint is damaged.
     """
     if max_tokens < 1 or not 0 <= temperature < float("inf") or not 0 < top_p <= 1 or not 0 <= seed < 2**63:
         raise UserError(
@@ -93,10 +96,11 @@ def generate_text(
         )
     if system is not None and not chat:
         raise UserError("cli.conflict", "--system requires --chat: add --chat, or remove --system")
-    message: Prompt = _as_text(prompt)
+    message: Prompt = _replace_invalid_characters(prompt)
     if chat:
-        first = [] if system is None else [{"role": "system", "content": _as_text(system)}]
-        message = [*first, {"role": "user", "content": _as_text(prompt)}]
+        message = [{"role": "user", "content": _replace_invalid_characters(prompt)}]
+        if system is not None:
+            message = [{"role": "system", "content": _replace_invalid_characters(system)}, *message]
     is_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
     model, tokenizer, end_ids, ids = (_load_run if is_run else _load_folder)(target, message, step, max_tokens)
     generator = torch.Generator().manual_seed(seed)
@@ -107,13 +111,20 @@ def generate_text(
     return text
 
 
-def _as_text(argument: str) -> str:
-    """Return a command-line argument with invalid characters replaced, because it may contain any bytes."""
+def _replace_invalid_characters(argument: str) -> str:
+    """Return a command-line argument with `?` in place of bytes that are not valid UTF-8."""
     return argument.encode(errors="replace").decode()
 
 
 def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Return the next token id, given its logits (fp32, shape (V,)): a sample, or the likeliest at temperature 0."""
+    """Return the ID of the next token: a sample, or the most likely token if `temperature` is 0.
+
+    Args:
+        logits_V: the logits of the next token (fp32, shape (V,)).
+        temperature: the temperature of sampling.
+        top_p: tokens are sampled from the most likely tokens with this total probability.
+        generator: the random generator.
+    """
     if temperature == 0:
         return int(logits_V.argmax())
     shifted_V = (logits_V - logits_V.max()).double().cpu()  # Values are at most 0, so no temperature causes overflow.
@@ -126,20 +137,21 @@ def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: 
 def generate_tokens(
     model: Decoder, ids: Sequence[int], max_tokens: int, end_ids: Sequence[int], choose: Callable[[Tensor], int]
 ) -> list[int]:
-    """Return the ids of at most `max_tokens` new tokens. The last one may be in `end_ids`.
+    """Return the IDs of at most `max_tokens` new tokens. The last ID may be in `end_ids`.
 
     Args:
         model: the decoder.
-        ids: token ids of the prompt.
-        max_tokens: maximum number of new tokens.
-        end_ids: ids that end generation.
-        choose: function that returns the next id, given its logits (fp32, shape (V,)).
+        ids: the token IDs of the prompt.
+        max_tokens: the maximum number of new tokens.
+        end_ids: the IDs of tokens that end generation.
+        choose: a function that returns the ID of the next token, given its logits (fp32, shape (V,)).
     """
     device = next(model.parameters()).device
     for block in model.model.blocks:
         attention = block.self_attn
-        empty = torch.empty((1, attention.k_proj.out_features // attention.head_size, 0, attention.head_size))
-        attention.past = empty.to(device), empty.to(device)
+        kv_heads = attention.k_proj.out_features // attention.head_size
+        empty_cache = torch.empty((1, kv_heads, 0, attention.head_size))
+        attention.past = empty_cache.to(device), empty_cache.to(device)
     new_ids: list[int] = []
     assert model.lm_head is not None
     while len(new_ids) < max_tokens and not (new_ids and new_ids[-1] in end_ids):
@@ -149,7 +161,7 @@ def generate_tokens(
 
 
 def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
-    """Load the checkpoint of a run and encode the prompt."""
+    """Load a checkpoint of a run and encode the prompt. The result is as documented for `LoadedModel`."""
     run = Run.open(path)
     if run.config.model.target is not None:
         raise UserError(
@@ -160,23 +172,24 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
     manifest = load_run_manifest(run)
     tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
     assert isinstance(manifest, Manifest)
-    ids, turn_ends = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _find_template_of_run(run))
+    ids, end_of_turn_ids = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _find_template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
-    rows = CheckpointReader(checkpoint).read_metadata().state_dict_metadata[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
-    model = _allocate(_build_decoder(run.config.model, rows, ids, max_tokens), run.config.model)
+    tensors = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
+    model = _allocate(_build_decoder(run.config.model, vocab_size, ids, max_tokens), run.config.model)
     load_checkpoint({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
-    return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *turn_ends], ids
+    return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *end_of_turn_ids], ids
 
 
 def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
-    """Load a model folder in Hugging Face's format and encode the prompt."""
+    """Load a model folder in Hugging Face's format and encode the prompt. The result is as in `_load_run`."""
     if step is not None:
         raise UserError("cli.conflict", f"--step: {folder} is not a run and has no checkpoints: remove --step")
     config = make_model_config(read_model_section(folder))
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
     bos_ids, _ = get_added_tokens(tokenizer)
-    ids, turn_ends = _encode_prompt(
+    ids, end_of_turn_ids = _encode_prompt(
         tokenizer, prompt, bos_ids, lambda: _find_template_in_files(read_tokenizer_files(folder), f"{folder}")
     )
     model = _build_decoder(config, config.vocab_size or 0, ids, max_tokens)
@@ -184,13 +197,13 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int
     weights = match_tensors(folder, specs, dict(model.named_weights()), is_tied=config.tie_word_embeddings)
     weights.copy_into(_allocate(model, config).named_weights())
     end_ids = _find_end_ids(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder))
-    return model, tokenizer, [*end_ids, *turn_ends], ids
+    return model, tokenizer, [*end_ids, *end_of_turn_ids], ids
 
 
 def _encode_prompt(
     tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], find_template: Callable[[], ChatTemplate]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the token ids of a prompt, and the ids that end an answer in addition to those that end any text."""
+    """Return the token IDs of a prompt, and the IDs of tokens that end an answer of a dialogue; () for a text."""
     if isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, bos_ids), ()
     template = find_template()
@@ -198,9 +211,9 @@ def _encode_prompt(
 
 
 def _find_template_of_run(run: Run) -> ChatTemplate:
-    """Return the chat template of a run's dialogues or, without dialogues, that of the run's initial model.
+    """Return the chat template of a run's dialogues; if the run has no dialogues, the template of its initial model.
 
-    Raises UserError if there is none.
+    Raises UserError if there is no template.
     """
     if run.config.data.records == "messages":
         chat = read_json(run.data_dir / CHAT_FILE)
@@ -209,11 +222,19 @@ def _find_template_of_run(run: Run) -> ChatTemplate:
 
 
 def _find_template_in_files(files: Mapping[str, str], owner: str) -> ChatTemplate:
-    """Return the chat template in the files of a tokenizer. Raises UserError with the `owner` if there is none."""
+    """Return the chat template in the files of a tokenizer.
+
+    Args:
+        files: name of a file → its text.
+        owner: the run or the folder to which the files belong, for messages.
+
+    Raises:
+        UserError: if there is no template, or the template cannot be compiled.
+    """
     names = ("special_tokens_map.json", "tokenizer_config.json")
-    mapping, settings = (parse_json_or_none(files.get(name, "").encode()) for name in names)
-    merged = {**(mapping if isinstance(mapping, dict) else {}), **(settings if isinstance(settings, dict) else {})}
-    source, tokens = find_template(merged, files.get("chat_template.jinja"))
+    values = [parse_json_or_none(files.get(name, "").encode()) for name in names]
+    settings = {key: value for content in values if isinstance(content, dict) for key, value in content.items()}
+    source, tokens = find_template(settings, files.get("chat_template.jinja"))
     if source is None:
         raise UserError(
             "data.no_chat_template",
@@ -231,14 +252,25 @@ def _find_template_in_files(files: Mapping[str, str], owner: str) -> ChatTemplat
 
 
 def _find_end_ids(config: Any, files: Mapping[str, str]) -> list[Any]:
-    """Return the ids that end a text, from generation_config.json in `files`, or otherwise from `config`."""
-    configs = [config, parse_json_or_none(files.get("generation_config.json", "").encode())]
-    end_ids = [each["eos_token_id"] for each in configs if isinstance(each, dict) and "eos_token_id" in each]
-    return (end_ids[-1] if isinstance(end_ids[-1], list) else end_ids[-1:]) if end_ids else []
+    """Return the IDs of tokens that end a text: from generation_config.json, otherwise from config.json.
+
+    Args:
+        config: the content of config.json.
+        files: name of a file of the tokenizer → its text.
+    """
+    configs = [parse_json_or_none(files.get("generation_config.json", "").encode()), config]
+    for content in configs:
+        if isinstance(content, dict) and "eos_token_id" in content:
+            end_ids = content["eos_token_id"]
+            return end_ids if isinstance(end_ids, list) else [end_ids]
+    return []
 
 
 def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_tokens: int) -> Decoder:
-    """Build the decoder on the `meta` device. Raises UserError if the prompt has unknown or too many tokens."""
+    """Return the decoder, built on the meta device.
+
+    Raises UserError if the prompt is empty, has token IDs outside the vocabulary, or is too long with the new tokens.
+    """
     length = len(ids) + max_tokens
     if not ids or max(ids) >= vocab_size:
         raise UserError(
@@ -257,7 +289,7 @@ def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max
 
 
 def _allocate(model: Decoder, config: ModelConfig) -> Decoder:
-    """Allocate the memory of a decoder, and set its weights to 0."""
+    """Allocate the memory of a decoder that was built on the meta device, set its weights to 0, and return it."""
     model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu").eval()
     init_weights(model, None, config.initializer_range)
     return model

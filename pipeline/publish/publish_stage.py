@@ -1,4 +1,4 @@
-"""Stage publish: write the newest checkpoint, if it fulfils the rules, to a folder that other programs can load.
+"""The publish stage: write the newest checkpoint, if it fulfils the rules, to a folder that other programs can load.
 
     publish.to/NAME/step-00001200/
         *.safetensors, config.json …   the exported model (pipeline/publish/export.py)
@@ -6,10 +6,11 @@
         sluice.json                    run, step, checkpoint, rules and file sizes
         SHA256SUMS                     hashes of all files; `sha256sum -c SHA256SUMS` verifies them
 
-The folder gets its name by one rename after everything is synced, so a killed stage leaves a complete version or none.
-An existing version is never changed. If several runs publish the same version, the first rename wins, and a run with
-other weights fails. After the rename, the stage registers the version in a model registry and runs the user's command
-`publish.run`. The run directory records which of these actions succeeded, so a retry does not repeat them.
+This folder is called a version. It is written under a temporary name, synced and then renamed, so a killed stage leaves
+a complete version or none. An existing version is never changed. If several runs publish the same version, the first
+rename wins, and a run with other weights fails. After the rename, the stage registers the version in a model registry
+and runs the user's command `publish.run`. The run directory records which of these actions succeeded, so a retry does
+not repeat them.
 """
 
 from __future__ import annotations
@@ -49,38 +50,44 @@ from pipeline.run.stages import Progress
 DESCRIPTION_FILE = "sluice.json"
 CHECKSUMS_FILE = "SHA256SUMS"
 _STATE_FILE = "published.json"
-"""File in the run directory that records the actions after the rename that succeeded (see `_remaining_actions`)."""
+"""File in the run directory. It records which actions after the rename succeeded (see `_list_remaining_actions`)."""
 _VERIFIED_KEY = "compared"
-"""Key in this file of the version that was last verified, and of its file stamps (see `_record_verified`)."""
+"""Key in `_STATE_FILE` with the last verified version and the stamps of its files (see `_record_verification`)."""
 _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
+"""A line of SHA256SUMS: the hash and the name of a file."""
 _MISSING_ACTIONS = {
     "registered": "the version is not registered yet (publish.mlflow)",
     "version": "publish.run has not succeeded yet",
 }
-"""Why the stage is not done, by key of the action that remains (see `_remaining_actions`)."""
+"""Key of a remaining action (see `_list_remaining_actions`) → why the stage is not done."""
 
 
 def describe_missing_outputs(run: Run) -> str | None:
-    """Return why the stage is not done; None if the newest checkpoint is published and all later actions succeeded."""
+    """Return why the stage is not done; None if the newest checkpoint is published and no action remains."""
     step = find_newest_step(run.checkpoints_dir)
     if not step:
         return "there is no checkpoint yet"
     if (problem := _find_version_problem(run, step)) is not None:
         return problem or f"step {step} is not published"
-    if (changed := _find_changed_file(run, step)) is not None:
-        return f"{changed} has changed since it was published and must be verified again"
-    return next((_MISSING_ACTIONS[key] for key in _remaining_actions(run, step)), None)
+    if (changed_file := _find_changed_file(run, step)) is not None:
+        return f"{changed_file} has changed since it was published and must be verified again"
+    return next((_MISSING_ACTIONS[key] for key in _list_remaining_actions(run, step)), None)
 
 
 def progress(run: Run) -> Progress:
-    """Return the published version, or `-`."""
+    """Return the progress of the stage: the folder of the published version, or `-`."""
     step = find_newest_step(run.checkpoints_dir)
-    published = step and _find_version_problem(run, step) is None and _find_changed_file(run, step) is None
-    return Progress(str(_version_path(run, step)) if step and published else "-")
+    if not step or _find_version_problem(run, step) is not None or _find_changed_file(run, step) is not None:
+        return Progress("-")
+    return Progress(str(_version_path(run, step)))
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError if the rules of the config can never be checked, for example because there is no evaluation."""
+    """Raise UserError if the rules in the config cannot be checked.
+
+    This is the case if there will be no evaluation, if the evaluation will not have a metric, or if the run in
+    `publish.no_worse_than` has no evaluation.
+    """
     settings = _require_section(run)
     metrics = [name for name, bounds in settings.rules.items() if bounds is not None]
     if (metrics or settings.no_worse_than) and run.config.data.held_out == 0:
@@ -89,10 +96,10 @@ def check_inputs(run: Run) -> None:
             "publish.rules and publish.no_worse_than need an evaluation, but data.held_out is 0: increase it, or "
             "remove the rules",
         )
-    tasks = [f"{file.stem}." for file in run.config.evaluate.task_files]
+    task_prefixes = [f"{file.stem}." for file in run.config.evaluate.task_files]
     for name in metrics if run.config.model.target is None else ():
-        if name not in ("loss", *TEXT_METRICS) and not name.startswith(tuple(tasks)):
-            available = ", ".join(["loss", *TEXT_METRICS, *(f"{task}accuracy" for task in tasks)])
+        if name not in ("loss", *TEXT_METRICS) and not name.startswith(tuple(task_prefixes)):
+            available = ", ".join(["loss", *TEXT_METRICS, *(f"{prefix}accuracy" for prefix in task_prefixes)])
             raise UserError(
                 "publish.unknown_metric",
                 f"publish.rules.{name}: the evaluation will have no such metric; it will have {available}",
@@ -102,9 +109,11 @@ def check_inputs(run: Run) -> None:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Publish the newest checkpoint.
+    """Publish the newest checkpoint, and perform the actions after it that have not succeeded yet.
 
-    Raises UserError if a rule fails, and CheckpointError if the checkpoint is damaged.
+    Raises:
+        UserError: if a rule or an action fails, if there is no checkpoint, or if the version exists with other files.
+        CheckpointError: if the checkpoint is damaged.
     """
     settings = _require_section(run)
     step = find_newest_step(run.checkpoints_dir)
@@ -119,8 +128,8 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
         _verify_checksums(version)
     else:
         _write_version(run, step, version)
-    _record_verified(run, version)
-    for key, state in _remaining_actions(run, step).items():
+    _record_verification(run, version)
+    for key, state in _list_remaining_actions(run, step).items():
         if key == "registered":
             _register(run, version, step)
         else:
@@ -128,12 +137,12 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
         write_json(run.path / _STATE_FILE, {**_read_object(run.path / _STATE_FILE), key: state})
     if _find_changed_file(run, step) is not None:  # `publish.run` may change files of the version
         _verify_checksums(version)
-        _record_verified(run, version)
+        _record_verification(run, version)
     return ExitCode.DONE
 
 
 def _require_section(run: Run) -> PublishConfig:
-    """Return the section `publish` of the config. Raises UserError if there is none."""
+    """Return the section `publish` of the config. Raises UserError if the config does not have this section."""
     settings = run.config.publish
     if settings is None:
         raise UserError("publish.no_section", "the config has no section publish: set at least publish.to")
@@ -147,9 +156,9 @@ def _version_path(run: Run, step: int) -> Path:
 
 
 def _write_version(run: Run, step: int, version: Path) -> None:
-    """Write a new version.
+    """Write the version of a step to the folder `version`.
 
-    Raises UserError if a rule fails, or if another run has meanwhile published other weights as this version.
+    Raises UserError if a rule fails, or if another run has published other weights as this version in the meantime.
     """
     from pipeline.publish.export import write_model_files
 
@@ -157,34 +166,35 @@ def _write_version(run: Run, step: int, version: Path) -> None:
     result = read_result(run, step)
     passed_rules = _check_rules(settings, result, step)
     owner = sha256(str(run.path).encode()).hexdigest()[:12] + "-"
-    # This process has the run's lock, so temporary folders of this run were left by killed attempts.
+    # This process has the lock of the stage, so killed attempts left these temporary folders.
     for leftover in version.parent.glob(f".{version.name}.{owner}*.tmp"):
         shutil.rmtree(leftover)
-    ours: dict[str, str] = {}
+    own_checksums: dict[str, str] = {}
     try:
         with create_folder_atomically(version, owner) as temporary:
             print(write_model_files(run, temporary, str(step), settings.dtype), flush=True)
             _add_card_and_checksums(run, temporary, step, result, passed_rules)
-            ours = _read_checksums(temporary)
+            own_checksums = _read_checksums(temporary)
         print(f"published {version}", flush=True)
     except FolderExistsError:
         if problem := _find_version_problem(run, step):
             raise UserError("publish.version_conflict", problem) from None
-        theirs = _read_checksums(version)
-        if _select_weights(theirs) != _select_weights(ours):
+        published_checksums = _read_checksums(version)
+        if _select_weights(published_checksums) != _select_weights(own_checksums):
             raise UserError(
                 "publish.version_conflict",
-                f"{version} was published by another run meanwhile, with other weights: set another publish.name or "
-                "the same publish.dtype",
+                f"another run has just published {version} with other weights: set another publish.name or the same "
+                "publish.dtype",
             ) from None
         _verify_checksums(version)
-        print(f"{version} was published by another run meanwhile, with the same weights", flush=True)
+        print(f"another run has just published {version} with the same weights", flush=True)
 
 
 def _run_command(shell: str, version: Path) -> None:
-    """Run `publish.run` in the published folder.
+    """Run the command `shell` (`publish.run`) in the published folder.
 
-    The folder must belong to this user, because the command may execute its files.
+    Raises UserError if the command fails, or if another user owns or may write to the folder. The command may execute
+    files of the folder.
     """
     with open_own_folder(version) as folder:
         code = subprocess.run(["bash", "-c", shell], cwd=folder, check=False).returncode
@@ -195,7 +205,7 @@ def _run_command(shell: str, version: Path) -> None:
 
 
 def _find_version_problem(run: Run, step: int) -> str | None:
-    """Return None if this checkpoint is published, "" if the version does not exist, otherwise its problem.
+    """Return why the checkpoint of a step is not published: None if it is, "" if the version does not exist.
 
     File sizes are compared, but not hashes, because `status` also calls this function and must be fast.
     """
@@ -225,7 +235,7 @@ def _find_version_problem(run: Run, step: int) -> str | None:
 
 
 def _read_checksums(version: Path) -> dict[str, str]:
-    """Return the hashes in SHA256SUMS by file; {} if it is missing or a line is malformed."""
+    """Return the content of SHA256SUMS: file name → hash. Empty if the file cannot be read or a line is malformed."""
     with suppress(OSError, UserError, UnicodeDecodeError), open_regular_file(version / CHECKSUMS_FILE) as file:
         lines = file.read().decode().splitlines(keepends=True)
         if all(matches := [_CHECKSUM_LINE.fullmatch(line) for line in lines]):
@@ -234,12 +244,12 @@ def _read_checksums(version: Path) -> dict[str, str]:
 
 
 def _select_weights(files: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of weight files. `files` has an entry for each file name."""
+    """Return the entries of `files` for files with weights. `files` maps file names to any values."""
     return {name: value for name, value in files.items() if name.endswith(".safetensors")}
 
 
 def _verify_checksums(version: Path) -> None:
-    """Compare each file of a version with SHA256SUMS. Raises UserError for the first file that differs."""
+    """Raise UserError if the hash of a file of a version differs from its hash in SHA256SUMS."""
     for name, digest in sorted(_read_checksums(version).items()):
         if sha256_file(version / name) != digest:
             raise UserError(
@@ -249,8 +259,8 @@ def _verify_checksums(version: Path) -> None:
             )
 
 
-def _record_verified(run: Run, version: Path) -> None:
-    """Record that the files of a version have the right hashes, with their current sizes and times."""
+def _record_verification(run: Run, version: Path) -> None:
+    """Record that the files of a version have the right hashes, together with their current sizes and times."""
     write_json(
         run.path / _STATE_FILE,
         {**_read_object(run.path / _STATE_FILE), _VERIFIED_KEY: [str(version), _read_file_stamps(version)]},
@@ -258,76 +268,93 @@ def _record_verified(run: Run, version: Path) -> None:
 
 
 def _find_changed_file(run: Run, step: int) -> Path | None:
-    """Return a file of the version with a size or time that has changed since the verification; None if there is none.
+    """Return a file of the version if its size or time has changed since the last verification; None if none has.
 
-    Return None also if no verification was recorded. This means that another run or an older version of Sluice
-    published the version.
+    Returns None also if no verification was recorded. In this case, another run or an older version of Sluice published
+    the version.
     """
     version = _version_path(run, step)
-    recorded = _read_object(run.path / _STATE_FILE).get(_VERIFIED_KEY)
-    if not isinstance(recorded, list) or recorded[:1] != [str(version)]:
+    verification = _read_object(run.path / _STATE_FILE).get(_VERIFIED_KEY)
+    if not isinstance(verification, list) or verification[:1] != [str(version)]:
         return None
     stamps = _read_file_stamps(version)
-    before = recorded[1] if len(recorded) == 2 and isinstance(recorded[1], dict) else {}
-    return next((version / name for name in sorted(stamps) if before.get(name) != stamps[name]), None)
+    verified_stamps = verification[1] if len(verification) == 2 and isinstance(verification[1], dict) else {}
+    return next((version / name for name in sorted(stamps) if verified_stamps.get(name) != stamps[name]), None)
 
 
 def _read_file_stamps(version: Path) -> dict[str, list[int]]:
-    """Return size and time (ns) of each file that SHA256SUMS names, and of SHA256SUMS."""
+    """Return for each file that SHA256SUMS names, and for SHA256SUMS, its size and modification time (ns)."""
     statuses = {name: (version / name).stat() for name in (*_read_checksums(version), CHECKSUMS_FILE)}
     return {name: [status.st_size, status.st_mtime_ns] for name, status in statuses.items()}
 
 
-def _remaining_actions(run: Run, step: int) -> dict[str, Any]:
-    """Return the actions that remain after the rename, in order, with the state to record after each."""
+def _list_remaining_actions(run: Run, step: int) -> dict[str, Any]:
+    """Return the actions after the rename that have not succeeded yet, in order: key → value to record after success.
+
+    The key `registered` means the registration in the model registry, and `version` means the command `publish.run`.
+    """
     settings = _require_section(run)
     version = str(_version_path(run, step))
-    recorded = _read_object(run.path / _STATE_FILE)
+    succeeded = _read_object(run.path / _STATE_FILE)
     actions: dict[str, Any] = {}
     if settings.mlflow is not None:
-        actions["registered"] = [settings.mlflow.uri, _registered_name(run), version]
+        actions["registered"] = [settings.mlflow.uri, _registered_model_name(run), version]
     if settings.run is not None:
         actions["version"] = version
-    return {key: state for key, state in actions.items() if recorded.get(key) != state}
+    return {key: value for key, value in actions.items() if succeeded.get(key) != value}
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if it is missing, incomplete or not a regular file."""
+    """Return the object in a JSON file; {} if the file is missing, malformed or not a regular file."""
     with suppress(FileNotFoundError, UserError):
         if isinstance(content := read_json(file), dict):
             return content
     return {}
 
 
-def _registered_name(run: Run) -> str:
-    """Return the model's name in the registry."""
+def _registered_model_name(run: Run) -> str:
+    """Return the name of the model in the registry: `publish.mlflow.model`, or the name of the run."""
     mlflow = _require_section(run).mlflow
     return (mlflow and mlflow.model) or run.config.run.name
 
 
 def _register(run: Run, version: Path, step: int) -> None:
-    """Add a version to the registry. Raises UserError if that fails."""
+    """Register a version in the model registry. Raises UserError if the registration fails."""
     mlflow = _require_section(run).mlflow
     assert mlflow is not None
     metrics = get_metrics(read_result(run, step) or {})
-    checksums = [
+    weight_lines = [
         line for line in (version / CHECKSUMS_FILE).read_text().splitlines(keepends=True) if ".safetensors" in line
     ]
-    weights = sha256("".join(checksums).encode()).hexdigest()
-    tags = {"run": run.config.run.name, "step": step, "weights_sha256": weights, **metrics}
-    print(register_version(mlflow.uri, _registered_name(run), version, tags), flush=True)
+    weights_hash = sha256("".join(weight_lines).encode()).hexdigest()
+    tags = {"run": run.config.run.name, "step": step, "weights_sha256": weights_hash, **metrics}
+    print(register_version(mlflow.uri, _registered_model_name(run), version, tags), flush=True)
 
 
-def _read_reference_metric(other: Path) -> tuple[str, float]:
-    """Return name and value of the main metric of a run's newest evaluation. Raises UserError if it has none."""
-    result = read_newest_result(Run(other))
+def _read_reference_metric(run_dir: Path) -> tuple[str, float]:
+    """Return the name and value of the main metric in a run's newest evaluation.
+
+    Raises UserError if the run has no evaluation.
+    """
+    result = read_newest_result(Run(run_dir))
     if result is None:
-        raise UserError("publish.no_evaluation", f"publish.no_worse_than: {other} has no evaluation: evaluate it first")
+        raise UserError(
+            "publish.no_evaluation", f"publish.no_worse_than: {run_dir} has no evaluation: evaluate this run first"
+        )
     return get_main_metric(result)
 
 
 def _check_rules(settings: PublishConfig, result: Mapping[str, Any] | None, step: int) -> list[str]:
-    """Return a description of every rule with its values. Raises UserError, naming all failed rules, if any fails."""
+    """Return a description of every rule, with the values that were compared.
+
+    Args:
+        settings: the section `publish` of the config.
+        result: the evaluation of the step; None if the step is not evaluated.
+        step: the step.
+
+    Raises:
+        UserError: if a rule fails, or cannot be checked. The message names all failed rules.
+    """
     passed: list[str] = []
     failed: list[str] = []
     if result is None:
@@ -373,7 +400,7 @@ def _check_rules(settings: PublishConfig, result: Mapping[str, Any] | None, step
 def _add_card_and_checksums(
     run: Run, folder: Path, step: int, result: Mapping[str, Any] | None, rules: list[str]
 ) -> None:
-    """Add model card, description and checksums to an exported folder, and sync it."""
+    """Add the model card, sluice.json and SHA256SUMS to an exported folder, and sync the folder."""
     from pipeline.publish.card import write_card
 
     write_card(run, folder, step, result, rules)
@@ -389,17 +416,26 @@ def _add_card_and_checksums(
 _MLFLOW_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "60", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3"}
 """Timeout and retries of a request. With its defaults, MLflow waits minutes for a server that does not respond."""
 _IDENTITY_TAGS = ("run", "step", "weights_sha256")
+"""Tags that identify a version in the registry."""
 
 
 def register_version(uri: str, model: str, folder: Path, tags: Mapping[str, Any]) -> str:
-    """Register the published `folder` as a version of `model`, unless this run, step and weights are registered.
+    """Register a published folder as a version of a model in MLflow. Nothing is uploaded.
 
-    The source of the version is `folder:///…`, because servers accept plain paths only for their own artifacts. Nothing
-    is uploaded.
+    If a version with the same `_IDENTITY_TAGS` exists, no further version is registered. The source of the version is
+    `folder:///…`, because servers accept plain paths only for their own artifacts.
 
-    Returns: a description of the result.
+    Args:
+        uri: the URL of the server.
+        model: the name of the registered model. It is created if it does not exist.
+        folder: the published folder.
+        tags: the tags of the version, with those in `_IDENTITY_TAGS`.
 
-    Raises UserError if MLflow is not installed or the server does not respond or reports an error.
+    Returns:
+        A description of the result.
+
+    Raises:
+        UserError: if MLflow is not installed, or the server does not respond or reports an error.
     """
     for name, value in _MLFLOW_TIMEOUTS.items():
         os.environ.setdefault(name, value)
@@ -422,9 +458,9 @@ def register_version(uri: str, model: str, folder: Path, tags: Mapping[str, Any]
         for existing in server.search_model_versions(f"name = '{model}'"):
             if all(existing.tags.get(key) == text_tags[key] for key in _IDENTITY_TAGS):
                 return f"version {existing.version} of {model} at {uri} exists already"
-        entry = server.create_model_version(model, f"folder://{folder}", tags=text_tags)
+        new_version = server.create_model_version(model, f"folder://{folder}", tags=text_tags)
     except MlflowException as error:
         raise UserError(
             "publish.registry_failed", f"publish.mlflow: {uri} did not register {folder}, which is published: {error}"
         ) from error
-    return f"version {entry.version} of {model} at {uri}"
+    return f"version {new_version.version} of {model} at {uri}"

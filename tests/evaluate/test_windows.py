@@ -76,7 +76,7 @@ def test_the_windows_equal_those_of_a_list_of_all_windows(
     for shard, window_start in windows:  # The value of each token is its position in the file.
         assert int(held_out._arrays[shard.name]["tokens"][window_start]) == shard.offset // 2 + window_start
     end_by_part = {shard.offset // 2: window_start + 8 for shard, window_start in windows}
-    assert [(shard.offset // 2, count) for shard, count in held_out._covered] == [
+    assert [(shard.offset // 2, count) for shard, count in held_out._tokens_in_windows] == [
         (start, min(end, size))
         for start, (_, size) in zip(starts, part_sizes, strict=False)
         if (end := end_by_part.get(start))
@@ -85,4 +85,4 @@ def test_the_windows_equal_those_of_a_list_of_all_windows(
 
 def test_a_limit_is_divided_equally_among_the_sources(folder: Path) -> None:
     held_out = make_held_out(folder, [("a", 90), ("b", 90), ("c", 90)], 10)
-    assert [count // 8 for _, count in held_out._covered] == [4, 3, 3]
+    assert [count // 8 for _, count in held_out._tokens_in_windows] == [4, 3, 3]
