@@ -141,7 +141,7 @@ def read_rank_info(env: Env) -> RankInfo:
     set_variables = {name for name, value in env.items() if value}
     if _read_step_number(env) is None:
         set_variables.discard("SLURM_PROCID")  # batch scripts and shells also have it, but are not ranks
-    variables = next((each for each in _LAUNCHERS if each.ranks[each.marker] in set_variables), _ALONE)
+    variables = next((names for names in _LAUNCHERS if names.ranks[names.marker] in set_variables), _ALONE)
     if variables is _ALONE:
         ranks = (0, 1, 0, 1)
         host = "localhost"
@@ -239,15 +239,15 @@ def expand_hostlist(text: str, name: str = "host list") -> list[str]:
     (scontrol(1), "show hostnames"). Raises UserError, naming the variable `name`, if `text` is not a host list.
     """
     hosts: list[str] = []
-    for item in re.split(r",(?![^\[\]]*\])", text):  # at commas outside brackets
-        parts = re.findall(r"\[(.*?)\]|([^\[]+)", item) if _HOST.fullmatch(item) else [("", "")]
-        names = product(*(_expand_ranges(ranges) if ranges else [word] for ranges, word in parts))
-        item_hosts = list(filter(None, map("".join, islice(names, _MAX_NODES + 1))))
-        hosts += item_hosts
-        if not item_hosts or len(hosts) > _MAX_NODES:
+    for pattern in re.split(r",(?![^\[\]]*\])", text):  # at commas outside brackets
+        pattern_parts = re.findall(r"\[(.*?)\]|([^\[]+)", pattern) if _HOST.fullmatch(pattern) else [("", "")]
+        names = product(*(_expand_ranges(ranges) if ranges else [text_part] for ranges, text_part in pattern_parts))
+        pattern_hosts = list(filter(None, map("".join, islice(names, _MAX_NODES + 1))))
+        hosts += pattern_hosts
+        if not pattern_hosts or len(hosts) > _MAX_NODES:
             raise UserError(
                 "slurm.invalid_host_list",
-                f"{name}={text!r}: {item!r} is not valid in a host list, such as n[1-3,07],login, of at most "
+                f"{name}={text!r}: {pattern!r} is not valid in a host list, such as n[1-3,07],login, of at most "
                 f"{_MAX_NODES} hosts",
             )
     return hosts

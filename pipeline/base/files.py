@@ -187,7 +187,11 @@ def write_line(fd: int, line: str, name: str) -> None:
 
 
 def open_regular_file(path: str | Path) -> BufferedReader:
-    """Open a file for reading. Raises UserError for a pipe or a device, because reading it might block or never end."""
+    """Open a file for reading.
+
+    Raises UserError for a pipe or a device, because reading it might block or never end. Raises IsADirectoryError for a
+    directory.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):

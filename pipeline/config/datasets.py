@@ -105,11 +105,11 @@ class MixtureConfig(Section):
 
     def __str__(self) -> str:
         """Return the weights in the form `web 7, code 3; from step 500 web 1, code 1`."""
-        parts = []
+        descriptions = []
         for entry in self.weights:
             start = f"from step {entry.from_step} " if entry.from_step > 1 else ""
-            parts.append(start + ", ".join(f"{name} {weight:g}" for name, weight in entry.weights.items()))
-        return "; ".join(parts)
+            descriptions.append(start + ", ".join(f"{name} {weight:g}" for name, weight in entry.weights.items()))
+        return "; ".join(descriptions)
 
     def weights_until(self, step: int) -> list[WeightsConfig]:
         """Return the entries of `weights` that apply to the first `step` steps."""

@@ -329,14 +329,14 @@ def _parse_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     rope = dict(hf_config.get(key) or {})
     theta = rope.pop("rope_theta", None) or hf_config.get("rope_theta") or 10_000.0
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     if rope.pop("partial_rotary_factor", None) not in (None, 1) or any(isinstance(v, dict) for v in rope.values()):
         raise ValueError(f"{key} {json.dumps(hf_config[key])} is not supported")
-    if kind == "default":
+    if rope_type == "default":
         return {"rope_theta": theta, "rope_scaling": None}
-    if kind not in _ROPE_KEYS:
-        raise ValueError(f"{key}: {kind} is not supported; supported are default, {', '.join(_ROPE_KEYS)}")
-    scaling = {"rope_type": kind, **{name: rope.get(name) for name in _ROPE_KEYS[kind]}}
+    if rope_type not in _ROPE_KEYS:
+        raise ValueError(f"{key}: {rope_type} is not supported; supported are default, {', '.join(_ROPE_KEYS)}")
+    scaling = {"rope_type": rope_type, **{name: rope.get(name) for name in _ROPE_KEYS[rope_type]}}
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 

@@ -634,35 +634,37 @@ def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyP
             continue  # pydantic's path also contains the names of union branches, which are not keys
         path = (*path, name)
         value = value[name]
-    kind = error["type"]
+    error_type = error["type"]
     message = error["msg"].removeprefix("Value error, ")
-    if kind == "missing":
+    if error_type == "missing":
         path = (*path, error["loc"][-1])
         key = format_key_path(path)
         line = f"{where}: {key} is missing; it should be {describe_allowed(path)}"
         return path, ConfigProblem("config.missing_key", line, key, None, where)
 
     key = format_key_path(path)
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         masked = mask_unknown_key(value, [str(part) for part in path], suggest_keys(path))
     else:
         masked = mask_secrets(value, f"{key}.")
     value_text = format_value(masked)
     location = f"{where}: {key}" if path else where
-    if kind in ("value_error", "json_invalid"):
+    if error_type in ("value_error", "json_invalid"):
         if isinstance(value, Mapping):  # keys of a section contradict each other, and the message has their values
             return path, ConfigProblem("config.conflict", f"{location}: {message}", key, None, where)
         return path, ConfigProblem("config.invalid_value", f"{location}: {value_text}: {message}", key, masked, where)
-    if kind == "extra_forbidden":
+    if error_type == "extra_forbidden":
         section = format_key_path(path[:-1]) or "the config"
         lines = limit_lines(describe_replacements(path, value))
         hint = "".join(f"{line} " if line.endswith("?") else f"{line}; " for line in lines)
         keys = ", ".join(list_section_keys(path[:-1]))
         line = f"{location}: {value_text}: there is no such key; {hint}{section} has {keys}"
         return path, ConfigProblem("config.unknown_key", line, key, masked, where)
-    allowed = describe_allowed(path).replace("a number", "a finite number" if kind == "finite_number" else "a number")
+    allowed = describe_allowed(path)
+    if error_type == "finite_number":
+        allowed = allowed.replace("a number", "a finite number")
     hint = "; put the value in quotes" if "text" in allowed and isinstance(value, (bool, int, float)) else ""
-    code = "config.out_of_range" if kind in _OUT_OF_RANGE else "config.wrong_type"
-    if kind == "literal_error" and isinstance(value, str):
+    code = "config.out_of_range" if error_type in _OUT_OF_RANGE else "config.wrong_type"
+    if error_type == "literal_error" and isinstance(value, str):
         code = "config.invalid_value"
     return path, ConfigProblem(code, f"{location}: {value_text} should be {allowed}{hint}", key, masked, where)

@@ -77,11 +77,11 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str) -> s
     The other arguments and the errors are as in `export_checkpoint`.
     """
     checkpoint, manifest = find_checkpoint(run, step)
-    entries = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    metadata_by_name = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     shapes = {
-        name.removeprefix(_PREFIX): list(entry.size)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(_PREFIX)
+        name.removeprefix(_PREFIX): list(metadata.size)
+        for name, metadata in metadata_by_name.items()
+        if isinstance(metadata, TensorStorageMetadata) and name.startswith(_PREFIX)
     }
     notes: Sequence[str] = ()
     with ThreadPoolExecutor(1) as executor:

@@ -78,7 +78,7 @@ def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, An
 
 
 def copy_code(run_dir: Path, model: UserModel | None, excluded_dir: str, umask: int) -> None:
-    """Copy Sluice's source code into `run/code`, replacing an older copy.
+    """Copy Sluice's source code to the directory `code` in `run_dir`, replacing an older copy.
 
     The copy includes the top-level package of a custom model. If the model's module is a single file, the copy also
     includes the files and packages in the same directory that this file imports. If copying or compiling fails, the
@@ -199,7 +199,7 @@ def _list_imported_names(file: Path) -> set[str]:
 
 
 def _collect_strings(paths: Sequence[Path]) -> set[str]:
-    """Return all string constants in these Python files and directories."""
+    """Return all string constants in Python files. `paths` are files, or directories of files."""
     files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_bytes())))
     return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}

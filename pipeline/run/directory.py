@@ -175,10 +175,13 @@ class Run:
         """Create the run of `config` and return it. If the run exists, change its config to `config`.
 
         Raises:
-            UserError: if the run exists with another config, and existing output depends on that config. The message
-                names the differences and the possible commands. Also raised if a stage is running with another config,
-                the custom model is not found, its code does not compile, the run belongs to another user, or the
-                directory cannot be made.
+            UserError: in one of these cases:
+
+                - The run exists with another config, and existing output depends on that config. The message names the
+                  differences and the possible commands.
+                - The run exists with another config, and a stage is running.
+                - The custom model is not found, or its code does not compile.
+                - The run belongs to another user, or its directory cannot be made.
         """
         umask = _UMASK[config.run.sharing]
         os.umask(umask)
@@ -322,9 +325,9 @@ class Run:
         """
         for section_name, older_defaults in find_older_defaults(self.config_file).items():
             section = getattr(config, section_name)
-            used = {key: value for key, value in older_defaults.items() if key not in section.model_fields_set}
-            if used:
-                config = config.model_copy(update={section_name: section.model_copy(update=used)})
+            new_values = {key: value for key, value in older_defaults.items() if key not in section.model_fields_set}
+            if new_values:
+                config = config.model_copy(update={section_name: section.model_copy(update=new_values)})
         return config
 
     def apply_overrides(self, overrides: Sequence[str], new_code: bool = False) -> None:
@@ -355,7 +358,7 @@ class Run:
         return config
 
     def with_config(self, config: Config) -> Run:
-        """Return this run with `config`, for a dry run: nothing is written."""
+        """Return a copy of this run with `config` in effect. Nothing is written, so a dry run can use the copy."""
         run = Run(self.path)
         run._config = config
         run._config_stamp = run._changes_stamp()
@@ -453,7 +456,7 @@ class Run:
 
     @property
     def _model_folders(self) -> list[Path]:
-        """The directories to search for a custom model: the run's copy of the code, or the sources before the copy."""
+        """The directories to search for a custom model: the sources if they will be copied, otherwise `code_dir`."""
         return _source_folders() if self.will_copy_code else [self.code_dir]
 
     # -- events --------------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ class Started(AttemptEvent):
     host: str | None = None
     pid: int | None = None
     slurm_job: str | None = field(default=None, metadata=_WRITTEN_IF_NONE)
-    """The SLURM_JOB_ID of the job. Each array task has its own SLURM_JOB_ID. None without Slurm."""
+    """The ID of the job in Slurm: `ID`, or `ID_TASK` for an array task; None without Slurm."""
     restarts: int | None = None
     """How often Slurm had restarted the job before."""
     standing: str | None = None
@@ -349,7 +349,7 @@ class RetryEvent(AttemptEvent):
     cause: str | None = None
     """Why the previous attempt ended: the name of an exit code in lower case."""
     budget: str | None = None
-    """The key of `recovery.budgets` whose budget the retry used."""
+    """The key of `recovery.budgets` that limits this retry."""
     progress: bool | None = None
     """Whether the previous attempt made progress, such as a new checkpoint."""
     by: str | None = None
@@ -580,8 +580,8 @@ class LocalCopy(Event):
 
 def _list_classes(base: type[Event]) -> list[type[Event]]:
     """Return the subclasses of `base`, at any depth, that have an event name."""
-    classes = [each for child in base.__subclasses__() for each in [child, *_list_classes(child)]]
-    return [each for each in classes if each.NAME]
+    classes = [event_class for child in base.__subclasses__() for event_class in [child, *_list_classes(child)]]
+    return [event_class for event_class in classes if event_class.NAME]
 
 
 EVENT_CLASSES: Mapping[str, type[Event]] = {each.NAME: each for each in _list_classes(Event)}
@@ -596,7 +596,7 @@ def _make_check(hint: object) -> LineCheck:
     if typing.get_origin(hint) is Annotated:
         return typing.cast(LineCheck, typing.get_args(hint)[1])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (each for each in typing.get_args(hint) if each is not types.NoneType)
+        (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
         return _make_check(hint)
     return _CHECKS.get(hint, lambda value: True)
 
@@ -605,16 +605,17 @@ def _make_check(hint: object) -> LineCheck:
 def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]]:
     """Return the checks of the required fields of the event `name`, and the checks of its optional fields.
 
-    A check maps the name of a field to a function that checks its value.
+    Both results map the name of a field to a function that checks its value.
     """
     event_class = EVENT_CLASSES.get(name, Event)
     hints = typing.get_type_hints(event_class, include_extras=True)
-    fields = [each for each in dataclasses.fields(event_class) if each.name not in _COMMON_FIELDS - {"stage"}]
     required: dict[str, LineCheck] = {"time": is_timestamp, "event": is_text}
     optional: dict[str, LineCheck] = {}
-    for each in fields:
-        checks = required if each.default is each.default_factory is dataclasses.MISSING else optional
-        checks[each.name] = _make_check(hints[each.name])
+    for event_field in dataclasses.fields(event_class):
+        if event_field.name in _COMMON_FIELDS - {"stage"}:
+            continue
+        checks = required if event_field.default is event_field.default_factory is dataclasses.MISSING else optional
+        checks[event_field.name] = _make_check(hints[event_field.name])
     return required, optional
 
 
@@ -628,7 +629,7 @@ def parse_event(line: Any) -> Event | None:
         return None
     if issubclass(event_class, SubmissionEvent) and line.get("kind") is not None and line.get("after") is None:
         return None
-    names = {each.name for each in dataclasses.fields(event_class)} - {"extra"}
+    names = {event_field.name for event_field in dataclasses.fields(event_class)} - {"extra"}
     values = {key: value for key, value in line.items() if key in names and value is not None}
     extra = {key: value for key, value in line.items() if key not in names and key != "event"}
     if event_class is Event:

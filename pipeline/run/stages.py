@@ -67,8 +67,7 @@ class StageModule(Protocol):
         Args:
             run: the run.
             rank_info: the rank.
-            options: further options of `python -m pipeline run`, by name: `step`, the step of the checkpoint to
-                evaluate.
+            options: further options of `python -m pipeline`, by name: `step`, the step of the checkpoint to evaluate.
             flag: set if the rank should stop.
         """
 
@@ -150,5 +149,5 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
 
 
 def get_array_task(stage: str, rank_info: RankInfo) -> int | None:
-    """Return the index of the array task in which a rank runs; None if the stage does not run as a job array."""
+    """Return the index of the array task in which a rank runs; None if the stage or its job is not an array."""
     return rank_info.array[0] if STAGES[stage].is_array and rank_info.array else None
