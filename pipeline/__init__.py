@@ -1,1 +1,1 @@
-"""The pipeline: config, run directory, stages, and what the ranks compute."""
+"""The code of a run: its config, its directory, its stages, and the code that the ranks execute."""

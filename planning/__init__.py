@@ -1,1 +1,1 @@
-"""Predict memory, speed and goodput of a run, and search for layouts, before anything runs."""
+"""Predict memory, speed and goodput of a run before it starts, and search for layouts."""

@@ -1,1 +1,1 @@
-"""The job's side: who am I, submission, supervision, status. No torch here."""
+"""Submit and supervise the jobs of a run, and query their state. No module of this package imports torch."""

@@ -1,1 +1,1 @@
-"""Follow a run directory and report it: trackers, telemetry of nodes, the HTML report."""
+"""Read a run directory and report its progress: trackers, telemetry of nodes, and the HTML report."""

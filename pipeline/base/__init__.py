@@ -1,1 +1,1 @@
-"""Ground that every room stands on: errors and exit codes, files, signals, who this process is."""
+"""Modules that all other packages use: errors and exit codes, files, signals, and the rank of this process."""

@@ -1,12 +1,13 @@
 """Read this process's rank, world size and rendezvous address from its environment variables.
 
-Each launcher (srun, torchrun, mpirun, …) describes a process with its own variables. :func:`read_rank_info` turns them
-into one :class:`RankInfo`. It only reads the mapping that it receives, so tests can describe any launcher with a
-dictionary. No other module reads the variables of SLURM_*, OMPI_*, PMI_* and torchrun that describe a rank.
+Each launcher (srun, torchrun, mpirun, …) describes a process with its own variables. :func:`read_rank_info` converts
+these variables to a :class:`RankInfo`. The function reads only its argument, a mapping, so tests can describe any
+launcher with a dictionary. No other module reads the variables of SLURM_*, OMPI_*, PMI_* and torchrun that describe a
+rank.
 
-:data:`_LAUNCHERS` lists the variables of each launcher. The first launcher whose variables are set wins, because an
-inner launcher inherits the variables of an outer one. A process without such variables is `alone`, but may be in a
-Slurm job. An empty variable counts as unset.
+:data:`_LAUNCHERS` lists the variables of each launcher. The first launcher with set variables is used, because an inner
+launcher inherits the variables of an outer launcher. A process without such variables is `alone`, but may be in a Slurm
+job. An empty variable counts as unset.
 
 If no variable sets the rendezvous port, it is 20000 + (hash(cluster, job, start) + restart count) mod 10000. All ranks
 compute the same port. A restart gets another port, because the old one may still be in use. The range ends below

@@ -2,8 +2,8 @@
 
 Ranks (`python -m pipeline`) exit with one of these codes. The supervisor (`python -m slurm`) reads the code, determines
 the cause and decides what to do. A :class:`UserError` is a mistake of the user or a condition outside the program, such
-as a typo, a missing file or a full disk. It is shown as one message without a traceback. Any other exception that ends
-the process is a bug and is shown with its traceback.
+as a typo, a missing file or a full disk. Users see one message without a traceback. Any other exception that ends the
+process is a bug, and users see its traceback.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ConfigError(UserError):
     Args:
         code: the code of the first problem.
         message: see :class:`UserError`.
-        problems: every problem; by default the one that `code` and `message` describe.
+        problems: every problem; by default the problem that `code` and `message` describe.
     """
 
     def __init__(self, code: str, message: str, problems: Sequence[ConfigProblem] = ()) -> None:
@@ -149,7 +149,7 @@ class InputError(UserError):
 
 
 class CheckpointError(UserError):
-    """No intact checkpoint exists where one is expected."""
+    """An expected checkpoint is missing or damaged."""
 
     exit_code = ExitCode.BAD_CHECKPOINT
 
@@ -267,8 +267,8 @@ def raise_if_too_many_open_files(error: BaseException) -> None:
 def find_storage_error(error: BaseException, path: str | Path | None = None) -> StorageError | None:
     """Return a :class:`StorageError` for a failure of the file system; None if `error` is not such a failure.
 
-    The function also examines the causes of `error` (`__cause__`). It follows `__context__` only for torch's file
-    writer, which raises a new error without a cause when it is closed after a failed write.
+    The function also examines the causes of `error` (`__cause__`). `__context__` is followed only for torch's file
+    writer, which raises a new error without a cause when the writer is closed after a failed write.
 
     Args:
         error: the exception.

@@ -1,8 +1,8 @@
 """A self-contained HTML page of SVG figures and tables, used for `report.html` and for `plan --html`.
 
-The page needs no other file and no network. It follows the reader's light or dark mode. On a narrow screen, figures are
-stacked and text keeps its size. The script only shows the values at the mouse pointer; the page also works without the
-script. All text is escaped, because names and messages come from runs.
+The page needs no other file and no network. The page follows the reader's light or dark mode. On a narrow screen,
+figures are stacked and text keeps its size. The script only shows the values at the mouse pointer; the page also works
+without the script. All text is escaped, because names and messages come from runs.
 
 A lane is a row of bars over a horizontal axis. A key explains the colours of a figure.
 """
@@ -44,11 +44,11 @@ class Bar:
     title: str
     """The text that appears at the mouse pointer."""
     text: str = ""
-    """The text inside the bar. It is shown only if the bar is wide enough."""
+    """The text inside the bar, which is shown only if the bar is wide enough."""
 
 
 def format_table(cells: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table whose first row is the header; "" if there are no rows."""
+    """Return an HTML table with `cells[0]` as its header; "" if there are no rows."""
     if not cells:
         return ""
     tags = ["th"] + ["td"] * (len(cells) - 1)

@@ -57,7 +57,7 @@ def check_run_ownership(run_dir: Path) -> None:
 
 
 def _list_executed_paths(run_dir: Path, code_parent: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each path whose content a run executes, and whether other users can reach it.
+    """Yield pairs: a path with content that a run executes, and whether other users can reach the path.
 
     Other users cannot reach the content of a folder that they may not enter (mode x).
 
@@ -163,8 +163,8 @@ def describe_replacement_risk(path: Path) -> str | None:
 def find_unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
     """Return the parents of `path` in which other users can rename this user's files, the nearest first, with reasons.
 
-    These are folders that belong to another user, except root. They are also folders without a sticky bit to which
-    other users may write.
+    These are folders that belong to another user, except root, and folders without a sticky bit to which other users
+    may write.
     """
     unsafe_folders = []
     for folder in Path(os.path.realpath(path)).parents:

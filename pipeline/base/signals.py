@@ -19,7 +19,7 @@ from types import FrameType
 from pipeline.base.errors import ExitCode
 
 LOCAL_DEADLINE = "time limit"
-"""The stop reason of ranks whose own deadline expires before Slurm sends a signal."""
+"""The stop reason if the deadline of a rank expires before Slurm sends a signal."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request a process to stop."""
 
@@ -36,7 +36,7 @@ class StopFlag:
         self.reason: str | None = None
         self.signal_time: float | None = None
         self.signal_count = 0
-        """The number of signals whose handlers have run."""
+        """How often the signal handler has run."""
         self._pipe: int | None = None
 
     def install(self) -> StopFlag:
@@ -50,7 +50,7 @@ class StopFlag:
         return self
 
     def poll(self) -> None:
-        """Set the flag for signals whose handlers could not run yet. Threads other than the main thread call this."""
+        """Set the flag for signals that the main thread could not handle yet. Other threads call this method."""
         if self._pipe is not None:
             with suppress(BlockingIOError):
                 for number in os.read(self._pipe, 64):
@@ -68,7 +68,7 @@ class StopFlag:
             signal.signal(number, lambda *_: os._exit(ExitCode.STOPPED))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Set the flag and count the signal. This is the signal handler."""
+        """Set the flag and count the signal, as the handler of each signal."""
         self._set(number)
         self.signal_count += 1
 

@@ -22,7 +22,7 @@ _MAX_VALUES = 100_000
 
 
 class LocatedKey(str):
-    """A key of a mapping. It is a string that also has a location."""
+    """A key of a mapping: a string that also has a location."""
 
     where: str
     """The location of the key: `FILE:LINE` or `command line`."""

@@ -1,1 +1,1 @@
-"""What a config may say, section by section, and reading it."""
+"""Define the sections of a config, and read and check configs."""

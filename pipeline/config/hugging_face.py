@@ -97,7 +97,7 @@ class ModelFolderError(UserError):
 
 
 def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config `values` with the keys that the folders of `model.init_from` set, also those of a sweep.
+    """Return the config `values` with the keys that the folders of `model.init_from` set. A sweep may name folders too.
 
     If `values` contain the hash of config.json, the folder was read before and is not read again. If only the sweep
     names folders, the section `model` gets the values of the first folder. Without `data.tokenizer`, the tokenizer of

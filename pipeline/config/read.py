@@ -113,7 +113,7 @@ def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
 
 
 def _read_run_values(path: Path) -> dict[str, Any]:
-    """Return the values in the `config.yaml` of a run, merged with those in its `run.json` if that file exists."""
+    """Return the values in the `config.yaml` of a run, merged with the values in its `run.json` if this file exists."""
     return merge_values(_read_file(path, report=False), _read_metadata(path.with_name(METADATA_FILE)))
 
 

@@ -29,10 +29,10 @@ tensors have the types of the files and the samples along the first dimension:
     metrics(outputs, batch) -> dict    optional: further sums by name, which the evaluation adds to its result
     transform(sample, random) -> dict  optional: what the model receives of a sample, such as a random crop. The arrays
                                        must have the same names, and the same shapes and types for all samples.
-                                       `sample`: read-only numpy arrays of the file. `random`: a numpy Generator whose
-                                       seed depends on the run's seed and the position of the sample in the run, so that
-                                       restarts and other layouts do not change it; None for held-out samples. The
-                                       thread that reads samples calls the function for one sample at a time
+                                       `sample`: read-only numpy arrays of the file. `random`: a numpy Generator, or
+                                       None for held-out samples. Its seed depends only on the run's seed and the
+                                       position of the sample in the run, so restarts and other layouts do not change
+                                       it. The thread that reads samples calls the function for one sample at a time
     init(name, values, options)        optional: fills `values`, the whole parameter `name` in fp32 on the CPU, from
                                        torch's seeded generator. By default, matrices are normal with the standard
                                        deviation `model.initializer_range`, vectors called `weight` are 1, and other

@@ -1,1 +1,1 @@
-"""Reading data in training: the manifest that data_prep writes, the order of samples, mapped tokens and arrays."""
+"""Read data in the train stage: the manifest of shards, the order of samples, and memory-mapped tokens and arrays."""

@@ -1,1 +1,1 @@
-"""The stage evaluate: held-out loss of checkpoints."""
+"""The evaluate stage: measure checkpoints on held-out data and task files."""

@@ -265,7 +265,8 @@ class TextHeldOut:
     The learned text consists of the tokens on which the loss is computed: all tokens, or only the responses.
 
     Bits per byte (the loss in bits per byte of UTF-8 text) does not depend on the tokenizer. The unigram entropy is
-    reported for comparison. It is the best value for a model that knows only the frequencies of the held-out tokens.
+    reported for comparison: a model that knows only the frequencies of the held-out tokens can at best reach this
+    value.
     """
 
     def __init__(
@@ -392,7 +393,7 @@ class TaskFile:
     - A free answer is decoded greedily until the end of a line, or until a token that ends an answer, as `generate`
       does. The answer is correct if it equals the expected answer, except for white space at the beginning and the end.
 
-    The standard error is that of a mean of zeros and ones: sqrt(p (1 - p) / (n - 1)).
+    The standard error of an accuracy p over n items is sqrt(p (1 - p) / (n - 1)).
     """
 
     def __init__(

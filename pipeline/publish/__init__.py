@@ -1,1 +1,1 @@
-"""Open models in, trained ones out: weights in Hugging Face's format."""
+"""Export and publish trained models in Hugging Face's format, and generate text with them."""

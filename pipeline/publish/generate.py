@@ -6,8 +6,8 @@ most likely token, as transformers' `generate(do_sample=False)` does. Otherwise,
 `top_p` (nucleus sampling, Holtzman et al., arXiv 1904.09751). The same seed gives the same text on the same machine.
 
 A prompt begins with the special tokens with which the training documents begin (pipeline/data/special_tokens.py). With
-`--chat`, the prompt is a user's message, which a chat template formats. The template is that of the run, of its initial
-model, or of the model folder.
+`--chat`, the prompt is a user's message, which a chat template formats. The template comes from the run, from its
+initial model, or from the model folder.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ def _check_rules(settings: PublishConfig, result: Mapping[str, Any] | None, step
         if name != other_name:
             raise UserError(
                 "publish.metric_mismatch",
-                f"publish.no_worse_than: the main metric of this run is {name}, that of {other} is {other_name}",
+                f"publish.no_worse_than: the main metric is {name} in this run, but {other_name} in {other}",
             )
         rule = f"{name} {value:.6g}, no worse than {other_value:.6g} of {other}"
         (passed if value <= other_value else failed).append(rule)
@@ -429,7 +429,7 @@ def register_version(uri: str, model: str, folder: Path, tags: Mapping[str, Any]
         uri: the URL of the server.
         model: the name of the registered model. It is created if it does not exist.
         folder: the published folder.
-        tags: the tags of the version, with those in `_IDENTITY_TAGS`.
+        tags: the tags of the version, including `_IDENTITY_TAGS`.
 
     Returns:
         A description of the result.

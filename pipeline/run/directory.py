@@ -246,7 +246,7 @@ class Run:
 
     @property
     def sweep_or_self(self) -> Run:
-        """The run whose name users give to commands: for a sweep point its sweep, otherwise this run."""
+        """The run that users name in commands: the sweep of a sweep point, otherwise this run."""
         sweep = Run(self.path.parents[1]) if self.path.parent.name == "points" else self
         return sweep if sweep.config_file.exists() else self
 
@@ -654,7 +654,7 @@ def list_points(run: Run) -> list[Run]:
 def create_points(run: Run) -> list[Run]:
     """Make the directories of a sweep's points that do not exist yet, and return the runs of all points.
 
-    In the directory of a point, `data` and `code` are links to those of the sweep.
+    In the directory of a point, `data` and `code` are links to `data` and `code` of the sweep.
     """
     points = list_points(run)
     missing = [point for point in points if not point.config_file.exists()]

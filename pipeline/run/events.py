@@ -415,7 +415,7 @@ class Restored(Event):
     replicas: str | None = None
     """A message about state of replicas in the checkpoint that was dropped or changed; None if all was restored."""
     versions: str | None = None
-    """The package versions that differ from those of the checkpoint, such as `torch 2.8 → 2.9`; None if none differ."""
+    """The package versions that changed since the checkpoint was saved, such as `torch 2.8 → 2.9`; None if none did."""
 
 
 @dataclass(frozen=True, kw_only=True)

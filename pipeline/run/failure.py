@@ -106,8 +106,8 @@ def abort_peers(rank_info: RankInfo, code: ExitCode, message: str) -> None:
 def retry_command(run: Run, cause: str | None, message: str = "") -> str:
     """Return the command that continues a run after a stage failed.
 
-    The command has `--update-code` if the error may be in the user's module. It has `key=value` for each config key
-    that the message advises to change and that `resume` can change now.
+    The command has `--update-code` if the error may be in the user's module. The command has `key=value` for each
+    config key that the message advises to change and that `resume` can change now.
 
     Args:
         run: the run, or a point of a sweep.
@@ -122,7 +122,7 @@ def retry_command(run: Run, cause: str | None, message: str = "") -> str:
 def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
     """Return a text that says what to do after a failure, and which command then continues the run.
 
-    The arguments are those of :func:`retry_command`.
+    The arguments are the same as for :func:`retry_command`.
     """
     retry = retry_command(run, cause, message)
     training_output = find_training_output(run.sweep_or_self.path)

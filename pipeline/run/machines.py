@@ -170,7 +170,7 @@ def _read_gpu_samples(
 ) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Return the samples of each GPU, newest first. The key of a GPU is its host and its index on this host.
 
-    The arguments are those of :func:`list_slow_gpus`.
+    The arguments are the same as for :func:`list_slow_gpus`.
     """
     samples: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for file in run_dir.glob("telemetry-*.jsonl"):

@@ -46,7 +46,7 @@ class StageModule(Protocol):
     A module may also define these optional functions. Use the functions of this file to call them.
 
     - `describe_missing_outputs_quickly(run) -> str | None`: a cheap version of `describe_missing_outputs` for commands
-      that only show a run. It opens few files.
+      that only show a run. This version opens few files.
     - `missing_inputs(run) -> str | None`: which input file is missing for a stage that has not started, and what to do.
     - `resume_note(run) -> str | None`: what a user should know before the stage continues from existing outputs.
     - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject. The run may not exist yet.

@@ -1,1 +1,1 @@
-"""Looking only: what Slurm and the run directory say of jobs, nodes and sites."""
+"""Read the state of jobs, nodes and sites from Slurm and from the run directory, without changing anything."""

@@ -1,1 +1,1 @@
-"""Submission from the login node: batch scripts, chains of jobs and sweeps, and the same stages on this machine."""
+"""Submit jobs from the login node: batch scripts, chains and sweeps. Run the same stages on this machine."""
