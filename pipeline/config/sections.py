@@ -918,13 +918,13 @@ def _find_conflicts(config: Config) -> Iterator[str]:
 def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted key and the field of each key below `section`.
 
-    In a dotted key, `*` represents the names in a mapping of sections.
+    In a dotted key, `*` represents any name in a mapping of sections, or any index in a list of sections.
     """
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         yield key, field
-        for inner, suffix in list_inner_sections(field.annotation):
-            yield from walk_fields(inner, f"{key}{suffix}.")
+        for inner_section, suffix in list_inner_sections(field.annotation):
+            yield from walk_fields(inner_section, f"{key}{suffix}.")
 
 
 def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:

@@ -162,14 +162,15 @@ def _find_local_imports(module: Path) -> set[Path]:
     while remaining:
         path = remaining.pop()
         for file in path.rglob("*.py") if path.is_dir() else [path]:
+            # a local name is a package (a folder with __init__.py), a module, or a namespace package
             for name in _list_imported_names(file) - sys.stdlib_module_names:
                 package = module.parent / name
-                other = package if (package / "__init__.py").is_file() else package.with_suffix(".py")
-                if not other.exists() and _is_namespace_package(package):
-                    other = package
-                if other.exists() and other.name not in _COPIED_NAMES and other not in (module, *imports):
-                    imports.add(other)
-                    remaining.append(other)
+                imported = package if (package / "__init__.py").is_file() else package.with_suffix(".py")
+                if not imported.exists() and _is_namespace_package(package):
+                    imported = package
+                if imported.exists() and imported.name not in _COPIED_NAMES and imported not in (module, *imports):
+                    imports.add(imported)
+                    remaining.append(imported)
     return imports
 
 

@@ -102,7 +102,7 @@ class LockHolder:
 
 
 class Run:
-    """One run directory. Use :meth:`create` or :meth:`open`; the constructor reads nothing.
+    """One run directory. Use :meth:`create` or :meth:`open`, because the constructor does not read the config.
 
     Args:
         path: the run directory.
@@ -136,7 +136,7 @@ class Run:
         self.corrections: dict[str, str] = {}
         """Changes by a corrected config that the user submitted: dotted key → description."""
         self.code_notes: list[str] = []
-        """Notes of `check_model_code` for the user that are not errors."""
+        """Notes for the user that `check_model_code` returned."""
 
     # -- creating and opening ------------------------------------------------------------------------------------------
 

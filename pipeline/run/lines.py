@@ -121,8 +121,8 @@ def format_malformed_count(path: Path, count: int) -> str:
 def read_required_lines(path: Path, is_valid: LineCheck) -> list[dict[str, Any]]:
     """Return the lines of a file in which a malformed line is an error; [] if the file does not exist.
 
-    Only a truncated line, which does not end with `}`, is left out. A crash truncated this line before anything
-    depended on it.
+    Only a line that is not valid JSON and does not end with `}` is left out. A crash truncated this line before
+    anything depended on it.
 
     Raises:
         InputError: if a line is malformed or its checksum is wrong.
