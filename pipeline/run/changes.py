@@ -202,7 +202,7 @@ def check_resume_changes(run_dir: Path, old: Config, new: Config) -> None:
 def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `new` that differ from `old`, as a nested mapping.
 
-    Keys that only `old` has are ignored. If there are none, merging the result into `old` gives `new`.
+    Keys that only `old` has are ignored. If `new` has all keys of `old`, merging the result into `old` gives `new`.
     """
     values: dict[str, Any] = {}
     for key, value in new.items():

@@ -221,7 +221,7 @@ def _describe_module_remedy(run: Run, message: str) -> str:
 
 
 def _describe_storage_remedy(run: Run, message: str) -> str:
-    """Return what to do about a full file system, with the path that `message` names."""
+    """Return what to do about a storage error: free space in a folder if the file system is full, otherwise wait."""
     match = re.search("cannot (?:use|write) (.+?): (?:no space is left|the disk quota)", message)
     if match is None:
         return "once the file system accepts files again"
