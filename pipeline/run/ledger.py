@@ -176,10 +176,9 @@ def _account_attempts(
         job_start = max(begin, min(attempt_start, job.start_time) if job else attempt_start)
         queue_start = min(max(_find_request_time(earlier_events, begin), begin), job_start)
         # without `ready`, the attempt ended before its first step; `restored` is then the end of its start-up
-        begin_events = [event for event in attempt_events if isinstance(event, Ready)] or [
-            event for event in attempt_events if isinstance(event, Restored)
-        ]
-        first_step_time = begin_events[0].timestamp if begin_events else None
+        ready_times = [event.timestamp for event in attempt_events if isinstance(event, Ready)]
+        restored_times = [event.timestamp for event in attempt_events if isinstance(event, Restored)]
+        first_step_time = next(iter(ready_times or restored_times), None)
         end = state.end_event
         if end is not None and not end.noticed_later:
             possible_ends = [end.timestamp]
