@@ -47,7 +47,7 @@ SYSTEM_CALLS = "open,openat,stat,lstat,newfstatat,statx,access,fstat,lseek,getde
 CPU = torch.device("cpu")
 ARRAYS = "uint16 array"
 PAIRS = "int64 pair"
-RAW = ("raw memmap, per sample", "raw memmap, per batch")
+RAW_LOOPS = ("raw memmap, per sample", "raw memmap, per batch")
 """Names of the raw loops with which the loaders are compared."""
 RAW_VIEWS = "raw memmap, per batch, inputs and targets are views"
 SLUICE = "Sluice, sampler and `BatchLoader`"
@@ -69,9 +69,9 @@ def make_data(folder: Path) -> tuple[list[ShardEntry], Path]:
                     file=str(path), tokens=len(shard), offset=shard.id.get_offset(), dtype="uint16"
                 )
             )
-    flat = folder / "tokens.bin"
-    tokens.tofile(flat)
-    return entries, flat
+    flat_file = folder / "tokens.bin"
+    tokens.tofile(flat_file)
+    return entries, flat_file
 
 
 def convert_to_pair(tokens: np.ndarray) -> Pair:
@@ -96,10 +96,10 @@ class BatchDataset(SampleDataset):
         return convert_to_pair(self.tokens[np.array(indices)[:, None] * LENGTH + np.arange(LENGTH + 1)])
 
 
-def make_loaders(entries: list[ShardEntry], flat: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
+def make_loaders(entries: list[ShardEntry], flat_file: Path) -> dict[tuple[str, str], Callable[[], Iterator[Any]]]:
     """Return the loaders by (kind of batch, name). A loader is a function that returns the batches of one epoch."""
     dataset = TokenDataset(entries, LENGTH)
-    tokens = np.memmap(flat, np.uint16, "r")
+    tokens = np.memmap(flat_file, np.uint16, "r")
     order = compute_index_range(1, 0, SAMPLES, SAMPLES).reshape(-1, BATCH)
     sample_dataset = SampleDataset(tokens)
     batch_dataset = BatchDataset(tokens)
@@ -115,13 +115,15 @@ def make_loaders(entries: list[ShardEntry], flat: Path) -> dict[tuple[str, str],
                 yield batch["tokens"][:, :-1], batch["tokens"][:, 1:]
 
     return {
-        (ARRAYS, RAW[0]): lambda: (
+        (ARRAYS, RAW_LOOPS[0]): lambda: (
             np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in indices]) for indices in order
         ),
-        (ARRAYS, RAW[1]): lambda: (tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)] for indices in order),
+        (ARRAYS, RAW_LOOPS[1]): lambda: (
+            tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)] for indices in order
+        ),
         (ARRAYS, "Sluice, `TokenDataset.read`"): lambda: (dataset.read(indices)["tokens"] for indices in order),
-        (PAIRS, RAW[0]): lambda: map(stack_samples, order),
-        (PAIRS, RAW[1]): lambda: (batch_dataset.__getitems__(indices) for indices in order.tolist()),
+        (PAIRS, RAW_LOOPS[0]): lambda: map(stack_samples, order),
+        (PAIRS, RAW_LOOPS[1]): lambda: (batch_dataset.__getitems__(indices) for indices in order.tolist()),
         (PAIRS, RAW_VIEWS): lambda: (
             make_inputs_and_targets(tokens[indices[:, None] * LENGTH + np.arange(LENGTH + 1)]) for indices in order
         ),
@@ -223,7 +225,7 @@ def measure_first_batches(folder: Path, pairs: int = 40) -> tuple[float, float, 
     return statistics.median(at_start), statistics.median(at_90), statistics.median(b / a for a, b in seconds)
 
 
-def measure_peers(python: str, folder: Path, flat: Path) -> dict[str, float]:
+def measure_peers(python: str, folder: Path, flat_file: Path) -> dict[str, float]:
     """Return the CPU seconds of an epoch for each other library: the median of three processes.
 
     Args:
@@ -234,7 +236,7 @@ def measure_peers(python: str, folder: Path, flat: Path) -> dict[str, float]:
     seconds = {}
     for name in PEERS:
         command = [python, str(Path(__file__).with_name("loader_peers.py"))]
-        arguments = [name, str(folder / name.split()[0]), str(flat)]
+        arguments = [name, str(folder / name.split()[0]), str(flat_file)]
         subprocess.run([*command, "make", *arguments], check=True, timeout=600, stdout=subprocess.DEVNULL)
         outputs = [subprocess.check_output([*command, "read", *arguments], timeout=600, text=True) for _ in range(3)]
         seconds[name] = statistics.median(float(output.split()[-1]) for output in outputs)
@@ -250,9 +252,9 @@ def main() -> None:
     torch.set_num_threads(1)
     open_counts_by_file: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        entries, flat = make_data(Path(folder))
+        entries, flat_file = make_data(Path(folder))
         sys.addaudithook(lambda event, args: open_counts_by_file.update([str(args[0])]) if event == "open" else None)
-        loaders = make_loaders(entries, flat)
+        loaders = make_loaders(entries, flat_file)
         readers = [read() for read in loaders.values()]
         for batches in zip(*readers, strict=True):  # This loop also warms the page cache.
             if not all(is_batch_equal(batch, batches[0]) for batch in batches):
@@ -265,13 +267,15 @@ def main() -> None:
                     pass
                 seconds[key].append(time.process_time() - start)
         open_counts_of_shards = {open_counts_by_file[str(entry.file)] for entry in entries}
-        peers = measure_peers(arguments.peers, Path(folder), flat) if arguments.peers else {}
-        raw_s, sluice_s = measure_with_steps(entries, loaders[PAIRS, RAW[1]], repetitions)
+        peers = measure_peers(arguments.peers, Path(folder), flat_file) if arguments.peers else {}
+        raw_s, sluice_s = measure_with_steps(entries, loaders[PAIRS, RAW_LOOPS[1]], repetitions)
         system_calls = count_system_calls(entries, Path(folder))
         at_0, at_90, ratio = measure_first_batches(Path(folder))
     rows = []
     for (kind, name), values in seconds.items():
-        ratios = [statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW]
+        ratios = [
+            statistics.median(a / b for a, b in zip(values, seconds[kind, raw], strict=True)) for raw in RAW_LOOPS
+        ]
         median = statistics.median(values)
         spread = f"{min(values):.3f} - {max(values):.3f}"
         per_sample = f"{median / SAMPLES * 1e6:.1f}"

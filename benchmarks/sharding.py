@@ -206,6 +206,7 @@ def measure_memory(folder: Path, megabytes: int) -> list[str]:
     """Return the table row with the peak memory of an array task that shards a file of `megabytes` MB."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
+    # More than 65,536 tokens make the stage write uint32 tokens.
     vocabulary = {"<|endoftext|>": 0, "<unknown>": 1, **{f"word{i}": i + 2 for i in range(70_000)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

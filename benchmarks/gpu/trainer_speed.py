@@ -37,9 +37,8 @@ def write_text_and_tokenizer(folder: Path, vocab: int, tokens: int) -> list[str]
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     end = "<|endoftext|>"
-    names = {
-        f"w{number}": number for number in range(vocab - 1)
-    }  # The text must not contain the last id, the end token.
+    # The last id is the end token, which the text must not contain.
+    names = {f"w{number}": number for number in range(vocab - 1)}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([end])
