@@ -82,6 +82,8 @@ def count_bytes_sent(config: Config, vocab: int, steps: int) -> float:
         if local_sgd is not None:
             values += count if step <= local_sgd.warmup_steps or step % local_sgd.every == 0 else 0
         elif hook.kind == "topk":
+            # The ranks gather the largest entries of all ranks: a value and an index, 4 bytes each. If whole gradients
+            # have fewer bytes, the ranks send whole gradients.
             fraction = hook.ratio ** (min(1.0, (step - 1) / hook.warmup_steps) if hook.warmup_steps else 1.0)
             values += min(1.0, fraction * RANKS) * count
         elif hook.kind == "powersgd" and step > hook.warmup_steps:
@@ -90,6 +92,7 @@ def count_bytes_sent(config: Config, vocab: int, steps: int) -> float:
             )
         else:
             values += count / 2 if hook.kind in ("fp16", "bf16") else count
+    # In a ring all-reduce of n fp32 values, each rank sends 2 · 4 n · (RANKS - 1) / RANKS bytes.
     return 8 * values * (RANKS - 1) / RANKS
 
 

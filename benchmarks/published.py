@@ -143,6 +143,7 @@ def _parse_schedule(text: str, virtual_stages: int) -> str:
         (r"zb", "zb1p"),
         (r"gpipe|afab", "gpipe"),
     ):
+        # A text that also contains "1F1B" names a variant of 1F1B.
         if re.search(pattern, text, re.IGNORECASE) and "1F1B" not in text:
             return name
     return "interleaved_1f1b" if virtual_stages > 1 else "1f1b"
@@ -220,7 +221,7 @@ def parse_row(row: dict[str, str]) -> Row:
     data = int(_parse_number(row, "dp_total", gpus / pipeline / tensor / context))
     zero = int(_parse_number(row, "zero_stage", 1 if row.get("precision") in ("fp8", "bf16") else 0))
     shard = int(_parse_number(row, "dp_shard_degree", data if zero else 1))
-    if zero == 3 and context > 1 and shard == data * context:
+    if zero == 3 and context > 1 and shard == data * context:  # The row counts context-parallel ranks as shards.
         shard = data
     shard = shard if zero else 1
     # Torch's pipelines with ZeRO 3 use as many micro-batches as pipeline ranks.

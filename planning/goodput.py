@@ -293,6 +293,7 @@ def count_bounds(count: int) -> tuple[float, float]:
     """
 
     def compute_bound(n: int, sign: float) -> float:
+        """Return the lower bound if `sign` is -1, the upper bound if `sign` is 1."""
         return n * (1 - 1 / (9 * n) + sign * 1.96 / (3 * math.sqrt(n))) ** 3
 
     return (compute_bound(count, -1) if count else 0.0), compute_bound(count + 1, 1)

@@ -70,6 +70,7 @@ def build_schedule(schedule: str, pipeline: int, virtual: int, batches: int) -> 
 def _order_one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> list[Action]:
     """Return the actions of a rank that has one stage, in order. Arguments are those of `build_schedule`."""
     remaining_ranks = pipeline - rank  # including this rank
+    # Number of forward passes before the first backward pass.
     warmup = min(batches, {"gpipe": batches, "zb2p": 2 * remaining_ranks - 1}.get(schedule, remaining_ranks))
     # W of a micro-batch runs after I of the micro-batch that is `delay` later. None: the backward pass is not split.
     delay = {"zb1p": rank, "zb2p": 2 * rank}.get(schedule)
@@ -88,6 +89,7 @@ def _order_interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> 
     Arguments are those of `build_schedule`.
     """
     round_size = batches // max(1, batches // pipeline)  # number of consecutive micro-batches on one stage
+    # Number of forward passes before the first backward pass.
     warmup = min(virtual * batches, (virtual - 1) * round_size + 2 * (pipeline - 1 - rank))
 
     def make_action(kind: str, number: int) -> Action:
