@@ -31,6 +31,7 @@ def device_thread(
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run_on_device() -> None:
+        """Select the GPU, and possibly a new stream, in the new thread. Then call `work`."""
         if device is not None:
             torch.cuda.set_device(device)
             if own_stream:

@@ -118,7 +118,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ModelConfig:
-        """Raise ValueError if keys of this section contradict each other, or a value is not possible."""
+        """Raise ValueError if keys of this section contradict each other, or a value cannot be used."""
         try:
             json.dumps(self.options, allow_nan=False)
         except ValueError:

@@ -61,21 +61,22 @@ def _check_options(program: str, reserved: Mapping[str, str]) -> BeforeValidator
             errors.
     """
 
-    def check(value: Any) -> Any:
+    def check_names(value: Any) -> Any:
+        """Return `value`. Raises ValueError if a key is not a long option, or is an option that Sluice sets."""
         for key in value if isinstance(value, dict) else ():
             if not isinstance(key, str) or not _OPTION.fullmatch(key):
                 raise ValueError(
                     f"{key!r} is not a long option of {program}: write the name as {program} does, without dashes in "
                     "front"
                 )
-            # both programs accept abbreviations of their options
+            # sbatch and srun accept abbreviated options, so an abbreviation of a reserved option is also an error
             option = key if key in reserved else next((name for name in reserved if name.startswith(key)), None)
             if option is not None:
                 hint = f"use {reserved[option]}" if reserved[option] else f"Sluice sets --{option} itself"
                 raise ValueError(f"{key}: {hint}")
         return value
 
-    return BeforeValidator(check)
+    return BeforeValidator(check_names)
 
 
 SbatchOptions = Annotated[dict[str, str | int | bool], _check_options("sbatch", OWN_OPTIONS)]

@@ -33,12 +33,13 @@ def must_match(pattern: re.Pattern[str], instruction: str) -> Any:
         instruction: the error message, which says what to write instead.
     """
 
-    def check(value: Any) -> Any:
+    def check_text(value: Any) -> Any:
+        """Return `value`. Raises ValueError if `value` is a string that does not match."""
         if isinstance(value, str) and not pattern.fullmatch(value):
             raise ValueError(instruction)
         return value
 
-    return BeforeValidator(check)
+    return BeforeValidator(check_text)
 
 
 def parse_time_limit(value: str) -> int:

@@ -92,6 +92,7 @@ class LockHolder:
     host: str
 
     def __str__(self) -> str:
+        """Return the process ID and the host, for messages."""
         return f"pid {self.pid} on {self.host}"
 
     def terminate(self) -> None:
