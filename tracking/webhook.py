@@ -40,7 +40,8 @@ _PROCESS_START = time.time()
 MIN_HANG_S = 300.0
 """The shortest time without progress that the watchdog accepts (pipeline/resilience/watchdog.py)."""
 _STALL_STEPS = 10
-"""A stall is reported if no step ends for this many times the median duration of a step."""
+"""If `recovery.hang_s` is not set, a stall is reported at the earliest after this many times the median duration of a
+step."""
 _SUSPENDED_S = 30.0
 """If the time between two polls is longer, Slurm had suspended the job of this process (`scontrol suspend`)."""
 
@@ -57,7 +58,7 @@ def escape_chat_text(text: str) -> str:
 
 
 class Webhook(Tracker):
-    """Sends one request per message."""
+    """Sends messages to a chat, with one request per message."""
 
     def __init__(self, run: Run, state: TrackerState, reader: RunReader) -> None:
         super().__init__(run, state, reader)
@@ -78,6 +79,8 @@ class Webhook(Tracker):
     def on_poll(self) -> bool:
         """Send a message if the train stage makes no progress, before the watchdog of the ranks ends the attempt.
 
+        The limits here are therefore half as long as those of the watchdog.
+
         Returns:
             Whether a stall was reported.
         """
@@ -87,7 +90,7 @@ class Webhook(Tracker):
         self._last_poll = now
         attempt = self.reader.running_attempt
         recovery = self.run.config.recovery
-        quiet_s = now - max(self.state.heard, self._awake_since)
+        quiet_s = now - max(self.state.heard, self._awake_since)  # how long no data has arrived
         hang_s = recovery.hang_s or MIN_HANG_S
         if attempt is None or 2 * quiet_s < hang_s:
             return False
@@ -99,6 +102,7 @@ class Webhook(Tracker):
             limit_s = self._step_limit_s(steps, hang_s)
             since = f"since step {steps[0]['step']}"
         identifier = sha256_line({"stall": since, "start": attempt.time})[:12]
+        # no step follows the last one; the ranks then save the final checkpoint
         is_last_save = steps and steps[0]["step"] == count_training_steps(self.run.config, self.run.data_dir)
         if quiet_s < limit_s or identifier == self.state.stall or is_last_save:
             return False
@@ -111,9 +115,10 @@ class Webhook(Tracker):
 
         Args:
             steps: the last lines of metrics.jsonl, newest first.
-            hang_s: the time without progress after which the watchdog ends the attempt.
+            hang_s: `recovery.hang_s`, or `MIN_HANG_S` if this key is not set.
         """
         recovery = self.run.config.recovery
+        # saves and evaluations delay the next step
         pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
         usual_s = 0.0 if recovery.hang_s else _STALL_STEPS * median(line["step_time_s"] for line in steps)
         limit_s = max(hang_s / 2, usual_s) + max(pauses)
