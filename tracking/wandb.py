@@ -67,14 +67,14 @@ def _read_records(file: Path) -> Iterator[Any]:
             content = b""
 
 
-def read_offline_steps(folder: Path, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_offline_steps(folder: Path, run_id: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each step, with its values, in the offline files of a run.
 
     Args:
         folder: the folder that contains the folder `wandb`.
-        name: the id of the run in W&B.
+        run_id: the id of the run in W&B.
     """
-    for file in sorted(folder.glob(f"wandb/offline-run-*/run-{name}.wandb")):
+    for file in sorted(folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
         for record in _read_records(file):
             if record.WhichOneof("record_type") == "history":
                 items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
@@ -125,7 +125,7 @@ class Wandb(Tracker):
             time.sleep(0.2)
 
     def on_steps(self, steps: Sequence[Line]) -> None:
-        """Log the steps. Add a pending evaluation to each step, as long as there are any."""
+        """Log the steps. If there are pending evaluations, log one of them together with each step."""
         for line in steps:
             evaluation = self._pending_evaluations.pop(0) if self._pending_evaluations else {}
             self._last_step = line["step"]

@@ -2,8 +2,9 @@
 
 submitit pickles a callable and runs it in the job. Sluice passes `exec` with a short program, which replaces submitit's
 process with the stage's supervisor. Signal handlers of submitit therefore do not run in this process: they would save
-from inside the handler. A function of this package cannot be passed, because pickle stores only the name of a function.
-The run's copy of the code may come from another version, which may not have a function of this name.
+from inside the handler. submitit's local executor would also kill a job one second after it interrupts the job. A
+function of this package cannot be passed, because pickle stores only the name of a function. The run's copy of the code
+may come from another version, which may not have a function of this name.
 
 Results of submitit are not used: a stage has succeeded if its outputs validate.
 """
