@@ -108,7 +108,7 @@ class Follower:
         try:
             for event, end in events:
                 reader.note_event(event)
-                changed_steps: list[int] = []
+                changed_steps: list[int] = []  # steps whose values change
                 if event["event"] == LostWork.NAME:
                     changed_steps = event["steps"]
                 elif is_late_held_out(event):
