@@ -396,8 +396,8 @@ def stripe_folder(
     """Set with `lfs setstripe` how new files of a directory on Lustre are striped.
 
     Files inherit the striping of their directory when they are created (Lustre manual, "Managing file layout
-    (striping)"), so this must run before the first shard is written. If `lfs` fails, only a warning is logged, because
-    a shard with another stripe count is slower but not wrong.
+    (striping)"). This function must therefore run before the first shard is written. If `lfs` fails, only a warning is
+    logged, because a shard with another stripe count is slower but not wrong.
 
     Args:
         directory: the directory.

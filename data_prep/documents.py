@@ -481,8 +481,8 @@ def read_objects(
         required_column: a column that a CSV or TSV file must have; None: no column is required.
         has_compressed_name: whether the file name has an ending of compressed files.
 
-    Raises UserError with the name of the file if the content is of another kind, a record is too long, or the file ends
-    within a record.
+    Raises UserError with the path if the content is of another kind, a record is too long, or the file ends within a
+    record.
     """
     with open_decompressed(path) as (stream, head, compression):
         check_compression(path, head, compression, has_compressed_name)
@@ -837,8 +837,8 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 def _open_parquet(path: str, column: str) -> pyarrow.parquet.ParquetFile:
     """Open a Parquet file.
 
-    Raises UserError with the name of the file if pyarrow is not installed, or if the file is damaged or does not have
-    the text column `column`.
+    Raises UserError with the path if pyarrow is not installed, or if the file is damaged or has no text column
+    `column`.
     """
     try:
         import pyarrow

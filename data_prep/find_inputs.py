@@ -46,8 +46,8 @@ def find_inputs(data: DataConfig, formats: Mapping[str, str] | None = None) -> l
         data: the section `data` of the config.
         formats: allowed file name endings and their formats; None for the formats of documents.
 
-    Raises UserError as `find_named_files` does. Also raises UserError with the path if a file cannot be read, is not a
-    regular file, or is a text that is too long for one document.
+    Raises UserError as `find_named_files` does. Also raises it if a file cannot be read, is not a regular file, or is a
+    text that is too long for one document.
     """
     inputs: dict[str, Input] = {}
     for path, file_format in find_named_files(data, formats):

@@ -7,8 +7,8 @@
     attributes  format_version, tokenizer_sha256, source
 
 A document ends with the end-of-text token. If a document does not fit into a file, it continues in the next file of the
-work unit, but is counted only in the file in which it starts. The first tokens of a file may therefore belong to an
-earlier document. A file inside one long document has `documents` = [number of tokens].
+work unit. The document is counted only in the file in which it starts. The first tokens of a file may therefore belong
+to an earlier document. A file inside one long document has `documents` = [number of tokens].
 
 Prompts and dialogues are not split across windows of `data.sequence_length` tokens, so that an answer stays with its
 question. If a record does not fit into the rest of a window, this rest is padded with end-of-text tokens that are not

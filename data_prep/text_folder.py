@@ -330,8 +330,8 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         Held-out documents have separate shards.
 
         Returns:
-            The entries of training shards, the entries of held-out shards, the number of records with more tokens than
-            a sample, and the number of these records that are in no shard.
+            The entries of training shards, the entries of held-out shards, the number of long records, and the number
+            of long records that are in no shard. A record is long if it has more tokens than a sample.
         """
         from data_prep.shard_writer import ShardWriter
         from data_prep.tokenizer import EncodedRecord
@@ -455,8 +455,11 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:
         """Write `rejected.jsonl` and `manifest.json`, and remove shards that belong to no work unit.
 
-        Raises UserError if more documents are unreadable than `data.max_rejected` allows, if no document is held out
-        although `data.held_out` is not 0, or if there is no training sample.
+        Raises UserError in these cases:
+        - More documents are unreadable than `data.max_rejected` allows.
+        - No document is left, because all are longer than a sample.
+        - No document is held out, although `data.held_out` is not 0.
+        - There is no training sample.
         """
         train = tuple(entry for unit in units for entry in unit.train)
         held_out = tuple(entry for unit in units for entry in unit.held_out)

@@ -1,7 +1,7 @@
 """The tokenizer: train a byte-level BPE or load a `tokenizer.json`, then encode documents.
 
-The alphabet of a byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2) is all 256 bytes, so any text
-can be encoded and decoded exactly. Training and encoding use the package `tokenizers`.
+The alphabet of a byte-level BPE (Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2) is all 256 bytes. Any text
+can therefore be encoded and decoded exactly. Training and encoding use the package `tokenizers`.
 
 The end-of-text token follows each document and has no other use. If a text contains the characters of this token (such
 as `<|endoftext|>`), they are encoded as plain characters. The property `encode_special_tokens` of the loaded tokenizer

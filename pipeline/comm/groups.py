@@ -5,10 +5,10 @@ The default group carries the collectives of training: NCCL on GPUs, Gloo on CPU
 Their messages must not wait for the collectives of training or mix with them.
 
 GPUs are assigned before any rank uses a GPU. Slurm may show a rank all GPUs of its node, one GPU, or those next to its
-cores (`--gpu-bind=closest`), and it distributes ranks over sockets in turn. The local rank therefore does not determine
-the GPU. Instead, ranks exchange host names and the UUIDs of the GPUs that they see. Ranks that see fewer GPUs choose
-first. Ranks that see equally many choose in the order of local ranks. Each rank takes the GPU that the fewest ranks
-have taken so far.
+cores (`--gpu-bind=closest`). Slurm also distributes ranks over sockets in turn. The local rank therefore does not
+determine the GPU. Instead, ranks exchange host names and the UUIDs of the GPUs that they see. Ranks that see fewer GPUs
+choose first. Ranks that see equally many choose in the order of local ranks. Each rank takes the GPU that the fewest
+ranks have taken so far.
 """
 
 from __future__ import annotations

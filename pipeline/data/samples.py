@@ -145,7 +145,7 @@ class MappedDataset(IndexedDataset):
                 for name, example in self._examples.items()
             }
         locations = self._locate(indices)
-        # Rows are copied one by one. A shuffled batch has few rows of each file, so these copies take a half to a third
+        # Rows are copied one by one, because a shuffled batch has few rows of each file. This takes a half to a third
         # of the time of one numpy index operation per file.
         for name, rows in out.items():
             arrays = self._arrays[name]
