@@ -1,8 +1,9 @@
 """Tests that every parallel layout trains like one process, and that runs and checkpoints move between layouts.
 
-The losses and gradient norms of ten steps in fp32 are compared. Losses alone would hide wrong gradients: wrong
-clipping changes losses by only 6e-6. Tensor-parallel cases have few micro-batches, because DTensor's dispatch on the
-CPU takes most of their time.
+The losses and gradient norms in fp32 are compared: of ten steps in long tests, and of four steps in other tests. A
+wrong gradient changes the norm of step 1, and a wrong update of the weights changes step 2. Losses alone would hide
+wrong gradients: wrong clipping changes losses by only 6e-6. Tensor-parallel cases have few micro-batches, because
+DTensor's dispatch on the CPU takes most of their time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipeline.run.directory import Run
 from pipeline.train.optimizer import compute_total_norm
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
-from tests.support.tiny_training import STEPS, change_layouts_on_rank, tiny_config, train_configs
+from tests.support.tiny_training import STEPS, VOCAB, change_layouts_on_rank, tiny_config, train_configs
 from tests.train.test_exact import create_run, interrupt_training, read_steps
 
 pytestmark = pytest.mark.timeout(1000)
@@ -32,6 +33,8 @@ TWO_VIRTUAL_STAGES = {"pipeline": 2, "virtual_stages": 2}
 FEW_BATCHES = {"micro_batch": 4}
 """Keys of `train` for tests that need only a few micro-batches per step."""
 TIMEOUT_S = 900
+FEW_STEPS = 4
+"""Number of steps in tests that are not marked `long`."""
 TIED = {"tie_word_embeddings": True}
 CHUNKED = {"loss_chunk": 7}
 """Keys of `train` for a chunked loss. It is compared with the loss of one process, which is not chunked."""
@@ -58,22 +61,24 @@ def train_one_process(sections: dict[str, Any]) -> list[tuple[float, float]]:
     return _one_process_results[cache_key]
 
 
-def check_against_one_process(ranks: int, *cases: dict[str, Any]) -> None:
+def check_against_one_process(ranks: int, *cases: dict[str, Any], steps: int = STEPS) -> None:
     """Train each case on `ranks` ranks, and compare all steps of all ranks with one process.
 
     Args:
         ranks: number of ranks; they are started once for all cases.
         cases: sections of the config, for each case.
+        steps: number of steps to train, at most STEPS.
     """
-    expected_by_case = [train_one_process(case) for case in cases]
-    results_by_rank = run_ranks(ranks, train_configs, [tiny_config(ranks, **case) for case in cases], timeout=TIMEOUT_S)
+    expected_by_case = [train_one_process(case)[:steps] for case in cases]
+    configs = [tiny_config(ranks, **case) for case in cases]
+    results_by_rank = run_ranks(ranks, train_configs, configs, VOCAB, steps, timeout=TIMEOUT_S)
     for number, (case, expected_steps) in enumerate(zip(cases, expected_by_case, strict=True)):
-        steps = results_by_rank[0][number]
+        actual_steps = results_by_rank[0][number]
         for results in results_by_rank:
-            assert results[number] == steps, f"ranks differ: {case}"
-        for step, (actual, expected) in enumerate(zip(steps, expected_steps, strict=True), 1):
+            assert results[number] == actual_steps, f"ranks differ: {case}"
+        for step, (actual, expected) in enumerate(zip(actual_steps, expected_steps, strict=True), 1):
             assert actual == pytest.approx(expected, rel=1e-5), f"{case}, step {step}: (loss, norm)"
-        assert len(expected_steps) == STEPS
+        assert len(expected_steps) == steps
 
 
 def test_data_parallel_and_zero_equal_one_process() -> None:
@@ -89,6 +94,7 @@ def test_data_parallel_and_zero_equal_one_process() -> None:
         {"parallel": {"zero": 2}, **BF16_MOMENTS},
         {"parallel": {"zero": 3}, "optimizer": INT8_MOMENTS["optimizer"]},
         {"parallel": {"zero": 3, "offload": True, "activation_checkpointing": "full"}},
+        steps=FEW_STEPS,
     )
 
 
@@ -105,6 +111,7 @@ def test_tensor_parallel_equals_one_process() -> None:
         {"parallel": {"tensor": 2}, "train": FEW_BATCHES | CHUNKED},
         {"parallel": {"tensor": 2, "activation_checkpointing": "selective"}, "train": FEW_BATCHES},
         {"parallel": selective_checkpointing, "train": FEW_BATCHES, "model": TIED},
+        steps=FEW_STEPS,
     )
 
 
@@ -118,6 +125,7 @@ def test_pipeline_schedules_equal_one_process() -> None:
         {"parallel": {**TWO_VIRTUAL_STAGES, "schedule": "zbv", "activation_checkpointing": "full"}},
         {"parallel": {**TWO_VIRTUAL_STAGES, "schedule": "dualpipe_v"}, "model": TIED},
         {"parallel": {**TWO_VIRTUAL_STAGES, "schedule": "zbv"}, "train": CHUNKED},
+        steps=FEW_STEPS,
     )
 
 
@@ -129,6 +137,7 @@ def test_pipeline_with_data_and_tensor_parallel_equals_one_process() -> None:
         {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW_BATCHES, "model": TIED},
         {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES},
         {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES | CHUNKED},
+        steps=FEW_STEPS,
     )
 
 
@@ -352,6 +361,7 @@ def check_digests_and_losses(results: list[Any], steps: int) -> None:
             assert actual == pytest.approx(expected, rel=1e-5), f"layout {number}"
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("model", [pytest.param({}, marks=pytest.mark.long), TIED], ids=["untied", "tied"])
 def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path, model: dict[str, Any]) -> None:
     """The eight layouts form a cycle: at the end, the first layout loads the checkpoint of the last one.

@@ -55,8 +55,10 @@ def train_steps(
     return engine, continue_training(engine, rank_info, 0, steps)
 
 
-def train_configs(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB) -> list[list[tuple[float, float]]]:
-    """Train STEPS steps with each config. Return, for each config, (loss, gradient norm) of each step."""
+def train_configs(
+    rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB, steps: int = STEPS
+) -> list[list[tuple[float, float]]]:
+    """Train `steps` steps with each config. Return, for each config, (loss, gradient norm) of each step."""
     import warnings
 
     from pipeline.comm import groups
@@ -64,7 +66,7 @@ def train_configs(rank_info: RankInfo, configs: list[Config], vocab: int = VOCAB
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # torch 2.13 warns if an output is a view
     groups.configure_determinism(configs[0])
     world = groups.join_process_group(rank_info, configs[0])
-    return [train_steps(rank_info, config, world, vocab=vocab)[1] for config in configs]
+    return [train_steps(rank_info, config, world, steps, vocab)[1] for config in configs]
 
 
 def change_layouts_on_rank(
