@@ -70,7 +70,7 @@ def prepare_tokenizer_and_units(
         raise UserError(
             "data.no_text", f"data.source: the {len(inputs)} files of {', '.join(data.sources)} contain no text"
         )
-    summary = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, about {total_bytes:,} bytes"
+    summary = f"{len(inputs):,} file{'s' * (len(inputs) != 1)}, an estimated {total_bytes:,} bytes of text"
     summary += _describe_ignored_files(data, inputs)
 
     chat = None

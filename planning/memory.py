@@ -412,7 +412,8 @@ class _RankEstimate:
         optimizer = self.config.optimizer
         count = parameter.fsdp_numel(self.fsdp_ranks)
         if optimizer.state.moments == "int8" and parameter.is_matrix:
-            # There are two moments. Each has one byte per element and one fp32 scale (4 bytes) per INT8_BLOCK elements.
+            # Only AdamW supports int8, so there are two moments. Each has one byte per element and one fp32 scale (4 bytes)
+            # per INT8_BLOCK elements.
             return 2 * (count + 4 * count // INT8_BLOCK)
         has_one_moment = optimizer.name == "sgd" or (optimizer.name == "muon" and parameter.is_matrix_in_block)
         if has_one_moment:
@@ -424,13 +425,13 @@ class _RankEstimate:
         """Return the bytes of temporary tensors when the optimizer updates its largest parameter."""
         optimizer = self.config.optimizer
         if optimizer.name == "muon":
-            # The bytes per element are 10 for bf16 products. If the parameter is sharded, Muon also gathers the weight,
-            # the gradient and the momentum in fp32: 12 bytes.
+            # The Newton-Schulz iteration holds five bf16 matrices at a time: 10 bytes per element. If the parameter is
+            # sharded, Muon also gathers the weight, the gradient and the momentum in fp32: 12 bytes.
             largest = max((p.numel for p in self.trained_parameters if p.is_matrix_in_block), default=0)
             return largest * self.layout.tp * (22 if self.fsdp_ranks * self.layout.tp > 1 else 10)
         if optimizer.state == StateConfig() or self.config.train.compile:
-            return 0
-        # The optimizer updates chunks of at most 2^24 values, with temporary tensors of 40 bytes per value.
+            return 0  # The fused kernel of torch and a compiled update have no temporary tensors.
+        # Otherwise, the optimizer updates chunks of at most 2^24 values, with temporary tensors of 40 bytes per value.
         return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained_parameters), default=0))
 
     def _add_replica_state(self, values: int, state: int, peak: int) -> tuple[int, int]:

@@ -211,7 +211,10 @@ class _FakeAccount(TensorAccount):
         return isinstance(tensor, FakeTensor) and not tensor.is_meta and not self.is_inferring_shapes
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. A value that is read from a tensor is 1.0 or 0. Collectives complete at once."""
+        """Run an operator. Collectives complete at once.
+
+        Fake tensors have no values. If an operator reads a value, the result is 1.0 for floating point and 0 otherwise.
+        """
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 0
         if func.namespace == "_c10d_functional":
@@ -422,8 +425,8 @@ def rehearse_rank(
     if config.optimizer.state.master == "none":
         raise UserError(
             "plan.unsupported_option",
-            "--rehearse does not support optimizer.state.master none, because torch parameters cannot have fake data; "
-            "rehearse with master fp32, whose weights between steps take twice as much memory",
+            "--rehearse does not support optimizer.state.master none: torch cannot replace the data of a fake parameter. "
+            "Rehearse with master fp32: between steps, its weights take twice the memory of the weights of master none",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

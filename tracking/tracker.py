@@ -87,7 +87,7 @@ class RunReader:
 
         None if no attempt is running, or if the attempt is stopping or completing early.
         """
-        return self._training.start_event if self._training.is_training_steps else None
+        return self._training.start_event if self._training.is_training else None
 
     def note_event(self, event: Line) -> None:
         """Update what this reader knows about lost lines, late held-out results and the state of the train stage.

@@ -502,7 +502,7 @@ class RetryBudgets(Section):
     """Stops because of a bad node: the check before the stage (`recovery.preflight`), a GPU or a file system failed.
     The job continues without the bad node."""
     out_of_memory: NonNegativeInt = 2
-    """Stops because host or device memory was exhausted."""
+    """Stops for lack of host or device memory."""
     crash: NonNegativeInt = 2
     """Unexpected errors: exceptions, and killed or lost ranks."""
     hang: NonNegativeInt = 3

@@ -249,7 +249,13 @@ class SampleHeldOut:
         return {name: float(value) for name, value in {"loss": loss, "entries": entry_count, **metrics}.items()}
 
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Return the mean loss and metrics per loss entry, from the sums of all batches."""
+        """Return the loss and metrics, averaged over the entries of the loss, and the numbers of samples and entries.
+
+        For text, an entry is a predicted token.
+
+        Args:
+            sums: the results of :meth:`measure_batch` for all batches.
+        """
         totals = {name: math.fsum(batch_sums[name] for batch_sums in sums) for name in sums[0]}
         entries = totals.pop("entries")
         means = {name: total / entries for name, total in totals.items()}

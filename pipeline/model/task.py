@@ -518,7 +518,7 @@ class CustomModelTask(Task):
             """Return the loss of the samples with these indices in one call."""
 
             def select_samples(array: Any) -> Any:
-                """Return the rows of these samples. Return a value that has no rows unchanged."""
+                """Return the rows of these samples. A value without rows is returned unchanged."""
                 if not isinstance(array, Tensor) or not array.ndim:
                     return array
                 size = len(array) // count  # A sample may have several consecutive rows.

@@ -126,7 +126,8 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
 def _make_compatible(text: str) -> str:
     """Return the content of a tokenizer's side file with keys that both transformers 4 and 5 know.
 
-    A file that needs no change, or is not a JSON object, is returned as it is.
+    If the text is not a JSON object, or has neither `extra_special_tokens` nor `TokenizersBackend`, it is returned
+    unchanged.
     """
     content = parse_json_or_none(text.encode())
     if not isinstance(content, dict) or ("extra_special_tokens" not in content and "TokenizersBackend" not in text):

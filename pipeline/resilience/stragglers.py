@@ -38,7 +38,7 @@ CONSECUTIVE_CHECKS = 3
 """Number of checks in a row in which a rank must be slow, or no longer slow, before it becomes a straggler or
 recovers."""
 HOST_FILE_INTERVAL_S = 60.0
-"""The pause between two updates of the file with the hosts' times."""
+"""The pause between two updates of the file with the relative compute times of the hosts."""
 
 
 class LocalComputeTimer:
@@ -83,7 +83,8 @@ class LocalComputeTimer:
 
 
 class StragglerDetector(Callback):
-    """Gathers the local compute times of all ranks. Rank 0 writes events and the file with the hosts' times.
+    """Gathers the local compute times of all ranks. Rank 0 writes events and the file with the
+    relative compute times of the hosts.
 
     Args:
         run: the run.
@@ -103,13 +104,13 @@ class StragglerDetector(Callback):
         self.hosts = all_gather_results(group, gethostname)
         self._log_every = run.config.train.log_every
         self._stragglers: set[int] = set()
-        self._changed_checks: dict[int, int] = {}
+        self._consecutive_differences: dict[int, int] = {}
         """For each rank, in how many checks in a row the rank was slow without being a straggler, or was a straggler
         without being slow."""
         self._sums: dict[str, list[float]] = {}
         """For each host, two sums in seconds: the times of its ranks, and the medians of the times of their peers."""
         self._next_host_file_time = 0.0
-        """When the file with the hosts' times is next updated, by `time.monotonic`."""
+        """When the file with the relative compute times of the hosts is next updated, by `time.monotonic`."""
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the time for which the rank waited for data. Compare the ranks every `train.log_every` steps."""
@@ -130,7 +131,10 @@ class StragglerDetector(Callback):
             self.update_stragglers(step, [float(t) for t in times])
 
     def update_stragglers(self, step: int, seconds: Sequence[float]) -> None:
-        """Write an event for each rank that becomes a straggler or recovers. Update the file with the hosts' times.
+        """Write an event for each rank that becomes a straggler or recovers.
+
+        At most every `HOST_FILE_INTERVAL_S` seconds, also write the file with the relative compute time of each host:
+        the sum of the times of its ranks, divided by the sum of the medians of their peers.
 
         Args:
             step: the number of the step.
@@ -147,10 +151,12 @@ class StragglerDetector(Callback):
             was_straggler = rank in self._stragglers
             limit_ratio = RECOVERED_RATIO if was_straggler else SLOW_RATIO
             is_slow = median_s > 0 and rank_s > limit_ratio * median_s
-            self._changed_checks[rank] = 0 if is_slow == was_straggler else self._changed_checks.get(rank, 0) + 1
-            if self._changed_checks[rank] < CONSECUTIVE_CHECKS:
+            self._consecutive_differences[rank] = (
+                0 if is_slow == was_straggler else self._consecutive_differences.get(rank, 0) + 1
+            )
+            if self._consecutive_differences[rank] < CONSECUTIVE_CHECKS:
                 continue
-            self._changed_checks[rank] = 0
+            self._consecutive_differences[rank] = 0
             if was_straggler:
                 self._stragglers.remove(rank)
                 self.run.append_event(Recovered(stage="train", step=step, rank=rank, host=host))

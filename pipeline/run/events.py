@@ -721,8 +721,8 @@ class StageState:
         return self.start_event is not None and self.end_event is None
 
     @property
-    def is_training_steps(self) -> bool:
-        """Whether the newest attempt is open, and is neither stopping nor completing early."""
+    def is_training(self) -> bool:
+        """Whether the newest attempt is training: it is open, and is neither stopping nor completing early."""
         is_stopping = self.stopping_event is not None or self.stop_request is not None
         return self.is_open and not is_stopping and not self.is_completing_early
 

@@ -441,6 +441,8 @@ class Engine:
         The tensors are not copies: to load a checkpoint, fill them in place.
         """
         state: StateDict = {}
+        # An optimizer of the user creates its state in its first step. A checkpoint can only be loaded into existing
+        # state, so state with arbitrary values is created here.
         if self.config.optimizer.name == "own" and not self.optimizer.state:
             initialize_custom_state(self.optimizer)
             self._has_placeholder_state = True

@@ -381,7 +381,7 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
 def _was_preempted(run: Run, stage: str, started: Started) -> bool:
     """Return True if an event reports that the job of the attempt `started` was preempted."""
     return any(
-        (isinstance(event, EndEvent) and event.in_grace)
+        (isinstance(event, EndEvent) and event.in_grace)  # the grace period of a preemption
         or (isinstance(event, Stopping | EndEvent | RetryEvent) and event.cause == "preempted")
         for event in run.read_events(stage, AttemptEvent)
         if (event.job_id, event.task) == (started.job_id, started.task)

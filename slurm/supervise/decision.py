@@ -92,7 +92,7 @@ class NextAction(StrEnum):
     FAIL = "end the stage, because it may not be retried"
     RESTART_IN_PLACE = "restart the ranks in this job"
     REQUEUE = "request that Slurm requeues the job"
-    EXIT = "exit, so that Slurm requeues the job automatically"
+    EXIT_FOR_REQUEUE = "exit, so that Slurm requeues the job automatically"
     AWAIT_REQUEUE = "wait for Slurm, which has already requeued the job, to end this process"
     HAND_OVER = "exit, so that the successor job continues"
     CANCEL = "end the stage, because the job was cancelled"
@@ -225,4 +225,4 @@ def _choose_batch_action(job: JobFacts, was_signalled: bool) -> NextAction:
     # The signal may have come from scancel or from a requeue. Only the controller could tell the difference.
     if info is None and was_signalled:
         return NextAction.END_UNKNOWN_CANCELLATION
-    return NextAction.EXIT if job.is_requeued_on_exit else NextAction.REQUEUE
+    return NextAction.EXIT_FOR_REQUEUE if job.is_requeued_on_exit else NextAction.REQUEUE

@@ -175,7 +175,7 @@ class Supervisor:
         """Take the stage's lock, which the ranks of the previous attempt may still hold for a while.
 
         A batch job continues the previous attempt if Slurm requeued the job, or if the job is the successor of the job
-        that ran this attempt. Such a job waits for the lock up to `LOCK_WAIT_S` seconds, or up to the `lock_timeout_s`
+        that ran the previous attempt. Such a job waits for the lock up to `LOCK_WAIT_S` seconds, or up to the `lock_timeout_s`
         of the stage if this is longer. The job stops waiting if a stop is requested. Any other Slurm job waits up to
         `lock_timeout_s`. Outside Slurm, the process waits only for a second (`Run.lock_stage`).
 
@@ -189,7 +189,7 @@ class Supervisor:
         stage = self.stage
         job_id = self.rank_info.job_id or ""
         was_restarted = self.rank_info.restart_count > 0
-        # A requeued job keeps its id, so it continues an attempt of the same id.
+        # A requeued job keeps its id, so it continues an attempt of a job with the same id.
         continued_job_id = job_id if was_restarted else succession.find_predecessor(run, stage, job_id)
         last_start = attempts.load_stage_state(run, stage, self.task).start_event
         last_job_id = last_start.slurm_job if last_start is not None else None
@@ -600,6 +600,8 @@ class Supervisor:
         elif action is NextAction.END_UNKNOWN_CANCELLATION:
             no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
         elif action is NextAction.HAND_OVER and not self._runs_part_of_stage():
+            # A successor would run the whole stage, so array tasks and evaluate jobs for one checkpoint get none. In that
+            # case, `resume` submits the missing part of the stage.
             no_retry_reason = succession.hand_over(self.run, self.stage, job_id)
         elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
             is_responding = self._read_job_info() is not None
@@ -615,7 +617,7 @@ class Supervisor:
             self._write_end(attempt_end, no_retry_reason)
             self.cancel_unneeded_jobs(is_done=False)
             return attempt_end.cause
-        is_requeued_by_slurm = action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT)
+        is_requeued_by_slurm = action in (NextAction.AWAIT_REQUEUE, NextAction.EXIT_FOR_REQUEUE)
         requester = {"by": "slurm"} if is_requeued_by_slurm else {}
         event_class = HandedOver if action is NextAction.HAND_OVER else Requeued
         self._write_retry(event_class, attempt_end.cause, facts.has_progress, **requester)

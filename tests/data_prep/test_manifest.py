@@ -213,7 +213,7 @@ def test_progress_of_prepare_counts_files_of_other_kinds_in_the_source(tmp_path:
     run_stages(run, "prepare")
     description = load_stage_module("prepare").progress(run).description
     files, _, left_out = description.partition("; ")
-    assert re.fullmatch(r"1 file, about [\d,]+ bytes", files), description
+    assert re.fullmatch(r"1 file, an estimated [\d,]+ bytes of text", files), description
     for text in ("4", ".json", ".md", "no ending"):
         assert text in left_out
 

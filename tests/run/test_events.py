@@ -207,7 +207,7 @@ def test_the_state_follows_from_the_events(history: str, expected_conditions: se
     state = read_stage_state(parse_history(history))
     conditions = {
         "open": state.is_open,
-        "training steps": state.is_training_steps,
+        "training steps": state.is_training,
         "user request": state.user_request is not None,
         "done": state.is_done,
         "failed": state.has_failed,

@@ -160,7 +160,7 @@ def test_cause_is_the_time_limit_if_ranks_stop_at_their_own_deadline(info: JobIn
         (make_info("COMPLETING", time_left_s=0.0), SITE, True, NextAction.REQUEUE),
         (None, SITE, True, NextAction.END_UNKNOWN_CANCELLATION),  # the signal may come from a cancellation
         (None, SITE, False, NextAction.REQUEUE),
-        (make_info(is_preempted=True), SITE, True, NextAction.EXIT),
+        (make_info(is_preempted=True), SITE, True, NextAction.EXIT_FOR_REQUEUE),
         (make_info(is_preempted=True, restarts=1), SITE, True, NextAction.AWAIT_REQUEUE),
         (make_info(is_preempted=True), NO_REQUEUE, True, NextAction.HAND_OVER),
     ],
@@ -238,7 +238,7 @@ def test_next_action_is_consistent_with_the_facts_for_any_facts(facts: StopFacts
         assert decision.action in (NextAction.END, NextAction.FAIL, NextAction.RESTART_IN_PLACE)
     else:
         assert decision.action is not NextAction.RESTART_IN_PLACE
-    if decision.action in (NextAction.REQUEUE, NextAction.EXIT):
+    if decision.action in (NextAction.REQUEUE, NextAction.EXIT_FOR_REQUEUE):
         assert job.site.requeue and not job.was_requeued
         assert job.info is None or job.info.state != "CANCELLED", "a cancelled job must not be requeued"
         assert job.info is not None or not facts.was_signalled, "the job may have been cancelled"
