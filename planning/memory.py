@@ -412,8 +412,8 @@ class _RankEstimate:
         optimizer = self.config.optimizer
         count = parameter.fsdp_numel(self.fsdp_ranks)
         if optimizer.state.moments == "int8" and parameter.is_matrix:
-            # Only AdamW supports int8, so there are two moments. Each has one byte per element and one fp32 scale (4 bytes)
-            # per INT8_BLOCK elements.
+            # Only AdamW supports int8, so there are two moments. Each has one byte per element and one fp32 scale (4
+            # bytes) per INT8_BLOCK elements.
             return 2 * (count + 4 * count // INT8_BLOCK)
         has_one_moment = optimizer.name == "sgd" or (optimizer.name == "muon" and parameter.is_matrix_in_block)
         if has_one_moment:

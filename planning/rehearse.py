@@ -425,8 +425,8 @@ def rehearse_rank(
     if config.optimizer.state.master == "none":
         raise UserError(
             "plan.unsupported_option",
-            "--rehearse does not support optimizer.state.master none: torch cannot replace the data of a fake parameter. "
-            "Rehearse with master fp32: between steps, its weights take twice the memory of the weights of master none",
+            "--rehearse does not support optimizer.state.master none: torch cannot replace data of fake parameters. "
+            "Use master fp32: between steps, its weights take twice the memory of the weights of master none",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

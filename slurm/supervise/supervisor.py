@@ -175,9 +175,9 @@ class Supervisor:
         """Take the stage's lock, which the ranks of the previous attempt may still hold for a while.
 
         A batch job continues the previous attempt if Slurm requeued the job, or if the job is the successor of the job
-        that ran the previous attempt. Such a job waits for the lock up to `LOCK_WAIT_S` seconds, or up to the `lock_timeout_s`
-        of the stage if this is longer. The job stops waiting if a stop is requested. Any other Slurm job waits up to
-        `lock_timeout_s`. Outside Slurm, the process waits only for a second (`Run.lock_stage`).
+        that ran the previous attempt. Such a job waits for the lock up to `LOCK_WAIT_S` seconds, or up to the
+        `lock_timeout_s` of the stage if this is longer. The job stops waiting if a stop is requested. Any other Slurm
+        job waits up to `lock_timeout_s`. Outside Slurm, the process waits only for a second (`Run.lock_stage`).
 
         Returns:
             The file descriptor of the lock. None if this job continues the previous attempt and did not get the lock.
@@ -600,8 +600,8 @@ class Supervisor:
         elif action is NextAction.END_UNKNOWN_CANCELLATION:
             no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
         elif action is NextAction.HAND_OVER and not self._runs_part_of_stage():
-            # A successor would run the whole stage, so array tasks and evaluate jobs for one checkpoint get none. In that
-            # case, `resume` submits the missing part of the stage.
+            # A successor would run the whole stage, so array tasks and evaluate jobs for one checkpoint get none. In
+            # that case, `resume` submits the missing part of the stage.
             no_retry_reason = succession.hand_over(self.run, self.stage, job_id)
         elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
             is_responding = self._read_job_info() is not None
