@@ -303,17 +303,18 @@ def _describe_shared_gpu(ranks: Sequence[VisibleGpus], gpu: tuple[str, str], sha
     host, uuid = gpu
     gpu_counts = Counter(gpu for visible in ranks if visible.host == host for gpu in set(visible.gpus))
     rank_count = sum(visible.host == host for visible in ranks)
+    visible_gpus = f"{len(gpu_counts)} GPU{'s' * (len(gpu_counts) > 1)}"
     problem = (
         f"ranks {', '.join(map(str, sharing_ranks))} on {host} would share GPU {uuid}, but NCCL needs one GPU for each "
         "rank"
     )
     if rank_count > len(gpu_counts):
         return (
-            f"{problem}: {rank_count} ranks run there and see {len(gpu_counts)} GPUs in all: lower "
+            f"{problem}: {rank_count} ranks run there and see {visible_gpus} in all: lower "
             "stages.*.tasks_per_node, raise site.gpus_per_node if the node has more, or use parallel.backend: gloo"
         )
     return (
-        f"{problem}: {gpu_counts[uuid]} ranks are bound to it, but they see {len(gpu_counts)} GPUs in all: let each "
+        f"{problem}: {gpu_counts[uuid]} ranks are bound to it, but they see {visible_gpus} in all: let each "
         "rank see all of them with site.srun: {gpu-bind: none}, and check that site.setup does not set "
         "CUDA_VISIBLE_DEVICES"
     )

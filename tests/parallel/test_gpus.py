@@ -48,9 +48,9 @@ def test_ranks_that_may_share_gpus_are_distributed_evenly() -> None:
     ("ranks", "expected_texts"),
     [
         (make_node([A, B], [A, B], [A, B]), ["ranks 0, 2 on n1", A, "stages.*.tasks_per_node"]),
-        (make_node([A], [A]), ["ranks 0, 1 on n1", A, "2 ranks", "1 in all"]),
+        (make_node([A], [A]), ["ranks 0, 1 on n1", A, "2 ranks", "1 GPU in all"]),
         (make_node([A], [A], [B]), ["ranks 0, 1 on n1", A, "stages.*.tasks_per_node"]),
-        (make_node([A], [A], [B, C]), ["ranks 0, 1 on n1", A, "3 in all", "site.srun: {gpu-bind: none}"]),
+        (make_node([A], [A], [B, C]), ["ranks 0, 1 on n1", A, "3 GPUs in all", "site.srun: {gpu-bind: none}"]),
     ],
 )
 def test_assignment_fails_if_exclusive_ranks_would_share_a_gpu(
