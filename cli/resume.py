@@ -95,12 +95,15 @@ class PreviewChain(Chain):
     def _find_jobs(self) -> list[SubmittedJob]:
         """Return the jobs of the run and its points. Jobs that would be cancelled have the state CANCELLED."""
         jobs = find_run_jobs((self.run, *self.points))
-        require_response(job.state for job in jobs)
+        require_response(job.reported_job for job in jobs)
         if not self.replaces_pending:
             return jobs
-        pending = [job for job in jobs if job.state.state == "PENDING"]
+        pending = [job for job in jobs if job.reported_job.state == "PENDING"]
         self._cancel(pending)
-        return [replace(job, state=replace(job.state, state="CANCELLED")) if job in pending else job for job in jobs]
+        return [
+            replace(job, reported_job=replace(job.reported_job, state="CANCELLED")) if job in pending else job
+            for job in jobs
+        ]
 
     def _cancel(self, jobs: Sequence[SubmittedJob]) -> None:
         """Print the jobs that would be cancelled."""

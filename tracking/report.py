@@ -588,11 +588,11 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     newest = results[-1]
-    name = get_main_metric(newest)[0]
+    main_name = get_main_metric(newest)[0]
     key = "bits_per_byte" if "bits_per_byte" in newest else "loss"
-    curves = {name: [(result["step"], result[key]) for result in results if key in result]}
+    curves = {main_name: [(result["step"], result[key]) for result in results if key in result]}
     if "bits_per_byte" in newest:
-        curves["of the unigram"] = [
+        curves["unigram model"] = [
             (result["step"], result["unigram_bits_per_byte"]) for result in results if key in result
         ]
     metrics = {
@@ -602,7 +602,7 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     # the names of metrics of evaluation tasks contain a dot, such as `arc.accuracy`
     task_curves = {name: points for name, points in metrics.items() if "." in name}
     return [
-        draw_curves("Evaluation of checkpoints", _STEP_AXIS, name, curves),
+        draw_curves("Evaluation of checkpoints", _STEP_AXIS, main_name, curves),
         *(draw_curves(name, _STEP_AXIS, name, {name: points}) for name, points in metrics.items() if "." not in name),
         draw_curves("Tasks over the checkpoints", _STEP_AXIS, "accuracy", task_curves),
         _draw_tasks(newest),

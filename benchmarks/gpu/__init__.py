@@ -5,7 +5,7 @@
     python -m benchmarks.gpu 1b --out FOLDER          speed of 1.5 billion parameters, in turn with torchtitan
     python -m benchmarks.gpu table --out FOLDER       write benchmarks/results/gpu.md from the results in FOLDER
 
-Each of the first three commands is a sequence of rows and ends within 540 s (`--limit`). A row is one benchmark or
+Each of the first three commands is a suite of rows and ends within 540 s (`--limit`). A row is one benchmark or
 check. It runs in a separate process, so that an out-of-memory error does not affect other rows. Its result is appended
 to FOLDER/SEQUENCE.jsonl. The output of a failed row is in FOLDER/ROW.log. If you repeat a command, it runs only the
 rows that are missing, that failed, or that ran on another kind of GPU.

@@ -1,4 +1,4 @@
-"""Run a sequence of rows within its time limit (see benchmarks/gpu/__init__.py)."""
+"""Run a suite of rows within its time limit (see benchmarks/gpu/__init__.py)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of the sequence `8b`, the most important rows first. The first row is measured twice.
+    """Yield the rows of the suite `8b`, the most important rows first. The first row is measured twice.
 
     Args:
         steps: number of measured steps of each row.
@@ -92,7 +92,7 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 
 
 def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of the sequence `1b`: Sluice and torchtitan in turn, then Sluice with other options.
+    """Yield the rows of the suite `1b`: Sluice and torchtitan in turn, then Sluice with other options.
 
     In the comparison, both have all state in fp32, which is torchtitan's default.
 
@@ -116,7 +116,7 @@ def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 
 
 def rows_correct(small: bool, overrides: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of the sequence `correct`, which check correctness.
+    """Yield the rows of the suite `correct`, which check correctness.
 
     Args:
         small: whether to use a small model for rehearsals.
@@ -281,7 +281,7 @@ def _format_result(result: dict[str, Any]) -> str:
 
 
 def write_gpu_table(folder: Path) -> None:
-    """Write benchmarks/results/gpu.md from the results of all sequences in the folder."""
+    """Write benchmarks/results/gpu.md from the results of all suites in the folder."""
     rows = []
     names = set()
     for file in sorted(folder.glob("*.jsonl")):
@@ -300,21 +300,21 @@ def write_gpu_table(folder: Path) -> None:
                 f"{result['allocated_gib']:.1f}" if "allocated_gib" in result else "", str(result.get("retries", "")),
                 *(f"{result[name]:.0f}" if name in result else "" for name in UNITS_BY_FIELD),
             ])  # fmt: skip
-    header = ["device", "sequence", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
+    header = ["device", "suite", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
     header += ["retries", *UNITS_BY_FIELD.values()]
     write_table("gpu", "One GPU", f"{'; '.join(sorted(names))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.gpu")
-    parser.add_argument("sequence", choices=["correct", "8b", "1b", "table"])
+    parser.add_argument("suite", choices=["correct", "8b", "1b", "table"])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--limit", type=float, default=540.0, metavar="SECONDS")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--model", choices=["whole", "small"], default="whole")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for all rows: train.compile=…")
     arguments = parser.parse_args()
-    if arguments.sequence == "table":
+    if arguments.suite == "table":
         write_gpu_table(arguments.out)
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -324,8 +324,8 @@ def main() -> None:
     rows = {"8b": rows_8b(arguments.steps, model), "1b": rows_1b(arguments.steps, model)}
     rows["correct"] = rows_correct(is_small, overrides)
     print(DEFINITION, flush=True)
-    file = arguments.out / f"{arguments.sequence}.jsonl"
-    all_good = run_rows(rows[arguments.sequence], file, arguments.limit, read_device_name())
+    file = arguments.out / f"{arguments.suite}.jsonl"
+    all_good = run_rows(rows[arguments.suite], file, arguments.limit, read_device_name())
     sys.exit(0 if all_good else 1)
 
 

@@ -302,7 +302,7 @@ def _parse_plane_size(distribution: str) -> int | None:
 def describe_placement_problem(
     stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
 ) -> str | None:
-    """Return why the ranks of a stage do not fit the granted nodes, or why a tensor parallel group needs several nodes.
+    """Return why the ranks of a stage do not fit the granted nodes, or why a tensor-parallel group would be on several.
 
     The result is None if there is no problem. If the allocation has more nodes than necessary, srun uses the first
     nodes.
@@ -317,8 +317,8 @@ def describe_placement_problem(
     """
     if len(tasks) < nodes or min(tasks[:nodes]) < per_node:
         return (
-            f"{stage} needs {nodes} nodes × {per_node} ranks, and Slurm granted {len(tasks)} nodes for "
-            f"{', '.join(map(str, tasks))} tasks: request --nodes={nodes} --ntasks-per-node={per_node}, or set "
+            f"{stage} needs {nodes} nodes × {per_node} ranks, and Slurm granted {len(tasks)} nodes that can run "
+            f"{', '.join(map(str, tasks))} ranks: request --nodes={nodes} --ntasks-per-node={per_node}, or set "
             f"stages.{stage}.nodes and stages.{stage}.tasks_per_node to what was granted"
         )
     plane_size = _parse_plane_size(distribution or "")
@@ -439,8 +439,9 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
             qos = requested["qos"] or default_qos or "normal"
             key = ("QOS", qos)
             text = limit_by_qos.get(qos, "")
-            # if the user has separate associations for some partitions, their jobs do not count for the limit of the
-            # account; the limit is then not checked, because squeue's rows are counted only by account
+            # Jobs in a partition for which the user has a separate association do not count for the account's limit. If
+            # there is such an association, the account's limit is not checked, because squeue's rows are counted only
+            # by account.
             if not text and not any(row[1] == account and row[2] for row in associations):
                 key = ("account", account)
                 text = limit

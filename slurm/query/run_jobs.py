@@ -176,7 +176,8 @@ class SubmittedJob:
     """Empty if the stage of a stray job is unknown."""
     job_id: str
     """Empty if the submission is unconfirmed and Slurm shows no job with its key."""
-    state: JobState
+    reported_job: JobState
+    """The job as Slurm reports it."""
     step: int | None = None
     """If the job evaluates a checkpoint while the train stage runs (slurm/supervise/background.py), the step of that
     checkpoint. No job in the chain depends on this job."""
@@ -310,7 +311,7 @@ def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> Submitt
 
 def describe_stray_job(job: SubmittedJob) -> str:
     """Return a message about a stray job for the user."""
-    state = job.state.state.lower()
+    state = job.reported_job.state.lower()
     return f"job {job.job_id} ({state}) has the comment of this run, but no submission of the run made it"
 
 
@@ -319,7 +320,11 @@ def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
 
     For example, Slurm does not respond, or a job only may belong to the run.
     """
-    return list(dict.fromkeys(job.state.reason for job in jobs if job.state.state == UNKNOWN and job.state.reason))
+    return list(
+        dict.fromkeys(
+            job.reported_job.reason for job in jobs if job.reported_job.state == UNKNOWN and job.reported_job.reason
+        )
+    )
 
 
 def describe_running_stages(run: Run) -> list[str]:
@@ -334,9 +339,9 @@ def describe_running_stages(run: Run) -> list[str]:
     runs = (run, *list_points(run))
     locked = [f"{stage} of {each.name}" for each in runs for stage in STAGES if each.lock_holder(stage)]
     jobs = find_run_jobs(runs)
-    require_response(job.state for job in jobs)
-    running = [job for job in jobs if job.state.is_active and job.state.state != "PENDING"]
-    return locked or [f"{job.stage or job.state.name} (job {job.job_id})" for job in running]
+    require_response(job.reported_job for job in jobs)
+    running = [job for job in jobs if job.reported_job.is_active and job.reported_job.state != "PENDING"]
+    return locked or [f"{job.stage or job.reported_job.name} (job {job.job_id})" for job in running]
 
 
 def uses_slurm(run: Run) -> bool:

@@ -170,16 +170,17 @@ def find_last_stop(events: Sequence[Event], pending_job: str | None) -> LastStop
     Args:
         events: all events of the stage, oldest first.
         pending_job: the id of the stage's pending job; None if there is none. If an attempt has no end event, but its
-            job is pending, the attempt has stopped without writing an event.
+            job is pending, the attempt has stopped without writing an event. For the tasks of an array, the pending job
+            is ignored, because it may be the job of another task.
     """
     events_of_task: dict[int | None, list[Event]] = {}
     for event in events:
         task = event.task if isinstance(event, AttemptEvent) else None
         events_of_task.setdefault(task, []).append(event)
     # events without a task concern the whole stage: submissions, and the job after an array
-    has_one_task = len(events_of_task) == 1
+    is_one_group = len(events_of_task) == 1
     stops = [
-        _find_last_stop_of_task(task_events, pending_job if has_one_task or task is None else None)
+        _find_last_stop_of_task(task_events, pending_job if is_one_group or task is None else None)
         for task, task_events in events_of_task.items()
     ]
     return max((stop for stop in stops if stop is not None), key=lambda stop: stop.attempts, default=None)
@@ -379,11 +380,11 @@ class StatusPoller:
         is_active = any(status.is_active for each in (run_statuses, *statuses_by_point) for status in each)
         paths = {self.run.path, *(point_statuses[0].run.path for point_statuses in statuses_by_point)}
         run_jobs = [job for job in jobs if job.run_path in paths]  # `jobs` may contain jobs of other runs
-        is_slurm_responding = not any(job.state.reason == NOT_RESPONDING for job in run_jobs)
+        is_slurm_responding = not any(job.reported_job.reason == NOT_RESPONDING for job in run_jobs)
         if run_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
             run_statuses = self._add_missing_jobs(run_statuses)
             statuses_by_point = list(map(self._add_missing_jobs, statuses_by_point))
-        stray_jobs = [describe_stray_job(job) for job in run_jobs if job.is_stray and job.state.is_active]
+        stray_jobs = [describe_stray_job(job) for job in run_jobs if job.is_stray and job.reported_job.is_active]
         first_status = run_statuses[0]
         messages = filter(None, [first_status.missing_jobs, *stray_jobs])
         run_statuses[0] = replace(first_status, missing_jobs="; ".join(messages))
@@ -401,7 +402,7 @@ class StatusPoller:
     def _find_missing_jobs(self, status: StageStatus) -> str:
         """Return a message if the queue lacks a job that the stage needs in order to be completed; "" otherwise."""
         jobs = [job for job in self._jobs if (job.run_path, job.stage) == (status.run.path, status.stage)]
-        active = [job for job in jobs if job.state.is_active and not job.is_stray]
+        active = [job for job in jobs if job.reported_job.is_active and not job.is_stray]
         awaited_job = find_awaited_job(status.stage, [job for job in active if job.step is None])
         if status.state == "waiting" or (status.is_active and active and awaited_job is None):
             events = status.run.read_events(status.stage, Submitted, NotSubmitted)
@@ -414,7 +415,7 @@ class StatusPoller:
             return ""  # only the train stage has a successor job, and only if the site forbids requeueing
         if awaited_job is None or find_successor(awaited_job, active):
             return ""
-        if is_job_ending(status.run, status.stage, awaited_job.state):
+        if is_job_ending(status.run, status.stage, awaited_job.reported_job):
             return ""
         return "its successor is not submitted"
 
@@ -481,9 +482,11 @@ class StatusPoller:
         lock_holder = run.lock_holder(stage)
         progress = stage_module.progress(run)
         jobs = [job for job in self._jobs if (job.run_path, job.stage) == (run.path, stage) and not job.is_stray]
-        jobs = [job for job in jobs if job.job_id or job.state.reason]  # an unconfirmed submission has no job yet
+        jobs = [
+            job for job in jobs if job.job_id or job.reported_job.reason
+        ]  # an unconfirmed submission has no job yet
         shown_job = _choose_job(jobs)
-        job = shown_job.state if shown_job else None
+        job = shown_job.reported_job if shown_job else None
         last_submission = max(find_submission_indices(events), default=-1)
         recent_events = events[last_submission + 1 :]
         is_locked = lock_holder is not None
@@ -534,9 +537,9 @@ def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
     This is the first running job. Without one, it is the first pending job, the first job that can never start, or the
     last job, in this order.
     """
-    active = [job for job in jobs if job.state.is_active]
-    running = [job for job in active if job.state.state != "PENDING"]
-    unsatisfiable = [job for job in jobs if job.state.is_unsatisfiable]
+    active = [job for job in jobs if job.reported_job.is_active]
+    running = [job for job in active if job.reported_job.state != "PENDING"]
+    unsatisfiable = [job for job in jobs if job.reported_job.is_unsatisfiable]
     return next(iter([*running, *active, *unsatisfiable, *reversed(jobs)]), None)
 
 

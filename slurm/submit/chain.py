@@ -136,9 +136,11 @@ class Chain:
         for message in describe_unproven_jobs(jobs):
             self.say(message)
         for job in jobs:
-            if job.state.is_active and job.step is None and not job.is_stray:
+            if job.reported_job.is_active and job.step is None and not job.is_stray:
                 self.active_jobs.setdefault((job.run_path, job.stage), []).append(job)
-        replaced_jobs = [job for job in jobs if job.state.is_unsatisfiable or (job.is_stray and job.state.is_active)]
+        replaced_jobs = [
+            job for job in jobs if job.reported_job.is_unsatisfiable or (job.is_stray and job.reported_job.is_active)
+        ]
         for job in replaced_jobs:
             if job.is_stray:
                 self.say(describe_stray_job(job))
@@ -172,6 +174,7 @@ class Chain:
         """
         planned: dict[str, list[int]] = {}
         for stage, targets in self.targets.items():
+            # the successor of the job in the queue
             planned[stage] = [1] if (self.run.path, stage) in self.ids_without_successor else []
             if targets and targets[0] is not self.run:
                 planned[stage].append(len(targets))
@@ -179,9 +182,9 @@ class Chain:
                 tasks = self.run.config.stages.get_resources(stage).array_tasks
                 if tasks > 1 and (self.run.path, stage) not in self.incomplete_array_ids:
                     planned[stage].append(tasks)
-                planned[stage].append(1)
+                planned[stage].append(1)  # the job after the array, or the only job
                 if self._has_successors(stage):
-                    planned[stage].append(1)
+                    planned[stage].append(1)  # the successor of that job
         return planned
 
     def describe_incomplete_chain(self, remaining_stages: Sequence[str]) -> list[str]:
@@ -217,7 +220,7 @@ class Chain:
         """
         stage_module = stages.load_stage_module(stage)
         active = self.active_jobs.get((target.path, stage), [])
-        has_started = any(job.state.state != "PENDING" for job in active)
+        has_started = any(job.reported_job.state != "PENDING" for job in active)
         depends_on_new_job = any(parent in self.targets[name] for parent, name in self._list_parents(target, stage))
         is_done = stage_module.describe_missing_outputs(target) is None
         if is_done and not depends_on_new_job and not self._list_awaited_ids(target, stage):
@@ -225,13 +228,13 @@ class Chain:
                 self.say(f"{stage:9} done: {stage_module.progress(target).description}")
             return False
         if (job := find_awaited_job(stage, active)) is not None:
-            if is_job_ending(target, stage, job.state):
+            if is_job_ending(target, stage, job.reported_job):
                 self.ending_ids[target.path, stage] = job.job_id
             elif not depends_on_new_job or has_started:
                 self._keep_active_job(target, stage, job, active)
                 return False
         # otherwise, if there is an active job, it is an array without the job that completes the stage after the array
-        elif active and is_job_ending(target, stage, active[-1].state):
+        elif active and is_job_ending(target, stage, active[-1].reported_job):
             self.ending_ids[target.path, stage] = active[-1].job_id
         elif active and (not depends_on_new_job or has_started):
             self.incomplete_array_ids[target.path, stage] = active[-1].job_id
@@ -257,7 +260,7 @@ class Chain:
         """
         self.awaited_ids[target.path, stage] = job.job_id
         if target is self.run:
-            self.say(f"{stage:9} job {job.job_id} {job.state.state.lower()}")
+            self.say(f"{stage:9} job {job.job_id} {job.reported_job.state.lower()}")
             if self._has_successors(stage) and find_successor(job, active) is None:
                 self.ids_without_successor[target.path, stage] = job.job_id
 
@@ -361,7 +364,7 @@ class Chain:
         for job in jobs:
             if job.is_stray:
                 self.say(f"job {job.job_id} is cancelled")
-        cancel_jobs(job.state for job in jobs)
+        cancel_jobs(job.reported_job for job in jobs)
 
     def _sbatch(self, stage: str, after: Sequence[str], dependency_type: str, **options: Any) -> str:
         """Submit one job or array, and return its id. `options`: further arguments of `submit_stage`."""
@@ -427,11 +430,11 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
     targets = (run, *list_points(run))
     messages: list[str] = []
     run_jobs = find_run_jobs(targets)
-    if not any(job.state.reason == NOT_RESPONDING for job in run_jobs):
+    if not any(job.reported_job.reason == NOT_RESPONDING for job in run_jobs):
         try:
             run_jobs = confirm_submissions(targets, messages.append, jobs=run_jobs)
         except UserError as error:  # another process is still calling sbatch
             messages.append(str(error))
-    jobs = [job for job in run_jobs if job.state.is_active or job.state.is_unsatisfiable]
-    cancel_jobs(job.state for job in jobs if job.state.state == "PENDING" or job.is_stray)
+    jobs = [job for job in run_jobs if job.reported_job.is_active or job.reported_job.is_unsatisfiable]
+    cancel_jobs(job.reported_job for job in jobs if job.reported_job.state == "PENDING" or job.is_stray)
     return [job.job_id for job in jobs], [*describe_unproven_jobs(run_jobs), *messages]

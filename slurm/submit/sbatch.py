@@ -604,7 +604,7 @@ def confirm_submissions(
     """
     if jobs is None:
         jobs = find_run_jobs(runs)
-    require_response(job.state for job in jobs)
+    require_response(job.reported_job for job in jobs)
     run_by_path = {run.path: run for run in runs}
     query_counts = Counter({_recheck_key(job) for job in jobs})
 
@@ -622,7 +622,7 @@ def confirm_submissions(
                 _wait_for_sbatch(run_by_path[job.run_path], submitting, timeout_s)
         time.sleep(RECHECK_DELAYS_S[min(query_counts[_recheck_key(job)] for job in unsure_jobs) - 1])
         jobs = find_run_jobs(runs)
-        require_response(job.state for job in jobs)
+        require_response(job.reported_job for job in jobs)
         query_counts.update({_recheck_key(job) for job in jobs})
     confirmed: list[SubmittedJob] = []
     for job in jobs:
@@ -659,7 +659,7 @@ def _recheck_key(job: SubmittedJob) -> str | None:
     """
     if (submitting := _unconfirmed_event_without_job(job)) is not None:
         return f"submission {submitting.key}"
-    return f"job {job.job_id}" if job.is_stray and job.state.is_active else None
+    return f"job {job.job_id}" if job.is_stray and job.reported_job.is_active else None
 
 
 def _unconfirmed_event_without_job(job: SubmittedJob) -> Submitting | None:
@@ -678,7 +678,7 @@ def _submission_time(job: SubmittedJob) -> float:
 
     This is the time of its event. Without an event, or if the event has no time, this is Slurm's submit time.
     """
-    return job.state.submit_time if job.event is None or not job.event.time else job.event.timestamp
+    return job.reported_job.submit_time if job.event is None or not job.event.time else job.event.timestamp
 
 
 def _wait_for_sbatch(run: Run, submitting: Submitting, timeout_s: float) -> None:

@@ -286,7 +286,7 @@ def test_ctrl_c_ends_a_command_that_imports_torch_without_a_traceback(tmp_path: 
     assert process.wait(60) == 128 + signal.SIGINT and process.stderr.read() == b""
 
 
-def test_the_help_of_a_rank_explains_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_the_rank_command_explains_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         parse_arguments(["--help"])
     assert exit_info.value.code == 0 and "evaluate RUN --step 100" in capsys.readouterr().out

@@ -346,7 +346,7 @@ def publish_at_the_same_time(rank_info: RankInfo, runs: list[Path], folder: Path
     """
     original_function = publish_stage._add_card_and_checksums
 
-    def wait_for_all_ranks_and_add(*arguments: Any) -> None:
+    def wait_for_all_temporary_folders(*arguments: Any) -> None:
         deadline = time.monotonic() + 60
         while len([*folder.glob(".step-*.tmp")]) < len(runs) and not (folder / "step-00000003").exists():
             assert time.monotonic() < deadline, "a temporary folder is missing"
@@ -354,7 +354,7 @@ def publish_at_the_same_time(rank_info: RankInfo, runs: list[Path], folder: Path
         original_function(*arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(publish_stage, "_add_card_and_checksums", wait_for_all_ranks_and_add)
+        patched.setattr(publish_stage, "_add_card_and_checksums", wait_for_all_temporary_folders)
         try:
             assert run_publish(Run.open(runs[rank_info.rank])) == ExitCode.DONE
         except UserError as error:

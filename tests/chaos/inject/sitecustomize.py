@@ -45,7 +45,7 @@ def patch_trainer(module):
         time.sleep(float((FOLDER / "delay").read_text()))
         if take_fault("sleep"):
             time.sleep(3600)
-        module.Trainer.has_nan_loss = take_fault("nan")
+        module.Trainer.injects_nan_loss = take_fault("nan")
         return trainer_step(self, number, tokens)
 
     module.Trainer.step = step
@@ -57,8 +57,8 @@ def patch_model(module):
 
     def cross_entropy_sum_or_nan(*arguments):
         loss = cross_entropy_sum(*arguments)
-        trainer = getattr(sys.modules.get("pipeline.train.trainer"), "Trainer", None)
-        return loss * float("nan") if getattr(trainer, "has_nan_loss", False) else loss
+        trainer_class = getattr(sys.modules.get("pipeline.train.trainer"), "Trainer", None)
+        return loss * float("nan") if getattr(trainer_class, "injects_nan_loss", False) else loss
 
     module.cross_entropy_sum = cross_entropy_sum_or_nan
 

@@ -94,8 +94,8 @@ def test_slurm_mails_each_failure_and_the_end_of_the_last_stage(tmp_path: Path) 
 
 def test_the_gpu_profile_sets_the_options_of_its_jobs(tmp_path: Path) -> None:
     """The stages prepare and shard run in the partition `cpu`, without GPUs."""
-    four_ranks = ("train.global_batch=32", "stages.train.nodes=8", "stages.train.tasks_per_node=4")
-    config = make_config(tmp_path, "site.account=x", *four_ranks, profile="gpu-cluster.yaml")
+    layout = ("train.global_batch=32", "stages.train.nodes=8", "stages.train.tasks_per_node=4")
+    config = make_config(tmp_path, "site.account=x", *layout, profile="gpu-cluster.yaml")
     text = render_batch_script(Run(tmp_path / "runs/tiny"), config, "train")
     expected_options = {
         "gres": "gpu:h100:4", "cpus-per-task": "16", "mem": "491520M", "constraint": "ib&scratch", "account": "x",
@@ -131,8 +131,8 @@ def test_the_keys_of_a_stage_override_those_of_the_site(tmp_path: Path) -> None:
 
     A stage requests no more GPUs than it has ranks, unless it sets `gpus_per_node`.
     """
-    four_ranks = ("train.global_batch=32", "stages.train.tasks_per_node=4", "site.account=x", "stages.train.qos=long")
-    config = make_config(tmp_path, *four_ranks, *STAGE_OVERRIDES, profile="gpu-cluster.yaml")
+    layout = ("train.global_batch=32", "stages.train.tasks_per_node=4", "site.account=x", "stages.train.qos=long")
+    config = make_config(tmp_path, *layout, *STAGE_OVERRIDES, profile="gpu-cluster.yaml")
     run = Run(tmp_path / "runs/tiny")
     stages = ("prepare", "shard", "train", "evaluate")
     options_by_stage = {stage: parse_sbatch_options(render_batch_script(run, config, stage)) for stage in stages}
@@ -143,10 +143,10 @@ def test_the_keys_of_a_stage_override_those_of_the_site(tmp_path: Path) -> None:
         "train": ("gpu", "x", "long", "ib&scratch", "16", "491520M", "gpu:h100:4", None, ""),
         "evaluate": ("small", "other", "short", None, "2", "8192M", "gpu:h100:1", "7", None),
     }
-    cpu_evaluation = make_config(tmp_path, *four_ranks, "stages.evaluate.gpus_per_node=0", profile="gpu-cluster.yaml")
+    cpu_evaluation = make_config(tmp_path, *layout, "stages.evaluate.gpus_per_node=0", profile="gpu-cluster.yaml")
     assert "gres" not in parse_sbatch_options(render_batch_script(run, cpu_evaluation, "evaluate"))
     with raises_error("parallel.too_few_gpus", "stages.train.tasks_per_node (4)", "stages.train.gpus_per_node (2)"):
-        make_config(tmp_path, *four_ranks, "stages.train.gpus_per_node=2", profile="gpu-cluster.yaml")
+        make_config(tmp_path, *layout, "stages.train.gpus_per_node=2", profile="gpu-cluster.yaml")
 
 
 def test_the_saved_config_has_only_the_keys_that_a_stage_sets(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_an_ended_job_is_found_in_accounting(run: Run, slurm: FakeSlurm) -> None
     (slurm.folder / "jobs/1").unlink()
     line = f"1|FAILED|None|n1|{CLUSTER}|{os.getuid()}|{job['submit_time']}|prepare-tiny|sbatch {job['command']}\n"
     (slurm.folder / "sacct.out").write_text(line)
-    assert [(job.job_id, job.state.state) for job in find_run_jobs([run])] == [("1", "FAILED")]
+    assert [(job.job_id, job.reported_job.state) for job in find_run_jobs([run])] == [("1", "FAILED")]
     submit(run)
     assert list_recorded_ids(run)[0] == "1" and len(list_recorded_ids(run)) == 1 + len(CHAIN)
 
