@@ -655,7 +655,7 @@ def test_a_valid_placement_has_each_tensor_group_on_one_node(
 @pytest.mark.parametrize(
     ("arguments", "facts"),  # nodes, ranks per node, parallel.tensor, Slurm tasks of each node, distribution
     [
-        ((4, 2, 1, [1, 1], None), ["4 nodes × 2 ranks", "2 nodes for 1, 1 tasks", "--nodes=4"]),
+        ((4, 2, 1, [1, 1], None), ["4 nodes × 2 ranks", "2 nodes that can run 1, 1 ranks", "--nodes=4"]),
         ((2, 2, 1, [4, 3], "plane=3"), ["plane", "ranks per node (2)"]),
         ((2, 2, 2, [2, 2], "cyclic"), ["ranks 0 to 1", "--distribution=block", "site.distribution"]),
     ],
