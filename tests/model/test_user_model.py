@@ -361,6 +361,7 @@ def read_averages(run: Run) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["loss_average"]) for line in read_jsonl(run.metrics_file)]
 
 
+@pytest.mark.story
 def test_a_callback_adds_a_metric_and_stops_early_at_the_same_step_after_stops(tmp_path: Path) -> None:
     """The callback is the example of the documentation, on 1 and 2 ranks.
 

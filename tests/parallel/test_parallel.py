@@ -109,7 +109,6 @@ def test_tensor_parallel_equals_one_process() -> None:
         {"parallel": full_checkpointing, "train": FEW_BATCHES, "model": {**TIED, "dropout": 0.2}},
         {"parallel": {"tensor": 2, "loss_parallel": False}, "train": {"micro_batch": 16}},
         {"parallel": {"tensor": 2}, "train": FEW_BATCHES | CHUNKED},
-        {"parallel": {"tensor": 2, "activation_checkpointing": "selective"}, "train": FEW_BATCHES},
         {"parallel": selective_checkpointing, "train": FEW_BATCHES, "model": TIED},
         steps=FEW_STEPS,
     )
@@ -135,7 +134,6 @@ def test_pipeline_with_data_and_tensor_parallel_equals_one_process() -> None:
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
         {"parallel": {**TWO_VIRTUAL_STAGES, "schedule": "zbv", "zero": 1}},
         {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW_BATCHES, "model": TIED},
-        {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES},
         {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES | CHUNKED},
         steps=FEW_STEPS,
     )
@@ -266,6 +264,7 @@ HYBRID_SHARDING = {"data": {"replicate": 2, "shard": 2}}
 # numbers of ranks, and layouts
 COMBINATIONS: list[tuple[int, dict[str, Any]]] = [
     (4, {"pipeline": 2, "offload": True}),
+    (4, {"tensor": 2, "zero": 2, "activation_checkpointing": "selective"}),
     (4, {"pipeline": 2, "zero": 1, "offload": True}),
     (4, {"tensor": 2, "zero": 2, "offload": True}),
     (4, {"pipeline": 2, "tensor": 2, "offload": True}),
@@ -549,6 +548,7 @@ def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: P
     assert compute_run_digest(run) == compute_run_digest(uninterrupted)
 
 
+@pytest.mark.story
 def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data: Path) -> None:
     """The run starts with pipeline and tensor parallelism, and resumes with data and tensor parallelism.
 
@@ -659,7 +659,9 @@ def compute_gradients_on_rank(rank_info: RankInfo, configs: list[Config]) -> lis
     return results
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16", marks=pytest.mark.story), pytest.param("fp16", marks=pytest.mark.long)]
+)
 def test_low_precision_errors_do_not_accumulate_over_micro_batches(precision: str) -> None:
     """Gradients of many micro-batches must be as close to fp32 as those of one, also with pipelines and ZeRO 1.
 

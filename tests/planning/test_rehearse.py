@@ -192,7 +192,7 @@ def test_a_rehearsal_uses_the_names_of_plan() -> None:
     parallels: list[dict[str, Any]] = [
         {}, {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3}, {"data": {"replicate": 2, "shard": 2}, "zero": 2},
     ]  # fmt: skip
-    configs = [tiny_config(4, parallel=parallel, model=MODEL_SIZES) for parallel in parallels]
+    configs = [tiny_config(4, parallel=parallel, model=MODEL_SIZES, train={"micro_batch": 4}) for parallel in parallels]
     (names,) = run_ranks(1, read_names, configs)
     for parallel, (columns, groups, planned_groups) in zip(parallels, names, strict=True):
         assert columns[-1] == "sum"

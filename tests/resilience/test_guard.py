@@ -114,6 +114,7 @@ def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], 
         return int(explain_error(error)[0])
 
 
+@pytest.mark.story
 def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Path, data: Path) -> None:
     """The rerun has normal gradients, but the decisions of the first run. It must skip the same steps."""
     run = create_run(tmp_path, "bad", data)

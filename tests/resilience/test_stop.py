@@ -103,7 +103,7 @@ def run_steps_with_requests(rank_info: RankInfo, configs: list[Config]) -> list[
 def test_request_makes_the_loss_nan_on_all_ranks_and_reducing_it_again_restores_it() -> None:
     """Ranks signal a request through the loss, which each step reduces anyway. Gradients must not change."""
     layouts: list[dict[str, Any]] = [{}, {"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
-    configs = [tiny_config(4, parallel=parallel) for parallel in layouts]
+    configs = [tiny_config(4, parallel=parallel, train={"micro_batch": 4}) for parallel in layouts]
     results_by_rank = run_ranks(4, run_steps_with_requests, configs)
     for number in range(len(configs)):
         expected_loss, _, expected_norm = results_by_rank[0][number][0]  # the step without a request

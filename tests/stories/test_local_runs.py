@@ -322,6 +322,7 @@ def test_progress_is_printed_as_lines_if_lines_cannot_be_overwritten(
     assert re.fullmatch(r"(train +step 60/60  loss \d\.\d{4}  [\d,]+ tokens/s  00:00 left\n){2}", output), output
 
 
+@pytest.mark.story
 def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path, finished_folder: Path) -> None:
     """A second submit.py follows the stage that the first one has started. Neither of them restarts the stage."""
     run = create_slow_run(tmp_path, finished_folder)

@@ -59,6 +59,7 @@ def gloo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.story
 def test_mpirun_without_a_supervisor_gives_the_same_result_as_gloo(gloo_run: Run, tmp_path: Path) -> None:
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=gloo_run.data_dir)
     result = run_mpirun(2, "pipeline", "train", str(run.path))
