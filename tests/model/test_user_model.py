@@ -228,6 +228,7 @@ def test_vit_has_the_losses_of_plain_torch_on_every_layout(
         check_equal_steps(train_run(run, ranks), expected_steps, str(overrides))
 
 
+@pytest.mark.story
 def test_the_loss_of_vit_decreases_and_a_stop_does_not_change_the_result(image_folder: Path) -> None:
     """Dropout is on, so steps use random numbers. The results of evaluate must be bit-identical on 1 and 3 ranks."""
     overrides = ("train.steps=60", "model.options.dropout=0.1", "model.options.width=32")
@@ -713,8 +714,14 @@ def test_an_invalid_module_or_config_is_an_error_before_a_run_directory_exists(
     ("added_source", "expected_texts"),
     [
         ("def f(:\n", ["nothing_here.py", "invalid syntax"]),
-        ("import torch_of_tomorrow\n", ["nothing_here", "No module named 'torch_of_tomorrow'"]),
-        ("WIDTH = depth * 2\n", ["nothing_here", "line 6", "name 'depth' is not defined"]),
+        pytest.param(
+            "import torch_of_tomorrow\n",
+            ["nothing_here", "No module named 'torch_of_tomorrow'"],
+            marks=pytest.mark.story,
+        ),
+        pytest.param(
+            "WIDTH = depth * 2\n", ["nothing_here", "line 6", "name 'depth' is not defined"], marks=pytest.mark.story
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_an_error_before_submission(

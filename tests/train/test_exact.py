@@ -130,7 +130,7 @@ def test_three_sigterms_do_not_change_the_result(
     ("world_size", "signaled"),
     [
         (2, "all ranks"),
-        (4, "one rank"),
+        pytest.param(4, "one rank", marks=pytest.mark.story),
         pytest.param(4, "all ranks", marks=pytest.mark.story),
         pytest.param(2, "one rank", marks=pytest.mark.story),
     ],
@@ -188,6 +188,7 @@ def compute_expected_global_batch(run: Run, step: int) -> list[list[int]]:
     return [samples[i] for i in indices]
 
 
+@pytest.mark.story
 def test_other_numbers_of_ranks_read_the_same_samples_and_have_the_same_losses(tmp_path: Path, data: Path) -> None:
     """Train on 2 ranks, then on 1 and then on 4.
 

@@ -114,6 +114,7 @@ def test_the_loss_decreases_and_only_answers_are_evaluated(example_run: Run) -> 
     assert token_count < 0.8 * manifest.held_out_tokens, "the tokens of the prompts are not evaluated"
 
 
+@pytest.mark.story
 def test_a_stop_does_not_change_the_result_and_another_layout_has_close_losses(
     example_run: Run, tmp_path: Path
 ) -> None:

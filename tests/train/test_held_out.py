@@ -114,6 +114,7 @@ def test_callbacks_receive_held_out_evaluations_on_all_ranks(tmp_path: Path, dat
     assert set(read_held_out_losses(run)) == {4, 8}
 
 
+@pytest.mark.story
 def test_stops_do_not_change_held_out_losses(tmp_path: Path, data: Path) -> None:
     """The run is stopped twice in the evaluation of step 8, and twice between evaluations.
 
