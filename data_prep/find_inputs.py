@@ -26,7 +26,7 @@ PYTHON_STDLIB = "python-stdlib"
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders beside the modules of Python's standard library that are skipped: other packages and tests."""
 _INDEX_ENDINGS = {".bin": (".idx",), ".ds": (".ds.index", ".ds.metadata")}
-"""By ending of a token file: endings of the files beside it that contain document boundaries or the element type."""
+"""Ending of a token file → endings of the files beside the token file that contain document boundaries or the type."""
 _DATASET_DICT_FILE = "dataset_dict.json"
 """File that Hugging Face writes to the folder of a DatasetDict."""
 _DATASET_STATE_FILE = "state.json"

@@ -45,7 +45,7 @@ _MAX_FILTERED_RATIO = 64
 _ESTIMATE_BYTES = 1 << 20
 """Approximate bytes of text from which the bytes per token are estimated."""
 _MAX_UNKNOWN_FRACTION = 0.01
-"""Maximum fraction of tokens that stand for text that the given tokenizer cannot encode."""
+"""Maximum fraction of unknown tokens, which replace text that the given tokenizer cannot encode."""
 
 
 def prepare_tokenizer_and_units(

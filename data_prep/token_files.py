@@ -425,7 +425,7 @@ class _MegatronDocumentEnds(DocumentEnds):
 # -- llm.c -----------------------------------------------------------------------------------------------------
 #
 # A .bin file has a header of 256 int32 and then the tokens (llm.c, dev/data/data_common.py). The header begins with a
-# magic number, a version and the number of tokens. The magic number is a date and stands for the type of the tokens.
+# magic number, a version and the number of tokens. The magic number is a date and shows the type of the tokens.
 # Documents begin with the end-of-text token, so this token also marks the end of the previous document.
 
 _LLM_C_HEADER_BYTES = 1024
