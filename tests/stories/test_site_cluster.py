@@ -278,7 +278,7 @@ def test_an_allocation_that_does_not_fit_is_rejected(tmp_path: Path, cluster: Cl
     command = ["salloc", "--quiet", "-N2", "-n5", sys.executable, "-m", "slurm", "train", str(run.path)]
     result = cluster.run(command, timeout=240)
     assert result.returncode == ExitCode.USER_ERROR and "Traceback" not in result.stderr
-    for fact in ("2 nodes × 2 ranks", "4, 1 tasks", "--ntasks-per-node=2"):
+    for fact in ("2 nodes × 2 ranks", "4, 1 ranks", "--ntasks-per-node=2"):
         assert fact in result.stderr
     assert read_event_lines(run, "train")[-1]["cause"] == "placement"
 
