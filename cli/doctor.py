@@ -359,7 +359,10 @@ def run_checks(folder: Path, check_nodes: bool, site: SiteConfig) -> list[Findin
         *check_parent_folders(folder),
     ]
     if srun_message:
-        meaning = "no node was reached; try again later, or with --site PROFILE (its partition, account, QOS)"
+        meaning = (
+            "no node was reached; try again later, or with --site PROFILE: srun then requests the profile's partition, "
+            "account and QOS"
+        )
         findings.append(Finding("--check-nodes", srun_message, meaning, "note"))
     return findings
 

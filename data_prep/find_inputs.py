@@ -85,8 +85,8 @@ def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None)
 
     The file name decides the format. Files of documents are opened in these cases only:
     - The name has no known ending, and a glob matches the file or its folder has no other documents.
-    - A JSON, CSV or TSV file is in a folder that `data.source` names. The file may only describe the data. Therefore
-      its first record must have `data.text_field`.
+    - A JSON, CSV or TSV file is in a folder that `data.source` names. The file may be metadata without documents.
+      Therefore its first record must have `data.text_field`.
 
     Args:
         data: the section `data` of the config.
@@ -193,7 +193,7 @@ def _select_in_folder(folder: str, recognizer: _DocumentFiles | None, endings: M
     formats = {
         path: recognizer.detect_by_name(path) or "" for path in _make_absolute(list_files(folder, recognizer.endings))
     }
-    # Files of these kinds may only describe the data, so their first records are checked.
+    # A JSON, CSV or TSV file may be metadata without documents, so its first records are checked.
     uncertain_paths = [path for path, name in formats.items() if FORMATS[name].kind in ("json", "csv", "tsv")]
     problems = _map_files(lambda path: recognizer.find_problem(path, formats[path]), uncertain_paths)
     refused = {path: problem for path, problem in problems.items() if problem}

@@ -231,7 +231,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return super().has_same_inputs()
 
     def prepare_inputs(self, log: Log) -> None:
-        """Write `tokenizer.json`, `units.json` and, last, `prepare.json` with the sizes and hashes of these files."""
+        """Write all files of `prepare`. The last is `prepare.json`, with the sizes and hashes of the other files."""
         from data_prep.prepare_text import prepare_tokenizer_and_units
 
         document_filter = None

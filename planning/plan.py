@@ -439,7 +439,7 @@ def draw_roofline(operators: Mapping[str, tuple[float, float]], roof: tuple[floa
     return draw_curves("Operators of a forward", "FLOPs per byte of memory traffic", "TFLOP/s", points, log="xy")
 
 
-def draw_failures(config: Config, configured_interval_s: float) -> list[str]:
+def draw_effective_time(config: Config, configured_interval_s: float) -> list[str]:
     """Draw the effective training time over the number of GPUs, and over the checkpoint interval.
 
     Args:
@@ -484,7 +484,7 @@ def write_plan_page(config: Config, figures: PlanFigures, title: str, file: Path
     if figures.roof is not None:
         sections["Operators"] = [draw_roofline(figures.operators, figures.roof)]
     step_s = figures.step.step if figures.step is not None else 0.0
-    sections["Failures"] = draw_failures(config, config.checkpoint.every_steps * step_s)
+    sections["Failures"] = draw_effective_time(config, config.checkpoint.every_steps * step_s)
     notes = ["Accuracy of the predictions: docs/planning.md. `plan --goodput` prints the inputs of the last figures."]
     text = dump_yaml(mask_secrets(config.model_dump(mode="json", exclude_defaults=True)))
     write_atomic(file, format_page(config.run.name, title, figures.facts, sections, notes, text))

@@ -89,14 +89,14 @@ def _order_interleaved(pipeline: int, virtual: int, batches: int, rank: int) -> 
     Arguments are those of `build_schedule`.
     """
     round_size = batches // max(1, batches // pipeline)  # number of consecutive micro-batches on one stage
-    # Number of forward passes before the first backward pass.
+    # Number of forward passes before forward and backward passes alternate. A forward pass is the first of each pair.
     warmup = min(virtual * batches, (virtual - 1) * round_size + 2 * (pipeline - 1 - rank))
 
     def make_action(kind: str, number: int) -> Action:
-        """Return the forward or backward pass with this number, in the order in which the rank runs them."""
-        rounds, position = divmod(number, round_size * virtual)
+        """Return the forward ("F") or backward ("B") pass that is the rank's pass number `number` of this kind."""
+        round_index, position = divmod(number, round_size * virtual)
         chunk = position // round_size if kind == "F" else virtual - 1 - position // round_size
-        return Action(kind, rank + pipeline * chunk, rounds * round_size + number % round_size)
+        return Action(kind, rank + pipeline * chunk, round_index * round_size + number % round_size)
 
     order = [make_action("F", number) for number in range(warmup)]
     for number in range(virtual * batches):

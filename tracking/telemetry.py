@@ -93,8 +93,8 @@ class GpuSampler:
 
     def _throttle_reasons(self, gpu: Any) -> list[str]:
         """Return the reasons for which the clock of a GPU is reduced now."""
-        # older versions of pynvml have other names for the constants
         reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+        # older versions of pynvml name the constants nvmlClocksThrottleReason…
         bits = {
             description: getattr(self._nvml, f"nvmlClocksEventReason{name}", 0)
             or getattr(self._nvml, f"nvmlClocksThrottleReason{name}", 0)

@@ -210,7 +210,10 @@ def parse_config(values: Mapping[str, Any], where: str, checks_sizes: bool = Tru
 
 
 def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` without former sections. If such a section has values other than defaults, print a note once."""
+    """Return `values` without former sections and without `stages.measure`.
+
+    Print a note, once per process, for each former section with values that differ from the former defaults.
+    """
     remaining = {key: value for key, value in values.items() if key not in REMOVED_SECTIONS}
     if isinstance(stages := remaining.get("stages"), Mapping):
         remaining["stages"] = {key: value for key, value in stages.items() if key != "measure"}

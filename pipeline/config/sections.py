@@ -492,7 +492,7 @@ class RetryBudgets(Section):
     """How often a stage is retried after each cause of a stop. 0: never. `resume` resets the counts."""
 
     preempted: NonNegativeInt = 1000
-    """Preemptions, requeues by Slurm or an administrator, and stops by a signal of unknown origin. The run does not
+    """Preemptions, requeues by Slurm or an administrator, and signals of unknown origin. The run does not
     cause these stops, so the limit is high."""
     node_failure: NonNegativeInt = 100
     """Failures of a node while the job runs on it."""
@@ -502,7 +502,7 @@ class RetryBudgets(Section):
     """Stops because of a bad node: the check before the stage (`recovery.preflight`), a GPU or a file system failed.
     The job continues without the bad node."""
     out_of_memory: NonNegativeInt = 2
-    """Stops for lack of host or device memory."""
+    """Failures because the host or a device ran out of memory."""
     crash: NonNegativeInt = 2
     """Unexpected errors: exceptions, and killed or lost ranks."""
     hang: NonNegativeInt = 3

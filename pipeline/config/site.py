@@ -109,8 +109,8 @@ class JobRequest(Request):
     """Options that some jobs request instead of the options in `site`; null: use the value of `site`."""
 
     gpus_per_node: NonNegativeInt | None = None
-    """Number of GPUs to request on each node. null: for train and evaluate, one for each rank on the node, but at
-    most `site.gpus_per_node`; for prepare, shard and publish, none."""
+    """Number of GPUs to request on each node. null: none for the stages prepare, shard and publish; for the
+    stages train and evaluate, one for each rank on the node, but at most `site.gpus_per_node`."""
 
     @model_serializer(mode="wrap")
     def _omit_unset_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -142,8 +142,8 @@ def _find_end_token(
     Args:
         tokenizer: the tokenizer that encodes the dialogue.
         text: the rendered dialogue without marks.
-        learned_spans: the marked character spans [start, end). None if the template has no marks. The model then learns
-            everything after the answer.
+        learned_spans: the marked character spans [start, end), which the model learns. None if the template has no
+            marks. The model then learns every token that ends after the answer.
         answer: the content of the answer's message.
 
     Returns:

@@ -169,7 +169,7 @@ class StopCoordinator:
         reason = self.flag.reason or (LOCAL_DEADLINE if self.deadline.should_stop() else None)
         numbers = [float(STOP_REASONS.index(reason))]
         numbers += [float(is_pending()) for is_pending in self._pending_checks.values()]
-        # The maximum of the negative times is the shortest remaining time of all ranks.
+        # The remaining time is negated, because the exchange computes the maximum, and the shortest time is needed.
         numbers += [-self.deadline.time_remaining_s(), self.deadline.save_duration_s()]
         self._message = torch.tensor(numbers, dtype=torch.float64)
         self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self.group, async_op=True)

@@ -104,7 +104,7 @@ class StragglerDetector(Callback):
         self.hosts = all_gather_results(group, gethostname)
         self._log_every = run.config.train.log_every
         self._stragglers: set[int] = set()
-        self._consecutive_differences: dict[int, int] = {}
+        self._contrary_checks: dict[int, int] = {}
         """For each rank, in how many checks in a row the rank was slow without being a straggler, or was a straggler
         without being slow."""
         self._sums: dict[str, list[float]] = {}
@@ -134,7 +134,8 @@ class StragglerDetector(Callback):
         """Write an event for each rank that becomes a straggler or recovers.
 
         At most every `HOST_FILE_INTERVAL_S` seconds, also write the file with the relative compute time of each host:
-        the sum of the times of its ranks, divided by the sum of the medians of their peers.
+        the sum of the times of its ranks, divided by the sum of the median times of their peers. The peers of a rank
+        are all ranks with the same pipeline rank, including itself.
 
         Args:
             step: the number of the step.
@@ -151,12 +152,10 @@ class StragglerDetector(Callback):
             was_straggler = rank in self._stragglers
             limit_ratio = RECOVERED_RATIO if was_straggler else SLOW_RATIO
             is_slow = median_s > 0 and rank_s > limit_ratio * median_s
-            self._consecutive_differences[rank] = (
-                0 if is_slow == was_straggler else self._consecutive_differences.get(rank, 0) + 1
-            )
-            if self._consecutive_differences[rank] < CONSECUTIVE_CHECKS:
+            self._contrary_checks[rank] = 0 if is_slow == was_straggler else self._contrary_checks.get(rank, 0) + 1
+            if self._contrary_checks[rank] < CONSECUTIVE_CHECKS:
                 continue
-            self._consecutive_differences[rank] = 0
+            self._contrary_checks[rank] = 0
             if was_straggler:
                 self._stragglers.remove(rank)
                 self.run.append_event(Recovered(stage="train", step=step, rank=rank, host=host))

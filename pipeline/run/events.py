@@ -376,7 +376,7 @@ class Retried(RetryEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class HandedOver(RetryEvent):
-    """The successor job continues the stage."""
+    """The successor job continues the stage. Array tasks have no successor; `resume` submits them again."""
 
     NAME = "handed_over"
 

@@ -133,7 +133,7 @@ class CallbackList:
         self._metrics_hooks = self._list_overrides("on_metrics")
         self._evaluation_hooks = self._list_overrides("on_evaluation")
         self._save_hooks = self._list_overrides("on_save")
-        self._save_committed_hooks = self._list_overrides("on_saved")
+        self._saved_hooks = self._list_overrides("on_saved")
         self._stop_hooks = self._list_overrides("on_stop")
 
     def _list_overrides(self, hook: str) -> list[Callable[..., Any]]:
@@ -193,7 +193,7 @@ class CallbackList:
 
     def on_saved(self, step: int, save_duration_s: float) -> None:
         """Call `on_saved` of every callback that overrides the hook."""
-        for hook in self._save_committed_hooks:
+        for hook in self._saved_hooks:
             hook(self._trainer, step, save_duration_s)
 
     def on_stop(self, step: int, reason: str) -> None:

@@ -161,8 +161,8 @@ class HeldOutEvaluation(Callback):
         """Return the held-out metrics of `step`. Return {} if the step is not evaluated.
 
         A step is evaluated if `train.evaluate_every` selects it, unless the ranks stop after it. In that case, the next
-        attempt evaluates the step. No attempt follows the last step or an early stop, so a stop does not prevent the
-        evaluation then.
+        attempt evaluates the step. After the last step of the run or an early stop there is no next attempt, so these
+        steps are evaluated even if the ranks stop.
         """
         is_last = step == trainer.steps or EARLY_STOP_REQUEST in self.coordinator.pending_requests
         if step % self._every_steps or (self.coordinator.stop_reason is not None and not is_last):

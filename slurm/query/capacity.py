@@ -17,7 +17,7 @@ import getpass
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -428,7 +428,7 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
         "user", getpass.getuser(), "withassoc", "where", f"cluster={cluster}", columns=columns
     )
     limit_by_qos = dict(_read_sacctmgr("qos", columns="Name,MaxSubmitJobsPerUser"))
-    new_jobs: Counter[tuple[str, str]] = Counter()
+    new_jobs: defaultdict[tuple[str, str], dict[str, int]] = defaultdict(dict)  # by key of the limit, then by stage
     limits: dict[tuple[str, str], int] = {}
     requested_partitions: list[str | None] = []
     for stage, sizes in planned.items():
@@ -446,7 +446,7 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
                 key = ("account", account)
                 text = limit
             if text.isdigit():
-                new_jobs[key] += sum(sizes)
+                new_jobs[key][stage] = sum(sizes)
                 limits[key] = int(text)
                 requested_partitions.append(requested["partition"])
             break
@@ -459,9 +459,10 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
     for line in (output or "").splitlines():
         qos, _, account = line.partition("|")
         queued.update([("QOS", qos), ("account", account)])
-    for key, count in new_jobs.items():
+    for key, count_by_stage in new_jobs.items():
+        count = sum(count_by_stage.values())
         if queued[key] + count > limits[key] and not any(map(_has_partition_qos, requested_partitions)):
-            counts = ", ".join(f"{stage} {sum(sizes)}" for stage, sizes in planned.items() if sizes)
+            counts = ", ".join(f"{stage} {jobs}" for stage, jobs in count_by_stage.items())
             raise UserError(
                 "slurm.too_many_jobs",
                 f"this needs {count} more jobs ({counts}; each task of an array is one). {key[0]} {key[1]} allows you "

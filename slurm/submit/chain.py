@@ -385,7 +385,7 @@ def reset_for_resume(run: Run, *, replaces_jobs: bool) -> None:
     """
     for target in (run, *create_points(run)):
         target.clear_requests()
-        target.append_event(Resumed())
+        target.append_event(Resumed())  # retry budgets count only the events after this one
     if replaces_jobs:
         cancel_pending_jobs(run)
 

@@ -467,7 +467,8 @@ def _find_accepted_job(
         targets: the run, or the sweep points of the array.
         error: the exception of the call of sbatch.
         say: prints a message to the user.
-        timeout_s: how long to wait for the controller, and how long for another process that calls sbatch.
+        timeout_s: the maximum wait for the controller, and then the maximum wait for another process that is still
+            calling sbatch for this submission.
 
     Raises:
         UserError: if the wait takes longer than `timeout_s`, or the run is cancelled during the wait.
@@ -618,7 +619,7 @@ def confirm_submissions(
         if not unsure_jobs:
             break
         for job in unsure_jobs:
-            if (submitting := _unconfirmed_event_without_job(job)) is not None:
+            if (submitting := _find_submission_without_job(job)) is not None:
                 _wait_for_sbatch(run_by_path[job.run_path], submitting, timeout_s)
         time.sleep(RECHECK_DELAYS_S[min(query_counts[_recheck_key(job)] for job in unsure_jobs) - 1])
         jobs = find_run_jobs(runs)
@@ -628,7 +629,7 @@ def confirm_submissions(
     for job in jobs:
         if needs_recheck(job):
             continue
-        if (submitting := _unconfirmed_event_without_job(job)) is not None:
+        if (submitting := _find_submission_without_job(job)) is not None:
             mark_not_submitted(run_by_path[job.run_path], submitting, "no job of this submission is in the queue")
             say(f"{job.stage:9} the submission of {submitting.time} created no job; it counts as failed")
             continue
@@ -657,13 +658,16 @@ def _recheck_key(job: SubmittedJob) -> str | None:
     Several queries are needed for a submission for which Slurm shows no job, and for an active stray job. While another
     process submits a job, a query may find the event without the job, or the job without the event.
     """
-    if (submitting := _unconfirmed_event_without_job(job)) is not None:
+    if (submitting := _find_submission_without_job(job)) is not None:
         return f"submission {submitting.key}"
     return f"job {job.job_id}" if job.is_stray and job.reported_job.is_active else None
 
 
-def _unconfirmed_event_without_job(job: SubmittedJob) -> Submitting | None:
-    """Return the `submitting` event of a submission if no job of the submission was found; otherwise None.
+def _find_submission_without_job(job: SubmittedJob) -> Submitting | None:
+    """Return the `submitting` event of a submission if Slurm shows no job of the submission; otherwise None.
+
+    Args:
+        job: the submission, with the job that was found for it, if any.
 
     The result is also None if the submission was made on another cluster, because its jobs cannot be seen here.
     """

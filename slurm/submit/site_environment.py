@@ -94,8 +94,8 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
     """Return shell lines that run `site.secrets` and export the variables that it sets.
 
     The lines end the job if the file is not private to its user. :func:`check_job_environment` also checks this at
-    submission, but the job may start days later. The file is opened only once. The shell therefore runs the file that
-    was checked, even if the path is replaced after the check.
+    submission, but the job may start days later. The path is opened only once. The check and the shell then use the
+    open file descriptor, so the shell runs the file that was checked, even if the path is replaced after the check.
     """
     if site.secrets is None:
         return []
@@ -104,7 +104,8 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
     message = shlex.quote(f"error: {_describe_exposure(path)}")
     return [
         f"{{ [[ -f {quoted} ]] && exec {{sluice_fd}}< {quoted} && "
-        # `%u %f` prints the owner and the mode in hexadecimal: 8180 is a regular file with mode 0600, 8100 with 0400
+        # %u is the owner's uid in decimal, %f the type and mode in hexadecimal: 8180 is a regular file with mode 0600,
+        # 8100 one with 0400
         """[[ $(stat -Lc '%u %f' "/proc/self/fd/$sluice_fd") == "$EUID 81"[08]0 ]]; } || """
         f"{{ echo {message} >&2; exit {int(ExitCode.USER_ERROR)}; }}",
         'set -a; . "/proc/self/fd/$sluice_fd"; set +a; exec {sluice_fd}<&-; unset sluice_fd',

@@ -572,10 +572,10 @@ class Supervisor:
     def _exit_for_retry(self, attempt_end: AttemptEnd, facts: StopFacts) -> ExitCode:
         """Requeue this job, or hand over to its successor job. If neither is possible, end the stage.
 
-        After a requeue request, this method waits until Slurm ends the job, at most `REQUEUE_EXIT_WAIT_S` seconds. If
-        this process exited earlier, Slurm would consider the job failed, and jobs that depend on its success could
-        never start. If Slurm requeues the job automatically when it exits (slurm/query/preemption.py), this method does
-        not wait.
+        If the job is being requeued, by this method or by Slurm, this method waits until Slurm ends the job, at most
+        `REQUEUE_EXIT_WAIT_S` seconds. If this process exited earlier, Slurm would consider the job failed, and jobs
+        that depend on its success could never start. If Slurm requeues the job only when it exits
+        (slurm/query/preemption.py), this method does not wait.
 
         Args:
             attempt_end: how the attempt ended.
@@ -600,8 +600,8 @@ class Supervisor:
         elif action is NextAction.END_UNKNOWN_CANCELLATION:
             no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
         elif action is NextAction.HAND_OVER and not self._runs_part_of_stage():
-            # A successor would run the whole stage, so array tasks and evaluate jobs for one checkpoint get none. In
-            # that case, `resume` submits the missing part of the stage.
+            # Only jobs that run the whole stage have a successor. Array tasks and evaluate jobs for one checkpoint also
+            # write the event `handed_over`, but `resume` submits the missing part of the stage.
             no_retry_reason = succession.hand_over(self.run, self.stage, job_id)
         elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
             is_responding = self._read_job_info() is not None

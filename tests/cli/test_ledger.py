@@ -225,11 +225,12 @@ def test_the_times_of_a_job_without_an_end_event_are_taken_from_accounting() -> 
     """Accounting says that the job ran from second 15 to 60, and again from second 120 to 150."""
     run = SimulatedRun()
     plan = {"idle": 5.0, "startup": 10.0, "ending": 1.0, "by_user": False, "save": True, "successor": False}
-    run.run_attempt({**plan, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, True, False)
-    run.run_attempt({**plan, "queue": 100.0, "steps": [1.0], "silent": False}, False, True)
+    run.run_attempt({**plan, "queue": 20.0, "steps": [1.0] * 4, "silent": True}, is_first=True, is_last=False)
+    run.run_attempt({**plan, "queue": 100.0, "steps": [1.0], "silent": False}, is_first=False, is_last=True)
     jobs = [JobRun("7", START_TIME + 15, START_TIME + 60), JobRun("7", START_TIME + 120, START_TIME + 150)]
     first, second = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock, (), jobs)
     assert first.seconds["queue"] == pytest.approx(15) and first.seconds["startup"] == pytest.approx(15)
+    # the last step ends at second 20 (queue) + 10 (startup) + 4 (steps)
     assert first.end_time == START_TIME + 60 and first.seconds["ending"] == pytest.approx(60 - 34, abs=0.01)
     assert second.seconds["queue"] == pytest.approx(60) and second.start_time == START_TIME + 60
     assert second.cause == "preempted" and first.seconds["lost"] == pytest.approx(1)

@@ -72,15 +72,18 @@ def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
     return TokenDataset(entries, SEQUENCE_LENGTH, folder)
 
 
-def make_ranges(path: Path, tokens: np.ndarray, bounds: list[tuple[int, int]]) -> list[ShardEntry]:
-    """Write tokens to a file and return shard entries for ranges of its bytes, as for a token file of the user."""
+def make_ranges(path: Path, tokens: np.ndarray, ranges: list[tuple[int, int]]) -> list[ShardEntry]:
+    """Write tokens to a file and return a shard entry for each range of its bytes.
+
+    Sluice makes such entries for a token file of the user, which it does not copy.
+    """
     path.write_bytes(tokens.tobytes())
     return [
         ShardEntry.model_construct(
             file=str(path), size=path.stat().st_size, part=part, sha256=sha256_file(path, part),
             tokens=(part[1] - part[0]) // 2, offset=part[0], dtype="uint16",
         )
-        for part in bounds
+        for part in ranges
     ]  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def read_shard_documents(data_dir: Path, manifest: Manifest, entries: Sequence[S
 def check_shards(data: DataConfig, data_dir: Path, manifest: Manifest, expected: Sequence[str]) -> None:
     """Check that the shards contain each nonempty document of `expected` once and in order, in the right split.
 
-    Its tokens must be those of encoding this document alone.
+    The tokens of each document must be the same as if it is encoded alone.
     """
     encoder = load_encoder(data_dir / "tokenizer.json", data.tokenizer.eos_token)
     for entries, held_out in ((manifest.train, False), (manifest.held_out, True)):

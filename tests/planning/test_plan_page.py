@@ -21,7 +21,7 @@ from planning.plan import (
     check_page_path,
     compute_plan_figures,
     describe_plan,
-    draw_failures,
+    draw_effective_time,
     draw_memory,
     draw_roofline,
     draw_schedule,
@@ -100,8 +100,8 @@ def test_figures_name_their_axes_and_units() -> None:
         "GB of one GPU": draw_memory(figures.memory, figures.gpu_memory),
         "milliseconds": draw_schedule(figures.timeline, True),
         "TFLOP/s": draw_roofline(figures.operators, figures.roof),
-        "minutes": draw_failures(config, 600.0)[1],
-        "GPUs": draw_failures(config, 0.0)[0],
+        "minutes": draw_effective_time(config, 600.0)[1],
+        "GPUs": draw_effective_time(config, 0.0)[0],
     }
     for unit, figure in figures_by_unit.items():
         assert figure.startswith("<figure") and re.search(rf'class="title"[^>]*>[^<]*{unit}', figure), unit

@@ -132,7 +132,7 @@ def test_status_and_report_show_changed_values(run: Run) -> None:
 def test_processes_that_follow_a_run_notice_a_change_by_another_process(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`status --watch`, and submit.py while it follows the train stage, have read the config before the change."""
+    """`status --watch`, and submit.py while it follows the train stage, read the config again after the change."""
     run.metrics_file.write_text('{"step": 31, "loss": 1.0, "step_time_s": 0.5, "tokens_per_s": 10.0}\n')
     poller = status.StatusPoller(run)
     output = io.StringIO()
@@ -140,14 +140,12 @@ def test_processes_that_follow_a_run_notice_a_change_by_another_process(
     monkeypatch.setattr(local_runner, "POLL_S", 0.0)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/30"]
     Run.open(run.path).apply_overrides(["train.steps=40"])
-    is_running = iter([True, True, False])
-    console = PlainConsole(file=io.StringIO(), width=200)
-    local_runner.follow_stage(Run.open(run.path), "train", lambda: next(is_running), console)
     assert [row.cells["step"] for row in poller.poll() if row.stage == "train"] == ["31/40"]
     Run.open(run.path).apply_overrides(["train.steps=50"])
     is_running = iter([True, True, False])
     local_runner.follow_stage(run, "train", lambda: next(is_running), PlainConsole(file=output, width=200))
     text = output.getvalue()
+    # before `run` was followed, the poller had updated its config to 40 steps
     assert "train.steps: 40 → 50" in text and "step 31/50" in text, text
 
 

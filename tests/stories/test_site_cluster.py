@@ -390,7 +390,8 @@ def test_doctor_prints_problems_and_advice(cluster: Cluster, tmp_path: Path) -> 
 
 def test_parsers_read_the_output_of_slurm(cluster: Cluster) -> None:
     config = parse_slurm_config(cluster.output(["scontrol", "show", "config"]))
-    empty_key = "PowerPlugin" if "PowerPlugin" in config else "PriorityFlags"  # without a value in 22.05 and in 24.11
+    # a key without a value: PowerPlugin in Slurm 22.05, PriorityFlags in Slurm 24.11
+    empty_key = "PowerPlugin" if "PowerPlugin" in config else "PriorityFlags"
     assert config["SlurmctldHost[0]"].startswith("control(") and config[empty_key] == ""
     assert config["AuthInfo"].endswith(",cred_expire=5") and config["KillWait"] == "5 sec"
     partitions = parse_partitions(cluster.output(["scontrol", "--oneliner", "show", "partition"]))

@@ -27,6 +27,7 @@ def test_calibrate_measures_the_nodes_of_its_allocation(tmp_path: Path, cluster:
     assert result.returncode == 0, result.stdout + result.stderr
     machine = load_machine(str(file))
     assert machine.gpus_per_node == 2 and machine.timings is not None
+    # two ranks each time: of one node (False), and of different nodes (True)
     assert {(exchange.ranks, exchange.between) for exchange in machine.timings.exchanges} == {(2, False), (2, True)}
     plan = run_submit(cluster, tmp_path, "plan", "tiny.yaml", f"--machine={file}", "stages.train.nodes=4")
     assert plan.returncode == 0 and "CPU" in plan.stdout, plan.stdout + plan.stderr

@@ -276,7 +276,8 @@ def test_a_dry_run_shows_the_size_of_each_array(tmp_path: Path) -> None:
     assert "array" not in parse_sbatch_options(scripts["train"])
     sweep = "sweep={grid: {optimizer.lr: [0.1, 0.2], run.seed: [1, 2, 3]}, at_most: 4}"
     scripts = render_dry_run(make_config(tmp_path, sweep, "site.requeue=false"))
-    assert {name.partition(",")[0]: parse_sbatch_options(text).get("array") for name, text in scripts.items()} == {
+    arrays = {heading: parse_sbatch_options(script).get("array") for heading, script in scripts.items()}
+    assert {heading.partition(",")[0]: array for heading, array in arrays.items()} == {
         "prepare": None, "shard": None, "train": "0-5%4", "evaluate": "0-5%4",
     }  # fmt: skip
     assert not [heading for heading in scripts if "successor" in heading]

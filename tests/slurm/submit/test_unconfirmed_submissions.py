@@ -521,6 +521,14 @@ def test_an_array_that_is_too_large_is_an_error_before_any_submission(
     assert slurm.count_sbatch_calls() == 0
 
 
+def test_an_exceeded_limit_names_only_the_stages_to_which_it_applies(tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = make_run(tmp_path, overrides=("stages.train.qos=big",))
+    slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="associations,limits,qos")
+    (slurm.folder / "sacctmgr.out").write_text("user root|root||normal|\nqos normal|2\nqos big|100\n")
+    with raises_error("slurm.too_many_jobs", "5 more jobs (prepare 1, shard 3, evaluate 1;", "QOS normal"):
+        submit(run)
+
+
 def test_limits_apply_to_missing_jobs_and_to_the_qos_of_the_environment(
     run: Run, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
