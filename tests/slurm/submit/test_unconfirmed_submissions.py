@@ -22,6 +22,7 @@ import pytest
 
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
+from pipeline.config.read import load_config
 from pipeline.run.directory import Run, list_points
 from slurm.query import job_states, slurm_commands
 from slurm.query.job_states import RecordedJob
@@ -70,8 +71,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 @pytest.fixture
 def run(tmp_path: Path, slurm: FakeSlurm) -> Run:
     """Return a run for which no stage is done."""
-    from pipeline.config.read import load_config
-
     return Run.create(load_config(write_config(tmp_path)))
 
 
@@ -522,7 +521,7 @@ def test_an_array_that_is_too_large_is_an_error_before_any_submission(
 
 
 def test_an_exceeded_limit_names_only_the_stages_to_which_it_applies(tmp_path: Path, slurm: FakeSlurm) -> None:
-    run = make_run(tmp_path, overrides=("stages.train.qos=big",))
+    run = Run.create(load_config(write_config(tmp_path), ["stages.train.qos=big"]))
     slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="associations,limits,qos")
     (slurm.folder / "sacctmgr.out").write_text("user root|root||normal|\nqos normal|2\nqos big|100\n")
     with raises_error("slurm.too_many_jobs", "5 more jobs (prepare 1, shard 3, evaluate 1;", "QOS normal"):
