@@ -128,8 +128,8 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
         source.copy_into(task.named_weights(part))
         source.write_source()
     saver = Checkpointer(
-        run.checkpoints_dir, group, keep=1, background=False, describe={"layout": {}, **compute_source_identity(run)},
-        on_saved=lambda *_: None,
+        run.checkpoints_dir, group, keep=1, background=False, on_saved=lambda *_: None,
+        manifest_entries={"layout": {}, **compute_source_identity(run)},
     )  # fmt: skip
     with measure_block(results, "save"):
         state = {f"model.{name}": weight.detach() for name, weight in task.named_weights(part)}

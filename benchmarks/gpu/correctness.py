@@ -318,7 +318,7 @@ def check_saves(small: bool = False) -> dict[str, Any]:
             groups.new_control_group(),
             keep=1,
             background=True,
-            describe={},
+            manifest_entries={},
             on_saved=lambda step, seconds: None,
         )
         for step in range(1, 7):

@@ -58,7 +58,7 @@ class Checkpointer:
             the run continues.
         keep: the number of checkpoints to keep.
         background: whether to save in a background thread.
-        describe: additional entries of each manifest, such as the layout and the identity of the run.
+        manifest_entries: entries that are added to each manifest, such as the layout and the identity of the run.
         on_saved: called on rank 0 after each commit, with the step and the duration of the save in seconds.
     """
 
@@ -69,7 +69,7 @@ class Checkpointer:
         *,
         keep: int,
         background: bool,
-        describe: Mapping[str, Any],
+        manifest_entries: Mapping[str, Any],
         on_saved: Callable[[int, float], None],
     ) -> None:
         self.folder = folder
@@ -77,7 +77,7 @@ class Checkpointer:
         self.keep = keep
         self.background = background
         self.rank = dist.get_rank(group)
-        self.describe = dict(describe)
+        self.manifest_entries = dict(manifest_entries)
         self.on_saved = on_saved
         # DCP's `DefaultStager` is not used, because its thread uses a CUDA stream of GPU 0 that does not wait for other
         # streams. In torch 2.11, it also frees its buffers after each save, so each save would have to pin host memory.
@@ -116,7 +116,7 @@ class Checkpointer:
             "step": step,
             "samples_consumed": samples_consumed,
             "extra": dict(extra),
-            **self.describe,
+            **self.manifest_entries,
             "versions": collect_versions(),
         }
         staged = self._staged = Future()
@@ -147,7 +147,10 @@ class Checkpointer:
             self.wait_until_saved()
 
     def wait_until_staged(self) -> None:
-        """Wait until the state is copied to host memory. Call this method before the weights change."""
+        """Wait until the state is copied to host memory. Call this method before the weights change.
+
+        If the copy failed, raise its error.
+        """
         if self._staged is not None:
             self._staged.result()
             self._staged = None
@@ -219,7 +222,7 @@ class Checkpointer:
     # -- restoring ---------------------------------------------------------------------------------------
 
     def has_checkpoint(self) -> bool:
-        """Return True if there is any committed checkpoint, intact or damaged. All ranks return the same."""
+        """Return True if there is any committed checkpoint, intact or damaged. All ranks return the same value."""
         return broadcast_from_rank0(self.group, bool(catalog.list_checkpoint_steps(self.folder)))
 
     def restore(
@@ -236,7 +239,8 @@ class Checkpointer:
         Args:
             state: this rank's tensors by name, which are filled.
             on_damaged: called on rank 0 with the step and the reason for each damaged checkpoint.
-            check: called on all ranks with the manifest before any tensor is loaded. It may raise an error.
+            check: called on all ranks with the manifest before any tensor is loaded. This function may raise an error,
+                which `restore` passes on.
 
         Returns:
             The manifest of the loaded checkpoint; None if there is no checkpoint.
@@ -279,7 +283,9 @@ class Checkpointer:
         return None
 
     def read_tensors(self, step: int, state: StateDict) -> None:
-        """Fill tensors in place from the checkpoint of `step`. Each rank may pass other names, because it reads alone.
+        """Fill tensors in place from the checkpoint of `step`.
+
+        Ranks may pass different names, because each rank reads without communication.
 
         Args:
             step: the step of the restored checkpoint.
@@ -417,7 +423,7 @@ def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
     for cause in causes:
         if (storage_error := find_storage_error(cause, folder)) is not None:
             return storage_error
-        if "inline_container" in str(cause):  # torch's zip writer raises this without an error number.
+        if "inline_container" in str(cause):  # torch's zip writer raises this error without an errno.
             free_bytes = shutil.disk_usage(folder).free
             message = f"cannot write {folder}: probably no space is left ({free_bytes:,} bytes are free)"
             return StorageError("storage.full", message)

@@ -35,7 +35,7 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
         config: the config of the run.
         manifest: describes the shards of the run.
     """
-    # With its default value, the key `add_special_tokens` is not in the hash of the config. The hash of the data
+    # `add_special_tokens` is set to its default, so that the key is not in the hash of the config. The hash of the data
     # already covers the tokens that this key adds.
     default = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}
     config = config.model_copy(update={"data": config.data.model_copy(update=default)})
@@ -82,19 +82,22 @@ def compute_source_identity(run: Run) -> dict[str, Any]:
     return {"source_hash": sha256_json(source["files"])} if source else {}
 
 
-def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint does not belong to this run.
+
+    The hashes and the version of the sample order must be equal, and also the weights of the mixture for the steps up
+    to the checkpoint. The weights for later steps may differ.
 
     Args:
         saved: the manifest of the checkpoint, which contains an identity.
-        now: the current identity of the run (:func:`compute_identity`, :func:`compute_source_identity`).
+        current: the current identity of the run (:func:`compute_identity`, :func:`compute_source_identity`).
     """
-    saved_config = saved.get("config") or now["config"]  # Manifests of older versions do not contain the config.
-    keys = sorted({**saved_config, **now["config"]})
-    old_and_new_values = {key: (saved_config.get(key, "unset"), now["config"].get(key, "unset")) for key in keys}
+    saved_config = saved.get("config") or current["config"]  # Manifests of older versions do not contain the config.
+    keys = sorted({**saved_config, **current["config"]})
+    old_and_new_values = {key: (saved_config.get(key, "unset"), current["config"].get(key, "unset")) for key in keys}
     changes = "".join(f", {key} {old} → {new}" for key, (old, new) in old_and_new_values.items() if old != new)
     for key in ("config_hash", "data_hash", "order_version", "source_hash"):
-        if saved.get(key) != now.get(key):
+        if saved.get(key) != current.get(key):
             raise CheckpointError(
                 "checkpoint.other_training",
                 f"checkpoint {saved['step']} has another {key} than the run has now{changes}. The config, the shards "
@@ -107,7 +110,7 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         return [entry for entry in identity.get("weights", []) if entry.get("from_step", 1) <= saved["step"]]
 
     saved_weights = get_weights_in_effect(saved)
-    current_weights = get_weights_in_effect(now)
+    current_weights = get_weights_in_effect(current)
     if saved_weights != current_weights:
         raise CheckpointError(
             "checkpoint.other_training",
@@ -116,14 +119,14 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def describe_version_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+def describe_version_changes(saved: Mapping[str, str], current: Mapping[str, str]) -> str | None:
     """Return a message with the versions that differ from those of a checkpoint; None if all versions are equal.
 
     If versions differ, results may differ in the last digits.
 
     Args:
         saved: the versions in the manifest of the checkpoint (`collect_versions`), by name.
-        now: the versions of this process.
+        current: the versions of this process.
     """
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    return "; ".join(f"{name} {saved.get(name)} → {now.get(name)}" for name in names) or None
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+    return "; ".join(f"{name} {saved.get(name)} → {current.get(name)}" for name in names) or None

@@ -21,7 +21,7 @@ from pipeline.data.manifest import CHAT_FILE, Manifest
 from pipeline.data.special_tokens import EndOfTurn, find_end_of_turn, get_added_tokens
 from pipeline.run.directory import Run
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 """File of a Hugging Face model with the tokens at which `generate` stops, by id."""
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 """Files that contain tokens as texts, not as ids."""
@@ -39,8 +39,8 @@ class ModelTokens:
     """Id of the BOS token; None if there is none."""
     pad_id: int | None
     """Id of the pad token; None if there is none."""
-    names: Mapping[str, str]
-    """The special tokens except the EOS token, by the keys of tokenizer_config.json, such as `bos_token`."""
+    texts: Mapping[str, str]
+    """Texts of the special tokens except the EOS token, by the keys of tokenizer_config.json, such as `bos_token`."""
     chat_template: str | None
     """The chat template of the training data. None if the run used no chat template, or the template of the source
     model, whose files contain it."""
@@ -57,7 +57,8 @@ class ModelTokens:
         """Return the content of a file of the source model, with the EOS tokens of the trained model.
 
         If the training data used another chat template than the source model, the key `chat_template` is removed,
-        because the export has a file chat_template.jinja. Other values do not change.
+        because the export has a file chat_template.jinja. Other values do not change. If nothing has to change, or if
+        `text` is not a JSON object, `text` is returned.
 
         Args:
             name: the name of the file, such as generation_config.json.
@@ -67,7 +68,7 @@ class ModelTokens:
         if not isinstance(values, dict):
             return text
         tokenizer_config, special_tokens_map = _TOKENIZER_FILES
-        if name == GENERATION and set(_as_list(values.get("eos_token_id"))) != set(self.end_ids):
+        if name == GENERATION_CONFIG and set(_as_list(values.get("eos_token_id"))) != set(self.end_ids):
             values["eos_token_id"] = self.ids["eos_token_id"]
         elif name == tokenizer_config or (name == special_tokens_map and "eos_token" in values):
             has_other_template = self.chat_template is not None and values.pop("chat_template", None) is not None
@@ -105,7 +106,7 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     eos_token = run.config.data.tokenizer.eos_token
     side_files: Mapping[str, str] = source.get("along", {})
     tokenizer_config, special_tokens_map, generation_config = (
-        _parse_object(side_files.get(name)) for name in (*_TOKENIZER_FILES, GENERATION)
+        _parse_object(side_files.get(name)) for name in (*_TOKENIZER_FILES, GENERATION_CONFIG)
     )
     chat = read_json(run.data_dir / CHAT_FILE) if run.config.data.records == "messages" else None
     chat_tokens = (chat or {}).get("tokens", {})
@@ -113,12 +114,12 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
         tokens = read_special_tokens(tokenizer_config, special_tokens_map)
     else:
         tokens = read_special_tokens(chat_tokens)
-    names = {key: text for key, text in tokens.items() if text}
+    texts = {key: text for key, text in tokens.items() if text}
 
     end_of_turn = EndOfTurn((), "")
     if chat is not None:
         end_of_turn = find_end_of_turn(ChatTemplate(chat["template"], chat["tokens"]), tokenizer)
-        is_eos_explicit = names.get("eos_token") not in (None, eos_token)
+        is_eos_explicit = texts.get("eos_token") not in (None, eos_token)
         template_eos = chat["tokens"].get("eos_token") if "eos_token" in chat["template"] else None
         if template_eos is not None:
             eos_token = template_eos
@@ -130,17 +131,17 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
         config: Mapping[str, Any] = source.get("token_ids", {})
         return generation_config[key] if generation_config.get(key) is not None else config.get(key)
 
-    def find_token_id(name: str) -> int | None:
+    def find_token_id(key: str) -> int | None:
         """Return the id of a token such as `bos_token`: from the source model, or otherwise from the tokenizer."""
-        source_id = get_source_id(f"{name}_id")
-        return source_id if isinstance(source_id, int) else tokenizer.token_to_id(names.get(name, ""))
+        source_id = get_source_id(f"{key}_id")
+        return source_id if isinstance(source_id, int) else tokenizer.token_to_id(texts.get(key, ""))
 
     prefix_ids, suffix_ids = get_added_tokens(tokenizer)
     bos_id = find_token_id("bos_token")
     pad_id = find_token_id("pad_token")
-    if bos_id is None and len(prefix_ids) == 1 and (name := tokenizer.id_to_token(prefix_ids[0])) is not None:
+    if bos_id is None and len(prefix_ids) == 1 and (bos_text := tokenizer.id_to_token(prefix_ids[0])) is not None:
         bos_id = prefix_ids[0]
-        names["bos_token"] = name
+        texts["bos_token"] = bos_text
     source_end_ids = _as_list(get_source_id("eos_token_id"))
     candidates = [tokenizer.token_to_id(eos_token), *end_of_turn.ids, manifest.eos_id, *source_end_ids]
     end_ids = tuple(dict.fromkeys(each for each in candidates if isinstance(each, int)))
@@ -165,8 +166,8 @@ def find_model_tokens(run: Run, manifest: Manifest, tokenizer: Tokenizer) -> Mod
     template = chat and chat["template"]
     if template == find_template(tokenizer_config, side_files.get("chat_template.jinja"))[0]:
         template = None  # The files of the source model already contain this template.
-    names.pop("eos_token", None)
-    return ModelTokens(end_ids, eos_token, bos_id, pad_id, names, template, tuple(notes))
+    texts.pop("eos_token", None)
+    return ModelTokens(end_ids, eos_token, bos_id, pad_id, texts, template, tuple(notes))
 
 
 def _format_tokens(tokenizer: Tokenizer, ids: tuple[int, ...]) -> str:

@@ -2,7 +2,7 @@
 
 The default group carries the collectives of training: NCCL on GPUs, Gloo on CPUs, or MPI (pipeline/mpi/backend.py).
 `new_control_group` creates separate Gloo groups of all ranks, for example for the stop protocol and for checkpoints.
-Their messages must not wait for the collectives of training or mix with them.
+The messages of these groups must neither wait for the collectives of training nor mix with them.
 
 GPUs are assigned before any rank uses a GPU. Slurm may show a rank all GPUs of its node, one GPU, or those next to its
 cores (`--gpu-bind=closest`). Slurm also distributes ranks over sockets in turn. The local rank therefore does not
@@ -167,7 +167,7 @@ def new_control_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGr
 
 
 def leave_process_group() -> None:
-    """Leave the process group. Must be called only at a normal end; after an error, the process exits without it."""
+    """Leave the process group. Call this only at a normal end; after an error, the process exits without this call."""
     if dist.is_initialized():
         uses_mpi4py = dist.get_backend() == "mpi4py"
         dist.destroy_process_group()
@@ -190,7 +190,9 @@ def finish_startup(device: torch.device) -> None:
 
 
 def configure_determinism(config: Config) -> None:
-    """Set the number of threads and select deterministic kernels. Call it before the first CUDA call.
+    """Set the number of threads and, with `train.deterministic`, select deterministic kernels.
+
+    Call this function before the first CUDA call.
 
     Environment variables that are already set keep their values. Sources: "Reproducibility" in the documentation of
     torch, and "Environment Variables" in the documentation of NCCL.
@@ -253,7 +255,7 @@ class VisibleGpus(NamedTuple):
 
 
 def read_visible_gpus(rank_info: RankInfo) -> VisibleGpus:
-    """Return the GPUs that this rank sees. No GPU is used, so no memory is allocated on it."""
+    """Return the GPUs that this rank sees. This function uses no GPU, so it allocates no GPU memory."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)]
     return VisibleGpus(gethostname(), rank_info.local_rank, uuids)

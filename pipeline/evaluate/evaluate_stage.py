@@ -1,7 +1,7 @@
 """The evaluate stage: all ranks together measure checkpoints on held-out data and task files.
 
-The option `--step N`, `--step newest` or `--step every` of the ranks selects the checkpoints. The default follows from
-`evaluate.every`.
+An option of the command that starts the ranks selects the checkpoints: `--step N`, `--step newest` or `--step every`.
+The default follows from `evaluate.every`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def select_steps(run: Run, selection: str | None) -> list[int]:
         The steps; empty if there is no checkpoint and `selection` is not a number.
 
     Raises:
-        UserError: if the selection is invalid, or if there is no checkpoint of this step.
+        UserError: if the selection is invalid, or if it is a step without a checkpoint.
     """
     steps = list_checkpoint_steps(run.checkpoints_dir)
     if selection is None:
@@ -83,9 +83,20 @@ def progress(run: Run) -> Progress:
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
-    """Evaluate the selected checkpoints that have no result.
+    """Evaluate the selected checkpoints that have no result, in ascending order of their steps.
 
-    Raises CheckpointError if there is no checkpoint, or if a checkpoint is damaged.
+    Args:
+        run: the run.
+        rank_info: the rank of this process and the world size.
+        options: may contain `step`, the selection of the checkpoints (:func:`select_steps`).
+        flag: set by the signals that request a stop.
+
+    Returns:
+        DONE if all selected checkpoints have a result, or if no data is held out; STOPPED if the ranks agreed to stop.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or if a checkpoint is damaged or belongs to another run.
+        UserError: if the selection is invalid.
     """
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest

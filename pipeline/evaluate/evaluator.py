@@ -2,7 +2,8 @@
 
 Rank r computes the batches b with b mod (number of ranks) = r. A batch contains the same samples for any number of
 ranks, so its loss has the same bits. The sums of all batches are gathered and added in the order of the batches, in
-double precision. If the train stage splits the model, the evaluation shards it over all ranks (ZeRO 3).
+double precision. If the train stage splits the model (ZeRO 3, tensor or pipeline parallelism), the evaluation shards it
+over all ranks, as ZeRO 3 does.
 
 `TextHeldOut` evaluates held-out text. `SampleHeldOut` evaluates the held-out samples of a custom model
 (pipeline/data/samples.py). `TaskFile` evaluates a task file. docs/evaluation.md describes the metrics.
@@ -115,6 +116,7 @@ class Evaluator:
         self.tasks: list[TaskFile] = []
         if not self.is_in_training and isinstance(manifest, Manifest) and config.evaluate.task_files:
             tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE)
+            # To find the EOS token in the text of a chat template, the tokenizer must have it as a special token.
             tokenizer_with_eos = load_tokenizer(run.data_dir / TOKENIZER_FILE, config.data.tokenizer.eos_token)
             end_ids = find_model_tokens(run, manifest, tokenizer_with_eos).end_ids
             self.tasks = [
@@ -251,10 +253,10 @@ class SampleHeldOut:
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Return the loss and metrics, averaged over the entries of the loss, and the numbers of samples and entries.
 
-        For text, an entry is a predicted token.
+        An entry is a sample. If the samples have lengths, an entry is one element of a sample, such as a token.
 
         Args:
-            sums: the results of :meth:`measure_batch` for all batches.
+            sums: the results of :meth:`compute_sums` for all batches.
         """
         totals = {name: math.fsum(batch_sums[name] for batch_sums in sums) for name in sums[0]}
         entries = totals.pop("entries")
@@ -266,7 +268,8 @@ class TextHeldOut:
     """Held-out text, split into windows of `sequence_length` tokens; at most `limit` windows.
 
     Each token is predicted once. The first token of a file is predicted from an end-of-text token. The first token of
-    any other window is predicted from the last token of the previous window.
+    any other window is predicted from the last token of the previous window. If attention is masked across documents,
+    the first token of a document is not predicted.
 
     The learned text consists of the tokens on which the loss is computed: all tokens, or only the responses.
 
@@ -303,7 +306,7 @@ class TextHeldOut:
                     window_counts.append((shard, count))
         self._shards = [shard for shard, _ in window_counts]
         self._first_windows = list(accumulate((count for _, count in window_counts), initial=0))
-        """For each file, the number of its first window; then the number of all windows."""
+        """For each file, the index of its first window. The last entry is the total number of windows."""
         self.count = self._first_windows[-1]
         map_file = cache(map_whole_file)
         self._arrays = {shard.name: map_arrays(shard, run.data_dir / shard.file, map_file) for shard in self._shards}
@@ -311,7 +314,7 @@ class TextHeldOut:
         """Pairs of a file and the number of its tokens that are in windows."""
 
     def _locate_window(self, number: int) -> tuple[ShardEntry, int]:
-        """Return the file of a window, and the index of its first token in the file."""
+        """Return the file of window `number`, and the index in this file of the window's first token."""
         index = bisect_right(self._first_windows, number) - 1
         return self._shards[index], (number - self._first_windows[index]) * self.length
 
@@ -475,9 +478,10 @@ class TaskFile:
         return encode_prompt(self.tokenizer, text, self.bos_ids)
 
     def _encode_choice(self, item: TaskItem, choice: str) -> tuple[list[int], int]:
-        """Return the token IDs of prompt and choice, and the number of tokens of the choice.
+        """Return the last `sequence_length` + 1 token IDs of prompt and choice, and the number of tokens of the choice.
 
-        Raises UserError if the choice has no tokens or more than `sequence_length` tokens.
+        If the prompt is empty and no special tokens precede it, the EOS token is used as the prompt. Raises UserError
+        if the choice has no tokens or more than `sequence_length` tokens.
         """
         prompt = item.prompt.rstrip()  # The space before a word may be part of the word's token.
         prompt_ids = self._encode(prompt) or [self.eos_id]

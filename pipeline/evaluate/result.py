@@ -35,7 +35,10 @@ def result_file(run: Run, step: int) -> Path:
 
 
 def _read_result_file(path: Path) -> dict[str, Any] | None:
-    """Return the result in a file; None if the file is malformed or its checksum is wrong."""
+    """Return the result in a file; None if the file is malformed or its checksum is wrong.
+
+    Raises FileNotFoundError if the file does not exist.
+    """
     result = read_json(path)
     if not isinstance(result, dict) or has_wrong_checksum(result):
         return None

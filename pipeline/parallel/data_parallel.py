@@ -104,8 +104,8 @@ def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib
         return context
     if isinstance(model, FSDPModule):
         # After each backward pass, FSDP must forget in which order the forward pass used the modules. Otherwise, if
-        # gradients are reduced once per step, it would gather the last parameters of this forward pass again during
-        # the next one.
+        # gradients are reduced once per step, FSDP would gather the last parameters of this forward pass again during
+        # the next forward pass.
         model.set_is_last_backward(is_last or not layout.reduce_each_micro_batch)
         model.set_requires_gradient_sync(is_last or layout.reduce_each_micro_batch)
         model.set_requires_all_reduce(is_last)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, from outermost to innermost. Torch's mesh dimensions have the same names."""
 AXIS_KEYS = {"pp": "pipeline", "tp": "tensor"}
-"""The axes whose sizes the config sets, and their keys in the section `parallel`. All other axes are data-parallel."""
+"""The axes that split the model, and the keys of their sizes in the section `parallel`. All other axes are
+data-parallel."""
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Schedules in which pipeline rank i has the pipeline-parallel stages i and 2·pp−1−i.
 
@@ -58,7 +59,7 @@ class LayoutError(UserError, ValueError):
 
 
 class Problem(NamedTuple):
-    """One reason why a layout cannot work, or a note that explains the reasons before it."""
+    """One reason why a layout cannot work, or a note for the user, such as a suggestion of layouts that work."""
 
     code: str
     """Code of the `UserError`; empty for a note."""
@@ -146,7 +147,8 @@ class Layout(Mesh):
     fsdp: bool
     """Whether FSDP2 stores the weights and gathers them in the type of `train.precision`.
 
-    FSDP2 is also used on a single rank if `parallel.zero` is set, so that the weights are converted only once per step.
+    If `parallel.zero` is set and `train.precision` is not fp32, FSDP2 is also used on a single rank. The weights are
+    then converted only once per step.
     """
     reduce_each_micro_batch: bool
     """Whether gradients are reduced after each micro-batch instead of once per step."""
@@ -269,8 +271,8 @@ def resolve_layout(
         config: the run's config.
         world_size: number of ranks; by default the number that `stages.train` requests.
         ranks_per_node: number of ranks per node; by default `stages.train.tasks_per_node`.
-        vocab_size: number of ids of the tokenizer. By default the number is read from the file
-            `data.tokenizer.path` if the layout depends on it. Without that key, it is `data.tokenizer.vocab_size`.
+        vocab_size: number of ids of the tokenizer. If None and `data.tokenizer.path` is set, the number is read from
+            this file if the layout depends on it. If None and no path is set, it is `data.tokenizer.vocab_size`.
         suggest: whether an error message suggests layouts that fit. The search for them takes long.
 
     Raises:
@@ -364,6 +366,8 @@ def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
 
 def check_layout(config: Config, check_sizes: bool = True) -> None:
     """Raise LayoutError if the layout that a config describes cannot work. The message names the config keys.
+
+    Also raise LayoutError if a stage has more ranks per node than GPUs per node, although its backend may be NCCL.
 
     Args:
         config: a config with valid sections.

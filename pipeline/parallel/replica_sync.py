@@ -114,7 +114,7 @@ class GradientHook(ReplicaSync):
         self.rank = dist.get_rank()
         self.replicas = dist.get_world_size()
         self.residual: StateDict = {}
-        self.start: StateDict = {}
+        self.powersgd_q: StateDict = {}
         """PowerSGD's Q, from which the next step starts: fp32 of shape (columns, rank), the same on all replicas.
 
         Only parameters that PowerSGD compresses have a Q.
@@ -122,7 +122,7 @@ class GradientHook(ReplicaSync):
         self._group: Any = None
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters.items()}
         self._next_residual: StateDict = {}
-        self._next_start: StateDict = {}
+        self._next_powersgd_q: StateDict = {}
         # Callbacks read these tensors on another CUDA stream. If backward freed them, the compute stream could
         # overwrite their memory too early.
         self._buffers_in_use: list[Tensor] = []
@@ -137,7 +137,7 @@ class GradientHook(ReplicaSync):
                 # P and Q are used only if they are smaller than the matrix.
                 compressed_size = (rows + columns) * config.rank
                 if compressed_size < rows * columns:
-                    self.start[name] = _sample_matrix(columns, config.rank, f"{seed}/{name}").to(parameter)
+                    self.powersgd_q[name] = _sample_matrix(columns, config.rank, f"{seed}/{name}").to(parameter)
 
     def register(self, model: DistributedDataParallel) -> None:
         """Make `model` reduce its gradient buckets with this hook."""
@@ -146,12 +146,12 @@ class GradientHook(ReplicaSync):
         model.register_comm_hook(None, lambda _, bucket: reduce(bucket))
 
     def end_step(self, is_applied: bool) -> None:
-        """Commit the residuals of the step if its update was applied; discard them otherwise."""
+        """Commit the residuals and PowerSGD's Q of the step if its update was applied; discard them otherwise."""
         if is_applied:
             self.residual |= self._next_residual
-            self.start |= self._next_start
+            self.powersgd_q |= self._next_powersgd_q
         self._next_residual = {}
-        self._next_start = {}
+        self._next_powersgd_q = {}
         self._buffers_in_use.clear()
 
     @property
@@ -160,8 +160,7 @@ class GradientHook(ReplicaSync):
         warmup = self.config.warmup_steps
         return float(self.config.ratio ** min(1.0, (self.step - 1) / warmup)) if warmup else self.config.ratio
 
-    # -- the communication hooks, one for each kind of compression
-    # ----------------------------------------------------------------------------
+    # -- communication hooks, one for each kind of compression -------------------------------------------
 
     def _reduce_cast(self, bucket: dist.GradBucket) -> _Future[Tensor]:
         """Start an all-reduce of a bucket in fp16 or bf16."""
@@ -215,14 +214,14 @@ class GradientHook(ReplicaSync):
         buffer = bucket.buffer()
         named_gradients = list(self._add_residuals(bucket))
         should_compress = self.replicas > 1 and self.step > self.config.warmup_steps
-        compressed_names = {name for name, _ in named_gradients if should_compress and name in self.start}
+        compressed_names = {name for name, _ in named_gradients if should_compress and name in self.powersgd_q}
         if not compressed_names:
             return self._reduce_uncompressed(buffer, named_gradients)
         matrices = [(name, gradient) for name, gradient in named_gradients if name in compressed_names]
         uncompressed = [(name, gradient) for name, gradient in named_gradients if name not in compressed_names]
         self._next_residual.update((name, torch.zeros_like(gradient)) for name, gradient in uncompressed)
         M = [gradient.flatten(1) for _, gradient in matrices]
-        products = [m @ self.start[name] for m, (name, _) in zip(M, matrices, strict=True)]
+        products = [m @ self.powersgd_q[name] for m, (name, _) in zip(M, matrices, strict=True)]
         packed_P = _pack(products + [g for _, g in uncompressed])
         dist.all_reduce(packed_P, group=self._group)  # This call waits, because Q depends on the sum.
         sums = _unpack(packed_P, [(len(m), self.config.rank) for m in M] + [g.shape for _, g in uncompressed])
@@ -240,7 +239,7 @@ class GradientHook(ReplicaSync):
             for m, p, q, (name, _) in zip(M, P, _unpack(packed_Q, [q.shape for q in Q]), matrices, strict=True):
                 # A column of zeros would stay zero in every later step. The next step therefore starts with the old
                 # values of this column.
-                self._next_start[name] = torch.where(q.any(0), q, self.start[name])
+                self._next_powersgd_q[name] = torch.where(q.any(0), q, self.powersgd_q[name])
                 torch.mm(p, q.T, out=m)
             for (_, gradient), total in zip(uncompressed, sums[len(M) :], strict=True):
                 gradient.copy_(total)
@@ -268,11 +267,11 @@ class GradientHook(ReplicaSync):
     def checkpoint_state(self, state: StateDict) -> StateDict:
         """Return `state`, this replica's residuals and PowerSGD's Q. The digest of a checkpoint covers only `state`."""
         residuals = {f"replica.{self.rank}.residual.{name}": tensor for name, tensor in self.residual.items()}
-        return state | residuals | {f"start.{name}": tensor for name, tensor in self.start.items()}
+        return state | residuals | {f"start.{name}": tensor for name, tensor in self.powersgd_q.items()}
 
     def describe_state(self) -> dict[str, Any]:
         """Return the number of replicas, whether there are residuals, and PowerSGD's rank (0 without Q)."""
-        powersgd_rank = self.config.rank if self.start else 0
+        powersgd_rank = self.config.rank if self.powersgd_q else 0
         return {"replicas": self.replicas, "residuals": bool(self.residual), "rank": powersgd_rank}
 
     def restore_state(self, state: StateDict, saved: Mapping[str, Any], read: Callable[[StateDict], None]) -> None:
@@ -281,8 +280,8 @@ class GradientHook(ReplicaSync):
         If the number of replicas has changed to n, the residuals of saved replica r are added to those of replica
         r mod n.
         """
-        if self.start and saved.get("rank") == self.config.rank:
-            read({f"start.{name}": tensor for name, tensor in self.start.items()})
+        if self.powersgd_q and saved.get("rank") == self.config.rank:
+            read({f"start.{name}": tensor for name, tensor in self.powersgd_q.items()})
         saved_replicas = int(saved["replicas"]) if self.residual and saved.get("residuals") else 0
         for replica in range(self.rank, saved_replicas, self.replicas):
             saved_residual = {name: torch.empty_like(tensor) for name, tensor in self.residual.items()}
@@ -383,7 +382,7 @@ class LocalSgd(ReplicaSync):
         If the number of replicas has changed, or the warm-up has become longer, keep the means that are in `state`.
         """
         saved_replicas = int(saved.get("replicas", 0)) if saved.get("local") else 0
-        self._set_outer_weights()
+        self._set_outer_weights()  # If the checkpoint contains θ, the next lines replace this value.
         if saved_replicas and saved.get("outer"):
             read({f"outer.{name}": tensor for name, tensor in self.outer.items()})
         # Replicas must be equal during the warm-up. If the warm-up has become longer, it may not be over yet.

@@ -8,7 +8,7 @@ traffic stays the same, and the residual stream needs 1/tp of the memory. The em
 along the vocabulary.
 
 Every parameter becomes a DTensor, even a replicated one, so gradient norms and checkpoints treat all parameters alike.
-pipeline/model/spec.py describes how each parameter is sharded, and pipeline/model/decoder.py applies it.
+pipeline/model/spec.py describes how each parameter is sharded, and pipeline/model/decoder.py shards the parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class VocabParallelEmbedding(ParallelStyle):
     """Shard an embedding along the vocabulary.
 
     Each rank looks up the ids in its share of the vocabulary and uses zeros for other ids. The results of all ranks are
-    summed. torch's RowwiseParallel does the same, but each rank computes the gradient of the whole vocabulary first.
+    summed. torch's RowwiseParallel does the same, but in backward, each rank first computes the gradient of the whole
+    vocabulary.
     """
 
     def __init__(self, output_layouts: Placement) -> None:

@@ -2,8 +2,8 @@
 
 Both numbers follow from the shapes in pipeline/model/spec.py. Traffic is the number of bytes that one rank sends if
 collectives use ring algorithms. In an all-reduce of n bytes over r ranks, each rank sends 2·n·(r−1)/r bytes. In an
-all-gather or a reduce-scatter, it sends half as many. The trainer writes traffic next to its measurements
-(pipeline/train/metrics.py), and `plan` shows it for a config.
+all-gather or a reduce-scatter, each rank sends half as many. The trainer writes the traffic to the event `ready`
+(pipeline/train/trainer.py), and `plan` shows it for a config.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrainedParameters(NamedTuple):
     """The first block that needs a backward pass.
 
     This is block 0 if the embedding is trained, otherwise the first block with a trained parameter. If no block is
-    trained, it is the number of blocks, plus one if the last norm is not trained either.
+    trained, the value is the number of blocks, plus one if the last norm is not trained either.
     """
 
 
@@ -166,7 +166,8 @@ class _RankTraffic:
             num_bytes //= 2
             description = f"gradients, all-reduced once in {hook.kind}"
         elif hook.kind == "topk" and hook.ratio * self.layout.dp < 1:
-            # A pair has 8 bytes: an int32 position and an fp32 value.
+            # With a higher ratio, Top-K all-reduces the gradients (`GradientHook`). A pair has 8 bytes: an int32
+            # position and an fp32 value.
             num_bytes = round(8 * hook.ratio * numel) * (self.layout.dp - 1)
             description = "positions and values of the largest gradients, all-gathered"
         elif hook.kind == "powersgd":
@@ -257,8 +258,8 @@ class _RankTraffic:
         layout = self.layout
         sending, receiving = find_cross_rank_stages(layout, self.pp_rank)
         # A stage sends gradients back only if a parameter before it is trained.
-        gradients = sum(layout.stage_layers[stage].start > self.first_trained_block for stage in receiving)
-        messages = layout.micro_batches * (len(sending) + gradients)
+        gradient_messages = sum(layout.stage_layers[stage].start > self.first_trained_block for stage in receiving)
+        messages = layout.micro_batches * (len(sending) + gradient_messages)
         sequence_shards = layout.tp if layout.sequence_parallel else 1
         num_bytes = self.hidden_values * self.residual_bytes // sequence_shards * messages
         has_one_end_only = self.has_first_stage != self.has_last_stage

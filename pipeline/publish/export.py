@@ -28,7 +28,7 @@ from pipeline.base.files import create_folder_atomically, fsync, parse_json_or_n
 from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
 from pipeline.checkpoint.checkpointer import CheckpointReader, iterate_tensors
 from pipeline.checkpoint.identity import read_source
-from pipeline.checkpoint.model_tokens import GENERATION, find_model_tokens
+from pipeline.checkpoint.model_tokens import GENERATION_CONFIG, find_model_tokens
 from pipeline.config.hugging_face import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -109,9 +109,9 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
     )
     write_json(folder / CONFIG_FILE, dict(sorted({**config_json, **tokens.ids}.items())))
     token_ids = {key: value for key, value in tokens.ids.items() if value is not None}
-    write_json(folder / GENERATION, {**token_ids, "transformers_version": TRANSFORMERS_VERSION})
+    write_json(folder / GENERATION_CONFIG, {**token_ids, "transformers_version": TRANSFORMERS_VERSION})
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
-    write_json(folder / "tokenizer_config.json", {**settings, **tokens.names, "clean_up_tokenization_spaces": False})
+    write_json(folder / "tokenizer_config.json", {**settings, **tokens.texts, "clean_up_tokenization_spaces": False})
     side_files = read_source(run).get("along", {})
     for name in TOKENIZER_SIDE_FILES:
         if name in side_files:

@@ -46,7 +46,7 @@ def check_health(run: Run, rank_info: RankInfo, world: groups.World) -> None:
         PeerLostError: if another rank has failed.
     """
     group = groups.new_control_group(GROUP_TIMEOUT)
-    # The ranks exchange their hosts first, because a bad device may block a rank forever.
+    # The ranks exchange their hosts first. If a bad device then blocks a rank forever, the error can name its host.
     hosts = groups.all_gather_results(group, gethostname)
     check_this_rank(run, rank_info, world.device)
     check_all_ranks(world, group, hosts)
@@ -56,7 +56,8 @@ def check_this_rank(run: Run, rank_info: RankInfo, device: torch.device) -> None
     """Check this rank's device. The first rank of each node also checks the file system.
 
     Raises:
-        NodeError: if the device or the file system does not work on this node.
+        NodeError: if the device or the file system does not work on this node, or if less than half of the memory of a
+            GPU is free.
         StorageError: if the file system is full.
     """
     host = gethostname()

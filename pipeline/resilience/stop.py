@@ -144,7 +144,7 @@ class StopCoordinator:
         """For the name of each request, a function that returns True if this rank has the request."""
         self._message: torch.Tensor | None = None
         """The numbers that the ranks exchange, as float64: the index of the reason to stop in `STOP_REASONS`, 1 or 0
-        for each other request, minus the remaining seconds, and the duration of a save. The all-reduce replaces each
+        for each other request, the negated remaining seconds, and the duration of a save. The all-reduce replaces each
         number by the maximum over the ranks."""
         self._work: dist.Work | None = None
         """The all-reduce in progress."""

@@ -3,12 +3,12 @@
 Step times do not show which rank is slow, because in each collective all ranks wait for the slowest rank. Therefore
 each rank measures its local compute time: forward passes, and waiting for data. With ZeRO 3 and tensor parallelism,
 forward passes contain collectives, so all ranks of a process group measure equal times. Every `train.log_every` steps,
-the ranks compare their times. The peers of a rank are the ranks with the same pipeline-parallel stages:
+the ranks compare their times with those of their peers, the ranks with the same pipeline-parallel stages:
 
-- If the time of a rank is above 1.3 times the median of its peers in three checks in a row, it becomes a straggler.
-- If its time is then at most 1.15 times the median in three checks in a row, it has recovered.
+- A rank becomes a straggler if its time is above 1.3 times the median of its peers in three checks in a row.
+- A straggler has recovered if its time is at most 1.15 times the median of its peers in three checks in a row.
 
-Both changes are written as events. Once a minute, the relative time of each host in this attempt is written to
+Both changes are written as events. At most once a minute, the relative time of each host in this attempt is written to
 `jobs/train/own-times.json`, which `submit.py report` reads.
 """
 
@@ -83,8 +83,9 @@ class LocalComputeTimer:
 
 
 class StragglerDetector(Callback):
-    """Gathers the local compute times of all ranks. Rank 0 writes events and the file with the
-    relative compute times of the hosts.
+    """Compares the local compute times of all ranks, to find stragglers.
+
+    Rank 0 writes the events, and the file with the relative compute times of the hosts.
 
     Args:
         run: the run.

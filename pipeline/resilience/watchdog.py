@@ -37,15 +37,15 @@ MIN_LIMIT_S = 300.0
 """Minimum of the default limit of a phase."""
 MAX_LIMIT_S = 6000.0
 """Maximum of the default limit of a phase."""
-LIMIT_PER_STEP_S = 20.0
-"""The default limit of a phase, divided by the duration of the longest recent step."""
+LIMIT_IN_STEPS = 20.0
+"""The default limit of a phase, as a multiple of the longest recent step."""
 SUSPENSION_S = 1.0
 """If the thread wakes up more than this time late, its process was suspended (`scontrol suspend`)."""
 EXIT_DELAY_S = 3.0
 """Time between the report and the exit, in addition to the longest recent step.
 
-The rank that hangs entered its phase earlier than the ranks that wait for it, so this rank exceeds its limit first. The
-delay gives the other ranks time to write their reports before the job ends.
+The rank that hangs entered its phase before the waiting ranks entered theirs, so the hanging rank exceeds its limit
+first. The delay gives the waiting ranks time to write their reports before the job ends.
 """
 _FLIGHT_RECORDER_KEYS = {
     "operation": "profiling_name", "number": "collective_seq_id", "sizes": "input_sizes", "state": "state",
@@ -123,7 +123,7 @@ class Watchdog(Callback):
             return self.limits.start_s
         if phase == "save":
             return self.limits.save_s
-        return self.limits.hang_s or min(MAX_LIMIT_S, max(MIN_LIMIT_S, LIMIT_PER_STEP_S * self._longest_step_s))
+        return self.limits.hang_s or min(MAX_LIMIT_S, max(MIN_LIMIT_S, LIMIT_IN_STEPS * self._longest_step_s))
 
     def _watch(self) -> None:
         """Check the current phase about once per second. If it exceeds its limit, write reports and exit."""

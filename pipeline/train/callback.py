@@ -44,7 +44,7 @@ class TrainerContext(Protocol):
     def request_stop(self, reason: str) -> None:
         """Complete the train stage early: all ranks finish the next step, save and exit.
 
-        A single rank may call this. No later job then continues the stage.
+        It is enough if a single rank calls this method. The stage is then done, and no later job continues it.
         """
 
     def enter_phase(self, step: int, phase: str) -> None:
@@ -84,7 +84,10 @@ class Callback:
         """
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
-        """Run after the weights were updated. Entries that rank 0 adds to `metrics` are written to metrics.jsonl."""
+        """Run after the weights were updated, or their update was skipped.
+
+        Entries that rank 0 adds to `metrics` are written to metrics.jsonl.
+        """
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Run when the metrics of `step` are complete."""
@@ -107,7 +110,11 @@ class Callback:
         """
 
     def on_stop(self, trainer: TrainerContext, step: int, reason: str) -> None:
-        """Run when the ranks have agreed to stop after `step`, before the checkpoint is saved."""
+        """Run when the ranks have agreed to stop after `step`, before the checkpoint is saved.
+
+        No checkpoint is saved if there is no time for a save, or if the step was bad. This hook does not run after the
+        last step of the run.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a restart needs, as JSON values. Each checkpoint contains the state of rank 0."""

@@ -6,8 +6,8 @@ layout, so a checkpoint of one layout can be loaded by another.
 
 Initial weights depend only on the seed and the parameter names (pipeline/model/decoder.py), so they are the same in
 every layout. The random numbers of a step, for example for dropout, depend on seed, step, micro-batch and random stream
-(`Layout.random_stream`). Tensor-parallel ranks that compute the same activations share a stream and so apply the same
-dropout.
+(`Layout.random_stream`). In a pipeline, the seed of the first micro-batch is used for the whole step. Tensor-parallel
+ranks that compute the same activations share a stream and so apply the same dropout.
 """
 
 from __future__ import annotations
@@ -329,12 +329,12 @@ class Engine:
     def clip_gradients(self, limit: float | None) -> Tensor:
         """Clip the gradient of the full model to the norm `limit`. If `limit` is None, do not clip.
 
-        With fp16, the gradients are divided by the loss scale first.
+        With fp16, the gradients are divided by the loss scale first. `LeanAdamW` clips only in its next step.
 
         Returns:
             The norm before clipping: fp32, 0-d, the same on all ranks. If a gradient overflowed, the norm is not
-            finite. With Local SGD, each replica clips by its own norm, and the result is the root mean square over all
-            replicas.
+            finite. With Local SGD, each replica clips by its own norm, and the result is the root mean square of the
+            norms of all replicas.
         """
         parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
         if self.scaler is not None:
@@ -348,13 +348,14 @@ class Engine:
         return self.replica_sync.combine_norms(norm)
 
     def _compute_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Return the L2 norm of the full model's gradient, as a 0-d fp32 tensor that is the same on all ranks.
+        """Return the L2 norm of the full model's gradient: fp32, 0-d.
 
         If the parameters are distributed over ranks, each rank sums the squares of its gradients, and an all-reduce
         adds the sums. If a gradient is a DTensor that is replicated on several ranks, each of these ranks divides its
         sum by the number of these ranks. Therefore the gradient counts once. All other gradients are on one rank only.
 
-        If this rank has the full model, the norm is that of this rank's gradients.
+        If this rank has the full model, the result is the norm of this rank's gradients. All ranks have the same
+        gradients, except with Local SGD, where each replica has its own norm.
 
         Args:
             parameters: this rank's parameters that have a gradient.
@@ -395,9 +396,9 @@ class Engine:
     def _rebuild_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
 
-        In the first backward after a start, DDP uses other buckets than in later ones. With three or more ranks, this
-        changes the order of summation, so a resumed run would differ in the last bits from an uninterrupted one.
-        Therefore this method runs one backward and discards its gradients.
+        In the first backward pass after a start, DDP uses other buckets than in later passes. With three or more ranks,
+        this changes the order of summation, so a resumed run would differ in the last bits from an uninterrupted run.
+        Therefore this method runs one backward pass and discards its gradients.
         """
         self._compute_loss(self.task.smallest_batch(self.world.device)).backward()
         data_parallel.clear_gradients(self.model, self.optimizer)
@@ -456,7 +457,10 @@ class Engine:
         return state
 
     def reset_custom_optimizer(self) -> None:
-        """Clear the arbitrary state of a custom optimizer, if `state_dict` created it and no checkpoint was loaded."""
+        """Clear the state of a custom optimizer if `state_dict` created it with arbitrary values.
+
+        Call this method only if no checkpoint was loaded into the state.
+        """
         if self._has_placeholder_state:
             self.optimizer.state.clear()
 
@@ -497,7 +501,10 @@ class Engine:
     def finish_loading(
         self, saved: Mapping[str, Any] | None = None, read: Callable[[StateDict], None] | None = None
     ) -> str | None:
-        """Restore the state that `state_dict` does not contain: a tied copy of the embedding, and state of replicas.
+        """Restore the state that `state_dict` does not contain.
+
+        This is the state of replicas (`ReplicaSync`). If a rank of a V schedule has both copies of a tied embedding, it
+        is also the second copy, with its optimizer state.
 
         Call this method after the tensors of `state_dict` were filled from a checkpoint.
 
@@ -538,7 +545,7 @@ def _describe_dropped_state(saved: Mapping[str, Any], current: Mapping[str, Any]
     if saved.get("rank") and saved["rank"] != current.get("rank"):
         notes.append(f"PowerSGD's Q of rank {saved['rank']} is dropped")
     # With `local`, each replica has its own weights (Local SGD). During the warm-up, all replicas must have the same
-    # weights. So after a longer warm-up was configured, the replicas cannot keep their saved weights.
+    # weights. A warm-up that has become longer may not be over yet, so the replicas cannot keep their saved weights.
     keeps_weights = current.get("local") and same_replicas and current["warmup"] <= saved.get("warmup", 0)
     if saved.get("local") and not keeps_weights:
         notes.append(f"all replicas start from the mean of {replicas} replicas")

@@ -58,7 +58,7 @@ class ExposedCommMeter(Callback):
         self._last_gradient_time = time.perf_counter()
 
     def record_backward_end(self) -> None:
-        """Measure the time since the last gradient. Call this method when the loss of all ranks is reduced."""
+        """Measure the time since the last gradient. Call this method as soon as the loss is reduced over all ranks."""
         self._exposed_s = time.perf_counter() - self._last_gradient_time
 
     def read_metrics(self) -> dict[str, float]:
@@ -91,10 +91,10 @@ def measure_peak_memory(device: torch.device) -> dict[str, float]:
 
 
 class PeakMemory(Callback):
-    """Adds the peak memory of a step to its metrics."""
+    """Adds the peak memory of a step to its metrics; on a CPU, the peak since the process started."""
 
     def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
-        """Reset the peak, so that the peak of the step does not include start-up, evaluations and saves."""
+        """Reset the peak of a GPU, so that the peak of the step does not include start-up, evaluations and saves."""
         measure_peak_memory(trainer.device)
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class PeakMemory(Callback):
 class HeldOutEvaluation(Callback):
     """Measures the loss on held-out data after every `train.evaluate_every`-th step.
 
-    `_evaluate_if_due` describes what happens if the ranks stop after this step.
+    `_evaluate_if_due` describes what happens if the ranks stop after such a step.
     """
 
     def __init__(
@@ -148,8 +148,9 @@ class HeldOutEvaluation(Callback):
             return
         metrics = self._evaluate_if_due(trainer, step)
         if metrics and trainer.rank == 0:
-            # Followers read these metrics from the event. The event is written first, so each line with held-out
-            # metrics has an event.
+            # Followers (tracking/) may have read the line of this step already, so they get these metrics from the
+            # event. The event is written first. Otherwise, after a crash in between, the line would have the metrics,
+            # but followers would never get them.
             self.run.append_event(HeldOut(stage="train", step=step, extra=metrics))
             rewind_metrics(self.run.metrics_file, step, metrics)
 
@@ -158,11 +159,11 @@ class HeldOutEvaluation(Callback):
         metrics.update(self._evaluate_if_due(trainer, step))
 
     def _evaluate_if_due(self, trainer: TrainerContext, step: int) -> dict[str, float]:
-        """Return the held-out metrics of `step`. Return {} if the step is not evaluated.
+        """Return the held-out metrics of `step`. Return {} if the step is not evaluated, or not completely.
 
-        A step is evaluated if `train.evaluate_every` selects it, unless the ranks stop after it. In that case, the next
-        attempt evaluates the step. After the last step of the run or an early stop there is no next attempt, so these
-        steps are evaluated even if the ranks stop.
+        A step is evaluated if `train.evaluate_every` selects it. If the ranks stop after the step or during its
+        evaluation, the next attempt evaluates the step instead. After the last step of the run, or if a callback
+        completes the run early, there is no next attempt. The step is then evaluated even if the ranks stop.
         """
         is_last = step == trainer.steps or EARLY_STOP_REQUEST in self.coordinator.pending_requests
         if step % self._every_steps or (self.coordinator.stop_reason is not None and not is_last):
@@ -226,14 +227,14 @@ class MetricsWriter(Callback):
 
 
 class ProgressLog(Callback):
-    """Prints a line about each `train.log_every`-th step, and about each skipped step."""
+    """Prints a line about the first step, each `train.log_every`-th step, and each skipped step."""
 
     def __init__(self, task: Task, log_every: int) -> None:
         self.task = task
         self.log_every = log_every
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the line of the step."""
+        """Print the line of the step if one is due."""
         if "skipped" in metrics:
             trainer.log(f"step {step} is skipped: {metrics['skipped']}")
         elif step % self.log_every == 0 or step == 1:

@@ -33,23 +33,27 @@ temporary memory."""
 
 
 class LeanAdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weights and moments of low precision.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) whose weights and moments may have a low precision.
 
-    Weights are fp32 or bf16. Moments are fp32, bf16 or int8, as `zero_moments` creates them. Values are rounded
+    Weights are fp32 or bf16. Moments are fp32, bf16 or int8, as `create_zero_moments` creates them. Values are rounded
     stochastically to bf16 and int8. An update of one entry uses the same random numbers in every layout.
 
     Args:
         groups: parameter groups.
         config: the config section `optimizer`.
-        keys: for each parameter, the seed of its stochastic rounding.
+        rounding_seeds: for each parameter, the seed of its stochastic rounding.
         compiled: whether torch.compile fuses the operations of an update.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], config: OptimizerConfig, keys: Mapping[nn.Parameter, int], compiled: bool
+        self,
+        groups: list[dict[str, Any]],
+        config: OptimizerConfig,
+        rounding_seeds: Mapping[nn.Parameter, int],
+        compiled: bool,
     ) -> None:
         super().__init__(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
-        self.keys = keys
+        self.rounding_seeds = rounding_seeds
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
         # A compiled update is fused and needs little temporary memory, so one call updates a whole parameter.
         self._chunk_size = 1 << 62 if compiled else _CHUNK_SIZE
@@ -91,7 +95,7 @@ class LeanAdamW(torch.optim.Optimizer):
                     coefficients[0] = self.gradient_factor
                     constants[key] = (coefficients, _make_step_keys(step).to(device, non_blocking=True))
                 if parameter not in self._positions:
-                    self._positions[parameter] = _make_positions(parameter, self.keys[parameter])
+                    self._positions[parameter] = _make_positions(parameter, self.rounding_seeds[parameter])
                 row_positions, *column_positions = self._positions[parameter]
                 row_size = max(1, local_tensors[0][:1].numel())
                 rows_per_chunk = max(1, self._chunk_size // row_size)
@@ -118,21 +122,21 @@ def _make_coefficients(group: Mapping[str, Any], step: int) -> Tensor:
     return torch.tensor([gradient_factor, 1 - beta1, 1 - beta2, weight_factor, corrected_lr, root_factor, group["eps"]])
 
 
-def zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return both moments of a parameter before the first step, which are zero, sharded like `parameter`.
+def create_zero_moments(parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the two moments of a parameter before the first step: zeros, sharded like `parameter`.
 
     If `dtype` is int8, also return the scales of the moments. Vectors and scalars then get fp32 moments without scales.
-    Raises UserError if the layout splits an int8 block (`_zero_scales`).
+    Raises UserError if the layout splits an int8 block (`_create_zero_scales`).
     """
     names = ("exp_avg", "exp_avg_sq")
     is_int8 = dtype == torch.int8 and parameter.ndim >= 2
     if dtype == torch.int8 and not is_int8:
         dtype = torch.float32
     state = {name: torch.zeros_like(parameter, dtype=dtype) for name in names}
-    return state | ({f"{name}_scale": _zero_scales(parameter) for name in names} if is_int8 else {})
+    return state | ({f"{name}_scale": _create_zero_scales(parameter) for name in names} if is_int8 else {})
 
 
-def _zero_scales(parameter: Tensor) -> Tensor:
+def _create_zero_scales(parameter: Tensor) -> Tensor:
     """Return a zero scale for each block of `INT8_BLOCK` entries of a row: fp32, shape (rows, blocks per row).
 
     A row has one index of the first dimension, and all entries of the other dimensions. Raises UserError, on all ranks,
@@ -301,23 +305,24 @@ def _make_step_keys(step: int) -> Tensor:
     return torch.frombuffer(bytearray(digest[:12]), dtype=torch.int32)  # Three keys of four bytes each.
 
 
-def _make_positions(parameter: Tensor, key: int) -> list[Tensor]:
+def _make_positions(parameter: Tensor, seed: int) -> list[Tensor]:
     """Return one int32 tensor for each dimension. Their broadcast sum has a number for each entry of this rank's shard.
 
-    The number is the position of the entry in the flattened full parameter, plus `key`. The sum is computed in int32,
-    which wraps around. The number of an entry does not depend on the layout, because the position does not.
+    The number is the position of the entry in the flattened full parameter, plus `seed`. The sum is computed in int32,
+    which wraps around. The number of an entry does not depend on the layout, because the position does not. For a
+    scalar, which has no dimensions, return one tensor of shape (1,).
 
     Args:
         parameter: the parameter. If it is a DTensor, the result describes the entries of this rank's shard.
-        key: the seed of the parameter's stochastic rounding.
+        seed: the seed of the parameter's stochastic rounding.
     """
-    key = key % 2**31  # The key and the strides must fit into an int32.
+    seed = seed % 2**31  # The seed and the strides must fit into an int32.
     positions = []
     for dim, size in enumerate(parameter.shape):
         stride = math.prod(parameter.shape[dim + 1 :]) % 2**31
         dim_positions = torch.arange(size, dtype=torch.int32, device=local_tensor(parameter).device) * stride
         if dim == 0:
-            dim_positions = dim_positions + key
+            dim_positions = dim_positions + seed
         shape = [1] * parameter.ndim
         shape[dim] = size
         # `select_local_part` needs the shape of the full parameter. Afterwards, the other dimensions shrink to size 1.
@@ -327,7 +332,7 @@ def _make_positions(parameter: Tensor, key: int) -> list[Tensor]:
         for other_dim in set(range(parameter.ndim)) - {dim}:
             local_positions = local_positions.narrow(other_dim, 0, min(1, local_positions.shape[other_dim]))
         positions.append(local_positions)
-    return positions or [torch.tensor([key], dtype=torch.int32, device=parameter.device)]
+    return positions or [torch.tensor([seed], dtype=torch.int32, device=parameter.device)]
 
 
 @dataclass(frozen=True)
@@ -432,7 +437,7 @@ def make_optimizer(
     config: OptimizerConfig,
     device: torch.device,
     blocks: Sequence[nn.Module] = (),
-    keys: Mapping[nn.Parameter, int] | None = None,
+    rounding_seeds: Mapping[nn.Parameter, int] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the model's parameters that are not frozen, with its state before the first step.
@@ -442,7 +447,7 @@ def make_optimizer(
         config: the config section `optimizer`.
         device: the device of the update.
         blocks: the decoder blocks. Muon optimizes only the matrices of these blocks, and AdamW all other parameters.
-        keys: for each parameter, the seed of its stochastic rounding. Only `LeanAdamW` needs the seeds.
+        rounding_seeds: for each parameter, the seed of its stochastic rounding. Only `LeanAdamW` needs the seeds.
         compiled: whether to compile the update of `LeanAdamW`.
 
     Raises:
@@ -452,10 +457,10 @@ def make_optimizer(
     if config.state != StateConfig():
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[config.state.moments]
         kind = OptimizerKind(
-            lambda groups, config, _: LeanAdamW(groups, config, keys or {}, compiled),
+            lambda groups, config, _: LeanAdamW(groups, config, rounding_seeds or {}, compiled),
             moments=(),
             allows_fused=False,
-            make_moments=partial(zero_moments, dtype=dtype),
+            make_moments=partial(create_zero_moments, dtype=dtype),
         )
         return _create_optimizer(kind, parameters, config, device)
     if config.name != "muon":
@@ -563,7 +568,8 @@ def initialize_custom_state(optimizer: torch.optim.Optimizer) -> None:
             raise UserError(
                 "model.optimizer_state",
                 f"optimizer of model.target changes the option {changed[0]} of its parameter groups. Checkpoints do "
-                "not save options, so a restart would lose the change. Keep a tensor in its state for each parameter",
+                "not save options, so a restart would lose the change. Keep the value as a tensor in the optimizer's "
+                "state of each parameter",
             )
     optimizer.zero_grad(set_to_none=True)
     for parameter, weights in zip(parameters, weights_before, strict=True):
@@ -592,7 +598,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class LossScaler:
-    """Scales the loss in fp16, so that small gradients do not vanish (Micikevicius et al., arXiv 1710.03740, 3.2).
+    """Scales the loss in fp16, so that small gradients do not vanish.
+
+    The method is that of Micikevicius et al., "Mixed Precision Training" (arXiv 1710.03740, section 3.2).
 
     If the gradient is not finite, the step is skipped and the scale is halved. After `GROWTH_INTERVAL` finite steps in
     a row, the scale is doubled. If the scale is 1 or less, scaling did not cause the overflow. In this case, the step
@@ -618,7 +626,7 @@ class LossScaler:
             norm: the norm of the full model's gradient in this step.
 
         Returns:
-            Whether `norm` is finite, so that the step may be applied.
+            Whether `norm` is finite. If not, the step must be skipped.
         """
         is_finite = math.isfinite(norm)
         self._finite_step_count = self._finite_step_count + 1 if is_finite else 0

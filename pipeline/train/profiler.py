@@ -3,8 +3,8 @@
 `submit.py profile` requests a profile with a file in the run directory. Rank 0 finds this file, and informs the other
 ranks when all ranks exchange their requests (pipeline/resilience/stop.py). Before the step, each rank measures the
 offset of its clock from that of rank 0. After the step, each rank divides its trace into parts
-(pipeline/train/step_trace.py) and writes the spans to `profiles/step-N/rank-R.json.gz`. The mean over the ranks is
-added to the metrics. cli/profile.py merges the files.
+(pipeline/train/step_trace.py) and writes the spans to `profiles/step-N/rank-R.json.gz`. The times of the parts,
+averaged over the ranks, are added to the metrics. cli/profile.py merges the files.
 
 torch.profiler records the thread that starts it, the threads of autograd, and Gloo's operations from call to end. MPI
 operations are added from Sluice's own records. If profiling fails, a warning is printed and the run continues.

@@ -5,7 +5,7 @@ each event one of these kinds:
 
 - `compute`: on a GPU, all kernels except NCCL's; on a CPU, operators of the thread that trains
 - `communication`: on a GPU, NCCL's kernels; on a CPU, an operation over Gloo or MPI, from its call to its end
-- `copy`: memory copies of the GPU (on a CPU, copies are `compute`)
+- `copy`: memory copies and fills of the GPU (on a CPU, they are `compute`)
 - `wait`: operators that only wait for communication
 - `host`: all other events, which are only displayed
 """
@@ -70,6 +70,7 @@ def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list
     for event in events:
         start = max(0.0, event["ts"] - step_start)
         end = min(step["dur"], event["ts"] + event["dur"] - step_start)
+        # Kineto adds an event of the category `Trace` that covers the whole profile.
         if end > start and event is not step and event.get("cat") != "Trace":
             spans.append(Span(*_classify_event(event, has_gpu), event["name"], start, end))
     return step_start, step["dur"], spans

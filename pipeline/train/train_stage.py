@@ -40,7 +40,10 @@ def is_complete_early(run: Run, step: int, steps: int) -> bool:
 
 
 def progress(run: Run) -> Progress:
-    """Return how many steps are done, with the loss and the speed of the last step in metrics.jsonl."""
+    """Return how many steps are done, with the loss and the speed of the last step in metrics.jsonl.
+
+    If the number of steps is not known yet, return only the training length that the config requests.
+    """
     steps = count_training_steps(run.config, run.data_dir)
     last_line = read_last_object(run.metrics_file, is_step_line)
     if steps is None:
@@ -63,9 +66,9 @@ def resume_note(run: Run) -> str | None:
 
     There are two unexpected cases:
 
-    - The run has no step yet, and its last step will have the learning rate 0.
-    - The warm-up is over, and the next step has a higher learning rate than the newest step. This happens if
-      `train.steps` was raised, because the schedule depends on the number of the last step.
+    - The run has not completed a step yet, and its last step will have the learning rate 0.
+    - The warm-up is over, and the next step has a higher learning rate than the last completed step. This happens if
+      `train.steps` was raised, because the schedule depends on the number of steps of the run.
 
     If the user's module defines the schedule, the learning rates are unknown, and the result is None.
     """
@@ -113,7 +116,7 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
     Args:
         run: the run.
         rank_info: the rank of this process and the world size.
-        options: not used; some stages have options.
+        options: not used, because only other stages have options.
         flag: set by the signals that request a stop.
 
     Returns:
@@ -122,8 +125,8 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
     Raises:
         UserError: if the ranks or the data do not fit the config.
         NodeError: if this node fails its health check.
-        CheckpointError: if no checkpoint is intact, or the newest intact checkpoint belongs to another config or other
-            data.
+        CheckpointError: if all checkpoints are damaged or have disappeared, or if the newest intact checkpoint belongs
+            to another config or other data.
     """
     check_tensor_group_on_one_node(rank_info, run.config.parallel.tensor)
     startup_durations_s: dict[str, float] = {}

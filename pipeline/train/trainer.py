@@ -84,8 +84,8 @@ from pipeline.train.profiler import Profiler
 class Trainer:
     """Trains the model on one rank, in one attempt.
 
-    The constructor restores the newest checkpoint. The constructor, `fit`, `step` and `save` communicate, so all ranks
-    must call them together.
+    The constructor restores the newest intact checkpoint, if there is one. The constructor, `fit`, `step` and `save`
+    communicate, so all ranks must call them together.
 
     Args:
         run: the run.
@@ -197,7 +197,7 @@ class Trainer:
             groups.new_control_group(),
             keep=self.config.checkpoint.keep,
             background=self.config.checkpoint.mode == "async",
-            describe={"layout": layout, **compute_identity(self.config, self.manifest)},
+            manifest_entries={"layout": layout, **compute_identity(self.config, self.manifest)},
             on_saved=self._report_saved,
         )
 
@@ -234,7 +234,7 @@ class Trainer:
         if source is not None:
             source.write_source()
         # The hash of the open weights is known only now, because `write_source` has just written it to the run.
-        self.checkpointer.describe |= compute_source_identity(self.run)
+        self.checkpointer.manifest_entries |= compute_source_identity(self.run)
         return engine
 
     def _check_no_checkpoint_is_missing(self) -> None:
@@ -426,7 +426,10 @@ class Trainer:
     # -- state -------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """Start saving a checkpoint of the state after `step`. The metrics of `step` must already be written."""
+        """Save a checkpoint of the state after `step`; with `checkpoint.mode: async`, only start the save.
+
+        The metrics of `step` must already be written.
+        """
         start_time = time.perf_counter()
         self.enter_phase(step, "save")
         self.checkpointer.wait_until_saved()
@@ -477,11 +480,11 @@ class Trainer:
             The step of the checkpoint (0 if there is none), and the states of callbacks by class name.
 
         Raises:
-            CheckpointError: if no checkpoint is intact, if it belongs to another config or other data, or if it
-                disappeared during the start.
+            CheckpointError: if all checkpoints are damaged, if the newest intact checkpoint belongs to another config
+                or other data, or if the checkpoints disappeared during the start.
         """
         start_time = time.perf_counter()
-        check_manifest = partial(check_identity, now=self.checkpointer.describe)
+        check_manifest = partial(check_identity, current=self.checkpointer.manifest_entries)
         manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check_manifest)
         step = int(manifest["step"]) if manifest else 0
         extra: Mapping[str, Any] = manifest["extra"] if manifest else {}
@@ -514,7 +517,7 @@ class Trainer:
     def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
         """Remove the metrics of steps after the restored `step`, and write the events `lost_work` and `restored`.
 
-        Only rank 0 calls this method.
+        Also set the expected duration of a save from the `saved` events. Only rank 0 calls this method.
 
         Args:
             step: the restored step; 0 if there is no checkpoint.

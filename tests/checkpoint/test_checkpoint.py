@@ -55,7 +55,7 @@ def make_checkpointer(rank_info: RankInfo, folder: Path, background: bool = Fals
         dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)
     group = dist.new_group(backend="gloo")
     return Checkpointer(
-        folder, group, keep=keep, background=background, describe={"layout": {}}, on_saved=lambda *_: None
+        folder, group, keep=keep, background=background, manifest_entries={"layout": {}}, on_saved=lambda *_: None
     )
 
 

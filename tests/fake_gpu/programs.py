@@ -73,7 +73,7 @@ def save_two_checkpoints(mode: str, folder: str) -> None:
         groups.new_control_group(),
         keep=2,
         background=mode == "async",
-        describe={"layout": {}},
+        manifest_entries={"layout": {}},
         on_saved=lambda *_: None,
     )
     for step in (1, 2):

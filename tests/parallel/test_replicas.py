@@ -377,7 +377,7 @@ def restore_train_and_save(rank_info: RankInfo, config: Config, folder: Path, st
         dist.new_group(backend="gloo"),
         keep=9,
         background=False,
-        describe={"layout": {}},
+        manifest_entries={"layout": {}},
         on_saved=lambda *_: None,
     )
     manifest = saver.restore(engine.state_dict(), lambda *_: None)
@@ -466,7 +466,12 @@ def resume_with_each_method(
     results = {}
     for saving_method, engine in engines.items():
         saver = Checkpointer(
-            folder / saving_method, group, keep=9, background=False, describe={"layout": {}}, on_saved=lambda *_: None
+            folder / saving_method,
+            group,
+            keep=9,
+            background=False,
+            manifest_entries={"layout": {}},
+            on_saved=lambda *_: None,
         )
         tensors, extra = engine.checkpoint_state()
         saver.save(tensors, step=1, samples_consumed=0, extra={})
@@ -515,14 +520,15 @@ def check_skipped_step(rank_info: RankInfo, config: Config) -> bool:
     engine = create_engine(rank_info, config)
     for step, batch in list(enumerate(make_batches(config), 1))[:3]:
         hook = engine.replica_sync
-        before = {name: tensor.clone() for name, tensor in (hook.residual | hook.start).items()}
+        before = {name: tensor.clone() for name, tensor in {**hook.residual, **hook.powersgd_q}.items()}
         if step == 3:
             with torch.no_grad():
                 engine.parts[0].get_parameter("lm_head.weight")[0, 0] = float("nan")
         engine.backward({"tokens": batch.chunk(rank_info.world_size)[rank_info.rank]}, step)
         norm = engine.clip_gradients(None).item()
         engine.update_weights(norm, is_good=step != 3)
-        is_unchanged = all(torch.equal(tensor, before[name]) for name, tensor in (hook.residual | hook.start).items())
+        after = {**hook.residual, **hook.powersgd_q}
+        is_unchanged = all(torch.equal(tensor, before[name]) for name, tensor in after.items())
         if step == 3:
             return is_unchanged and norm != norm  # the norm is NaN
         assert not is_unchanged

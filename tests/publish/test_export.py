@@ -62,7 +62,7 @@ def save_initial_checkpoint(rank_info: RankInfo, path: Path) -> list[list[float]
     trainer = Trainer(run, load_run_manifest(run), rank_info, world, PassiveStopFlag())
     saver = Checkpointer(
         run.checkpoints_dir, groups.new_control_group(), keep=1, background=False,
-        describe=trainer.checkpointer.describe, on_saved=lambda *_: None,
+        manifest_entries=trainer.checkpointer.manifest_entries, on_saved=lambda *_: None,
     )  # fmt: skip
     saver.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={"scaler": {}})
     with torch.no_grad():

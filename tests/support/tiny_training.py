@@ -104,7 +104,7 @@ def change_layouts_on_rank(
             dist.new_group(backend="gloo"),
             keep=9,
             background=False,
-            describe={"layout": {}},
+            manifest_entries={"layout": {}},
             on_saved=lambda *_: None,
         )
         if number:
@@ -134,7 +134,12 @@ def resave_on_rank(rank_info: RankInfo, path: Any, folder: Any) -> str:
     trainer = Trainer(run, load_run_manifest(run), rank_info, world, PassiveStopFlag())
     assert trainer.start_step > 0, "the trainer restored no checkpoint"
     checkpointer = Checkpointer(
-        folder, groups.new_control_group(), keep=1, background=False, describe={"layout": {}}, on_saved=lambda *_: None
+        folder,
+        groups.new_control_group(),
+        keep=1,
+        background=False,
+        manifest_entries={"layout": {}},
+        on_saved=lambda *_: None,
     )
     checkpointer.save(trainer.engine.state_dict(), step=1, samples_consumed=0, extra={})
     return compute_digest(folder / catalog.checkpoint_name(1))

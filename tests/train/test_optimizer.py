@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from pipeline.config.sections import ModelConfig, OptimizerConfig
 from pipeline.model.decoder import Decoder, init_weights
 from pipeline.train.lr_schedule import compute_learning_rate
-from pipeline.train.optimizer import LeanAdamW, make_optimizer, set_learning_rate, zero_moments
+from pipeline.train.optimizer import LeanAdamW, create_zero_moments, make_optimizer, set_learning_rate
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def make_lean_adamw(
     matrix = torch.nn.Parameter(torch.randn(SHAPE).to(dtypes[0]))
     config = OptimizerConfig(weight_decay=0.3, lr=0.01)
     optimizer = LeanAdamW([{"params": [matrix], "weight_decay": 0.3}], config, {matrix: 7}, compiled)
-    optimizer.state[matrix] = {"step": torch.zeros(()), **zero_moments(matrix, dtypes[1])}
+    optimizer.state[matrix] = {"step": torch.zeros(()), **create_zero_moments(matrix, dtypes[1])}
     return optimizer, matrix
 
 
