@@ -12,12 +12,14 @@ import json
 import os
 import py_compile
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
 from typing import IO, Any
 
@@ -209,7 +211,9 @@ def _collect_strings(paths: Sequence[Path]) -> set[str]:
 def _compile_files(copy_dir: Path, code_dir: Path, sources: Mapping[str, Path]) -> None:
     """Compile all Python files of a copy, so that errors are reported before the submission.
 
-    The ranks then do not have to compile the files either.
+    The ranks then do not have to compile the files either. If Python has already compiled a file of Sluice, the
+    bytecode is copied. The files of a custom model are always compiled, because Python would not notice two edits of a
+    file within a second.
 
     Args:
         copy_dir: the directory that contains the copy now.
@@ -221,15 +225,43 @@ def _compile_files(copy_dir: Path, code_dir: Path, sources: Mapping[str, Path]) 
     """
     for file in sorted(copy_dir.rglob("*.py")):
         relative_path = file.relative_to(copy_dir)
+        source = sources[relative_path.parts[0]].joinpath(*relative_path.parts[1:])
+        if relative_path.parts[0] in _COPIED_NAMES and _copy_bytecode(source, file):
+            continue
         try:
             py_compile.compile(str(file), dfile=str(code_dir / relative_path), doraise=True)
         except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
-            source = sources[relative_path.parts[0]].joinpath(*relative_path.parts[1:])
             lines = str(error).strip().replace(str(code_dir / relative_path), str(source)).splitlines()
             raise UserError(
                 "run.invalid_code",
                 f"{relative_path}, which the jobs would run, is not valid Python: {lines[-1]} ({lines[0]})",
             ) from error
+
+
+def _copy_bytecode(source: Path, copy: Path) -> bool:
+    """Copy the cached bytecode of a Python file for a copy of the file with the same modification time.
+
+    Args:
+        source: the file.
+        copy: the copy of the file.
+
+    Returns:
+        False if there is no valid bytecode: Python has not compiled the file, or the file has changed since then.
+    """
+    with suppress(OSError):
+        bytecode = Path(cache_from_source(source)).read_bytes()
+        status = source.stat()
+        copy_status = copy.stat()
+        is_same = (int(copy_status.st_mtime), copy_status.st_size) == (int(status.st_mtime), status.st_size)
+        # the header of a .pyc file that Python checks by the time of its source file (PEP 552)
+        expected_header = MAGIC_NUMBER + struct.pack("<3I", 0, int(status.st_mtime) & 0xFFFFFFFF, status.st_size)
+        if is_same and bytecode.startswith(expected_header):
+            target = Path(cache_from_source(copy))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(bytecode)
+            shutil.copymode(copy, target)
+            return True
+    return False
 
 
 def _try_model(code_dir: Path, module: str, options: Sequence[str]) -> list[str]:
