@@ -25,7 +25,7 @@ CONFIG_8B = "configs/lm-8b-1gpu.yaml"
 CONFIG_1B = "configs/lm-1b.yaml"
 BF16 = "optimizer.state={master: none, moments: bf16}"
 FP32 = "optimizer.state={master: fp32, moments: fp32}"
-RECOMPUTE = "parallel.activation_checkpointing"
+ACTIVATION_CHECKPOINTING = "parallel.activation_checkpointing"
 MIN_ROW_S = 25.0
 """If less time remains, no further row is started."""
 DEFAULT_ENV = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
@@ -65,7 +65,7 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
 
     first = make_row("weights fp32, moments bf16, selective")
     yield first
-    yield make_row("all bf16, full", BF16, f"{RECOMPUTE}=full")
+    yield make_row("all bf16, full", BF16, f"{ACTIVATION_CHECKPOINTING}=full")
     yield make_row("all bf16, selective", BF16)
     yield make_row(
         "fp8 rowwise, weights fp32, moments bf16, selective", "train.precision=fp8", "train.fp8_scales=rowwise"
@@ -84,7 +84,7 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
     yield make_row("weights fp32, moments bf16, selective, loss in one chunk, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
     # Two of the rows above fit into a card of 80 GB. All following rows also fit.
-    least_memory = (BF16, f"{RECOMPUTE}=full")
+    least_memory = (BF16, f"{ACTIVATION_CHECKPOINTING}=full")
     yield Row("through the trainer: all bf16, full", "trainer_speed", (str(steps), CONFIG_8B, *model, *least_memory))
     yield make_row("all bf16, full, again", *least_memory)
     yield make_row("all bf16, selective, micro-batch 1", BF16, "train.micro_batch=1")
@@ -103,14 +103,16 @@ def rows_1b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
     untied = "model.tie_word_embeddings=false"
     sluice = (str(steps), CONFIG_1B, untied, "train.loss_chunk=2048", *model)
     for again in ("", ", again"):
-        yield Row(f"Sluice, micro-batch 4, no recomputation{again}", "speed", (*sluice, f"{RECOMPUTE}=none"))
+        yield Row(
+            f"Sluice, micro-batch 4, no recomputation{again}", "speed", (*sluice, f"{ACTIVATION_CHECKPOINTING}=none")
+        )
         yield Row(f"torchtitan, micro-batch 4, no recomputation{again}", "titan", (str(steps), "4", "none", *model))
     for again in ("", ", again"):
         yield Row(f"Sluice, micro-batch 8, selective{again}", "speed",
-                  (*sluice, f"{RECOMPUTE}=selective", "train.micro_batch=8"))  # fmt: skip
+                  (*sluice, f"{ACTIVATION_CHECKPOINTING}=selective", "train.micro_batch=8"))  # fmt: skip
         yield Row(f"torchtitan, micro-batch 8, selective{again}", "titan", (str(steps), "8", "selective", *model))
     yield Row("Sluice, micro-batch 4, no recomputation, cast once a step", "speed",
-              (*sluice, f"{RECOMPUTE}=none", "parallel.zero=1"))  # fmt: skip
+              (*sluice, f"{ACTIVATION_CHECKPOINTING}=none", "parallel.zero=1"))  # fmt: skip
     yield Row("Sluice, micro-batch 4, moments bf16", "speed", (*sluice, "optimizer.state={moments: bf16}"))
     yield Row("Sluice, micro-batch 4, fp8", "speed", (*sluice, "train.precision=fp8"))
 

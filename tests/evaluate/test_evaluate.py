@@ -30,7 +30,10 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
-    """Remove all results, evaluate on `ranks` ranks and return the result of the newest step."""
+    """Remove all results, evaluate on `ranks` ranks and return the result of the newest evaluated step.
+
+    `step` is the option --step of the evaluate stage.
+    """
     for old_result in run.evaluation_dir.iterdir():
         old_result.unlink()
     options = {"step": step} if step else {}
@@ -40,7 +43,10 @@ def evaluate(run: Run, ranks: int, step: str | None = None) -> dict[str, Any]:
 
 
 def compute_reference_on_rank(rank_info: RankInfo, path: Path) -> tuple[float, int, float]:
-    """Return the summed loss, the number of tokens and the unigram entropy in bits, computed one window at a time."""
+    """Evaluate the newest checkpoint of the run at `path`, one window of held-out text after another.
+
+    Return the summed loss of all tokens, the number of tokens, and the unigram entropy of all tokens in bits.
+    """
     import torch
 
     from pipeline.checkpoint.checkpointer import load_checkpoint
@@ -52,7 +58,8 @@ def compute_reference_on_rank(rank_info: RankInfo, path: Path) -> tuple[float, i
     manifest = load_manifest(run.data_dir)
     model = Decoder(config.model, manifest.vocab_size, config.data.sequence_length).eval()
     weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(list_checkpoint_steps(run.checkpoints_dir)[0]), None)
+    newest_step = list_checkpoint_steps(run.checkpoints_dir)[0]
+    load_checkpoint(weights, run.checkpoints_dir / checkpoint_name(newest_step), None)
     total_loss = 0.0
     token_count = 0
     all_tokens = []
@@ -100,14 +107,14 @@ def evaluate_on_rank_with_logits_limit(rank_info: RankInfo, path: Path, window_c
         largest_count = max(largest_count, stop - start)
         return original_compute_sums(self, model, start, stop)
 
-    evaluator.LOGITS_BYTES = (
-        window_count * 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size + 3
-    )
+    window_bytes = 4 * run.config.data.sequence_length * load_manifest(run.data_dir).vocab_size  # of fp32 logits
+    evaluator.LOGITS_BYTES = window_count * window_bytes + 3  # three more bytes are too few for another window
     evaluator.TextHeldOut.compute_sums = record_size  # type: ignore[method-assign]
     assert run_stage_on_rank(rank_info, path, "evaluate") == ExitCode.DONE
     return largest_count
 
 
+# a forward pass has at least one window, and at most `evaluate.batch` windows (8 by default)
 @pytest.mark.parametrize(("limit_windows", "expected_windows"), [(0, 1), (3, 3), (99, 8)])
 def test_a_forward_pass_has_no_more_windows_than_the_logits_limit_allows(
     trained_run: Run, limit_windows: int, expected_windows: int
@@ -127,9 +134,10 @@ def test_evaluation_with_a_sharded_model_has_the_same_result(trained_run: Run) -
     try:
         assert evaluate(trained_run, 3) == expected, "the results must be bit-identical"
     finally:
-        trained_run.changes_file.unlink() if changes_before is None else trained_run.changes_file.write_bytes(
-            changes_before
-        )
+        if changes_before is None:
+            trained_run.changes_file.unlink()
+        else:
+            trained_run.changes_file.write_bytes(changes_before)
 
 
 def test_the_stage_evaluates_the_checkpoints_of_the_option_step(trained_run: Run) -> None:

@@ -34,9 +34,9 @@ TASK_OVERRIDES = ("train.steps=60", "stages.train.tasks_per_node=1", "model.drop
 
 
 def write_tasks(folder: Path) -> tuple[Path, Path]:
-    """Write a file of multiple-choice items and one of items with free answers.
+    """Write a file of multiple-choice items and a file of items with free answers. Return both paths.
 
-    One prompt is empty, one ends with a blank, and one is longer than a window.
+    In the first file, one prompt is empty, one ends with a blank, and one is longer than a window.
     """
     generator = random.Random(4)
     lines = []
@@ -140,7 +140,10 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_scores_of_all_items_equal_those_of_lm_eval(trained_run: Run, tmp_path: Path) -> None:
-    """Both evaluate the exported model. Prompts do not end with a blank here, because lm-eval adds one."""
+    """Sluice and lm-eval evaluate the same exported model.
+
+    In this test, no prompt ends with a blank, because lm-eval adds a blank between the prompt and a choice.
+    """
     python = os.environ.get("LM_EVAL_PYTHON")
     if python is None:
         pytest.fail("LM_EVAL_PYTHON must name a Python with lm-eval; `make test-long` sets it")
@@ -156,7 +159,7 @@ def test_scores_of_all_items_equal_those_of_lm_eval(trained_run: Run, tmp_path: 
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     expected_metrics, expected_samples = json.loads(result.stdout.splitlines()[-1])
-    model, tokenizer, end_ids, _ = _load_folder(folder, "the", None, 40)
+    model, tokenizer, end_ids, _ = _load_folder(folder, prompt="the", step=None, max_tokens=40)
     task = make_task(file, tokenizer, end_ids[0])
     with torch.no_grad():
         sums = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
@@ -185,7 +188,8 @@ def test_choices_equal_those_of_transformers(trained_run: Run, tmp_path: Path) -
         assert result[f"chosen.{key}_stderr"] == pytest.approx(standard_error)
     assert result["chosen.items"] == 23 and 0 < result["chosen.accuracy"] < 1
     assert f"chosen.accuracy {result['chosen.accuracy']:.4f}" in format_result(result)
-    for ranks, overrides in ((2, ()), (3, ("parallel.zero=3",))):  # First with data parallelism, then also sharded.
+    # two ranks with a full copy of the weights each, then three ranks that shard the weights
+    for ranks, overrides in ((2, ()), (3, ("parallel.zero=3",))):
         trained_run.apply_overrides([f"stages.evaluate.tasks_per_node={ranks}", *overrides])
         expected = file.read_bytes()
         file.unlink()
@@ -194,15 +198,20 @@ def test_choices_equal_those_of_transformers(trained_run: Run, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen"])
-def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, kind: str) -> None:
+def test_prompts_begin_with_the_given_special_tokens(tmp_path: Path, kind: str) -> None:
+    """The tokenizer "mistral" adds <s> in transformers, and the tokenizer "qwen" adds no token.
+
+    Sluice does not use the tokenizer's setting, but adds `bos_ids`: no token, or <s>. With "qwen" and <s>, the choices
+    therefore differ from those of transformers.
+    """
     save_model(tmp_path / "model", "qwen2")
     tokenizer = add_post_processor(make_byte_tokenizer(" ".join(WORDS)), kind)
     save_tokenizer(tmp_path / "model", tokenizer, eos_token="<|end|>")
     choice_file, _ = write_tasks(tmp_path)
     items = [json.loads(line) for line in choice_file.read_text().splitlines()]
-    model, tokenizer_read = _load_folder(tmp_path / "model", "the", None, 40)[:2]
+    model, loaded_tokenizer = _load_folder(tmp_path / "model", prompt="the", step=None, max_tokens=40)[:2]
     for bos_ids in ((), (get_token_id(tokenizer, "<s>"),)):
-        task = make_task(choice_file, tokenizer_read, 0, bos_ids)
+        task = make_task(choice_file, loaded_tokenizer, 0, bos_ids)
         with torch.no_grad():
             sums = [task.compute_sums(model, number, number + 1) for number in range(task.count)]
         expected = [
@@ -211,7 +220,7 @@ def test_prompts_begin_with_the_special_tokens_of_the_training(tmp_path: Path, k
         ]
         has_equal_accuracy = [[item["accuracy"] for item in sums], [item["accuracy_norm"] for item in sums]] == expected
         expects_equal_accuracy = kind == "mistral" or not bos_ids
-        assert has_equal_accuracy is expects_equal_accuracy, "the special tokens differ from those of transformers"
+        assert has_equal_accuracy is expects_equal_accuracy, f"wrong special tokens with {bos_ids=}"
 
 
 def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: Path) -> None:
@@ -228,7 +237,7 @@ def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: P
     def compute_expected_accuracies(add_special_tokens: bool) -> list[float]:
         """Return the accuracies of transformers' choices, in total and per character."""
         return [
-            sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / 23
+            sum(choice == item["answer"] for choice, item in zip(choices, items, strict=True)) / len(items)
             for choices in choose_with_transformers(folder, 32, items, add_special_tokens)
         ]
 
@@ -249,7 +258,7 @@ def test_the_blank_before_a_choice_counts_as_part_of_the_choice(trained_run: Run
 
 
 def test_free_answers_equal_those_that_transformers_generates_greedily(trained_run: Run, tmp_path: Path) -> None:
-    """The expected answers of the task file are generated by transformers, except one, which is wrong."""
+    """Transformers generates the expected answers of the task file, except the first one, which is wrong."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     export_checkpoint(trained_run, tmp_path / "out", None, "fp32")
@@ -257,6 +266,7 @@ def test_free_answers_equal_those_that_transformers_generates_greedily(trained_r
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     lines = [json.loads(line) for line in trained_run.config.evaluate.task_files[1].read_text().splitlines()]
     for line in lines[1:]:
+        # a sequence has 32 tokens, of which 3 are reserved for the answer
         ids = tokenizer(line["prompt"], return_tensors="pt", add_special_tokens=False).input_ids[:, -29:]
         new_ids = model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         line["answer"] = tokenizer.decode(new_ids, skip_special_tokens=True).strip()

@@ -19,7 +19,7 @@ from pipeline.evaluate.evaluator import TextHeldOut
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the file of tokens `one.bin`."""
+    """Return a folder with `one.bin`, a file of 4,000 tokens. The value of each token is its position in the file."""
     folder = tmp_path_factory.mktemp("tokens")
     np.arange(4000, dtype=np.uint16).tofile(folder / "one.bin")
     return folder
@@ -36,6 +36,7 @@ def make_held_out(folder: Path, part_sizes: list[tuple[str, int]], limit: int | 
     starts = np.cumsum([0, *(size for _, size in part_sizes)]).tolist()
     entries = [
         ShardEntry.model_construct(
+            # a token has two bytes
             file="one.bin", part=(2 * start, 2 * (start + size)), tokens=size, offset=2 * start, dtype="uint16",
             mask_offset=None, bytes=size,
         )
@@ -75,6 +76,7 @@ def test_the_windows_equal_those_of_a_list_of_all_windows(
     assert [(shard.offset // 2, window_start) for shard, window_start in windows] == expected
     for shard, window_start in windows:  # The value of each token is its position in the file.
         assert int(held_out._arrays[shard.name]["tokens"][window_start]) == shard.offset // 2 + window_start
+    # where the last window of each part ends, by the start of the part
     end_by_part = {shard.offset // 2: window_start + 8 for shard, window_start in windows}
     assert [(shard.offset // 2, count) for shard, count in held_out._tokens_in_windows] == [
         (start, min(end, size))

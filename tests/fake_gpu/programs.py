@@ -130,7 +130,10 @@ def initialize_weights() -> None:
 
 
 def check_peak_memory() -> None:
-    """Check the measured peak memory of two phases. They allocate and free a tensor of 1 GB and one of 0.1 GB."""
+    """Check the measured peak memory of two phases.
+
+    The first phase allocates and frees a tensor of 1 GB, the second phase one of 0.1 GB.
+    """
     device = join_on_gpu1().device
     measure_peak_memory(device)
     for size, peak_gb in ((1e9, 1.0), (1e8, 0.1)):
@@ -138,7 +141,7 @@ def check_peak_memory() -> None:
         del allocated
         measured = measure_peak_memory(device)
         assert peak_gb <= measured["memory_gb"] < peak_gb + 0.05, measured
-        assert measured["memory_reserved_gb"] >= 1.0, "the allocator keeps freed memory"
+        assert measured["memory_reserved_gb"] >= 1.0, "the allocator must keep freed memory"
 
 
 def train_with_powersgd(rank: str, port: str) -> None:

@@ -6,7 +6,7 @@
    memory is address space that is hardly ever backed by host memory.
 
    The log (FAKE_GPU_LOG, appended to) has one line per call: thread, its current device, name, arguments. Names:
-     context               the first call that needs a context on this device; the driver creates it, with its memory
+     context               the first call that needs a context on this device, for which the driver allocates memory
      use                   cudaSetDevice, which also creates a context
      alloc ADDRESS BYTES   an allocation of the driver; torch's caching allocator often needs none
      pin ADDRESS BYTES     an allocation of page-locked memory

@@ -28,7 +28,7 @@ from pipeline.run.code import CODE_ROOT
 ORIGINAL_CONFIGS = [*sorted((CODE_ROOT / "configs").glob("*.yaml")), CODE_ROOT / "examples/vit.yaml"]
 SWEEP = "run: {name: s}\ntrain: {steps: 4}\nsweep: {grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}\n"
 MAX_CPU_S = 5.0
-"""Largest CPU time of a case in seconds."""
+"""Maximum CPU time of a case in seconds."""
 UNUSUAL_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 3, 7, 2**31, 2**40, 2**63, 2**64, 10**400, 0.5, -0.0, 1e-320, 1e308, float("nan"),
     float("inf"), "", " ", "auto", "null", "1e3", "0x10", "[", "[/]", ":x:", "\x1b[2J", "\0", "\u202e", "é" * 300,

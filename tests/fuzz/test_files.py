@@ -186,7 +186,7 @@ def read_requested_steps(path: Path) -> int:
 
 @pytest.fixture(scope="module")
 def expected_results(undamaged_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Return the results of the undamaged run by its number of steps."""
+    """Return the results of the undamaged run with 4 steps and with `STEPS` steps, by number of steps."""
     results = {}
     for steps in (4, STEPS):
         copy = tmp_path_factory.mktemp("undisturbed") / "tiny"
@@ -196,6 +196,7 @@ def expected_results(undamaged_run: Path, tmp_path_factory: pytest.TempPathFacto
         outcome, results[steps] = run_ranks(1, continue_run, copy)[0]
         assert outcome == "results", results
         assert results[steps][0] == results[steps][2] == steps, results
+    # status and report must use all files of the undamaged run, and its files must pass their checks
     output = show_run(undamaged_run)
     assert "local compute time per step by host" in output
     assert "left out" not in output

@@ -11,7 +11,7 @@ from pipeline.model.decoder import IGNORE_INDEX, LMHead, cross_entropy_sum
 from tests.support.errors import raises_error
 
 SHAPE = (3, 10)
-"""Sequences, and tokens of a sequence."""
+"""Number of sequences, and number of tokens in each sequence."""
 WIDTH = 16
 VOCAB = 50
 

@@ -88,9 +88,9 @@ def test_batches_equal_samples_that_are_read_and_transformed_one_by_one(
                     order = training_samples[compute_index_range(3, first_sample, 16 // ranks, 135)]
                     batch = next(batches)
                     for i, index in enumerate(order):
-                        random = np.random.Generator(
-                            np.random.Philox(key=np.array([2**64 - 7, first_sample + i], np.uint64))
-                        )
+                        # the key is the seed, here -7 as an unsigned number, and the position of the sample
+                        key = np.array([2**64 - 7, first_sample + i], np.uint64)
+                        random = np.random.Generator(np.random.Philox(key=key))
                         assert np.array_equal(batch["images"][i].numpy(), crop_image(images[index], random))
                     assert batch["labels"].dtype == torch.int32
 

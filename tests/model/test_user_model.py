@@ -152,7 +152,7 @@ def train_in_plain_torch(_: RankInfo, path: Path, steps: int) -> list[tuple[floa
     compute_rate = compute_learning_rate
     if config.optimizer.name == "own":
         optimizer = module.optimizer(list(model.named_parameters()), config.optimizer)
-        rate_factors = [1.0, 0.5]
+        rate_factors = [1.0, 0.5]  # as in OPTIMIZER_SOURCE, whose second group has half the learning rate
         compute_rate = module.learning_rate
     results = []
     for step in range(1, steps + 1):
@@ -181,7 +181,7 @@ def check_equal_steps(
         assert (loss, gradient_norm) == pytest.approx(expected, rel=1e-5), f"{case}, step {step}: (loss, norm)"
 
 
-# The lists of layouts have the number of ranks, and overrides.
+# Layouts: the number of ranks, and overrides of the config.
 LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
     (1, ("train.micro_batch=16",)),
     (2, ()),
@@ -275,7 +275,10 @@ class StepCountingNAdam(torch.optim.NAdam):
 
 Optimizer = torch.optim.NAdam
 """
-"""Source code of a custom optimizer and of a custom learning-rate schedule."""
+"""Source code of a custom optimizer and of a custom learning-rate schedule.
+
+An error test replaces NAdam with `StepCountingNAdam`, which changes a value of its parameter groups.
+"""
 
 CUSTOM_OPTIMIZER_OVERRIDES = (
     "model.target=own",
@@ -377,6 +380,7 @@ def test_a_callback_adds_a_metric_and_stops_early_at_the_same_step_after_stops(t
     train_run(undisturbed_run, 2)
     averages = read_averages(undisturbed_run)
     last_step = averages[-1][0]
+    # the callback stops the run 50 steps after the last improvement, which is in step 1 or later
     assert 51 <= last_step < 200 and averages[0][1] == averages[0][2]
     assert load_stage_module("train").describe_missing_outputs(undisturbed_run) is None
     assert [event["step"] for event in read_event_lines(undisturbed_run, "train", "stopped_early")] == [last_step]
@@ -433,6 +437,7 @@ INIT_FROM_FILE = """\
     with safe_open(options["weights"], framework="pt") as file:
         values.copy_(file.get_tensor(name))
 """
+"""Body of the function `init` of a model that starts from the weights in a file."""
 
 
 def test_samples_of_different_lengths_have_the_losses_of_plain_torch(series_folder: Path) -> None:
@@ -532,10 +537,9 @@ def test_skewed_lengths_are_assigned_nearly_evenly(seed: int, ranks: int, sample
 
 
 def test_contiguous_ranges_are_used_if_the_greedy_assignment_is_worse() -> None:
-    lengths = np.array([6, 1, 1, 4, 4, 4], dtype=np.int64)
-    largest_contiguous_sum = 4 + 4 + 4
-    assignment = assign_to_ranks(lengths, 2)
-    assert lengths[assignment].sum(1).max() <= largest_contiguous_sum
+    """The greedy assignment has the sums 4 + 2 + 1 = 7 and 2 + 2 + 1 = 5, the contiguous ranges have 6 and 6."""
+    lengths = np.array([1, 1, 4, 2, 2, 2], dtype=np.int64)
+    assert assign_to_ranks(lengths, 2).tolist() == [[2, 0, 1], [3, 4, 5]]
 
 
 # -- files -----------------------------------------------------------------------------------------------------

@@ -39,11 +39,11 @@ def test_operations_with_the_mpi_of_the_system_have_correct_results() -> None:
 
 
 def test_errors_name_the_wrong_call_and_a_failed_rank_ends_all_ranks(tmp_path: Path) -> None:
-    """The three ranks make wrong collective calls, and check the message of each error. Then rank 1 fails."""
+    """The three ranks make wrong collective calls and check the message of each error. At the end, rank 1 fails."""
     completed = run_mpirun(
         3, "tests.support.mpi_faults", "faults", str(tmp_path), env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     )
-    # rank 1 prints the text twice, because it also prints the message of rank 0, and then raises "on purpose"
+    # Rank 1 prints "saw all faults" twice, for rank 0 and for itself. Its last error has the text "on purpose".
     assert completed.stdout.count("saw all faults") == 2 and "on purpose" in completed.stdout, completed.stdout
     remaining_pids = list_remaining_processes(str(tmp_path), 5)
     assert completed.returncode != 0 and not remaining_pids

@@ -198,9 +198,9 @@ def test_attention_and_positions_are_restricted_to_each_document(rows: list[list
 
 
 def test_a_token_that_ends_and_starts_documents_belongs_to_the_next_document() -> None:
-    """Some tokenizers use the same token for the end and the start of a document. It occurs once between documents."""
+    """Some tokenizers use one token for the end and the start of documents. It occurs once between two documents."""
     config = make_packed_config(1, TEXT)
-    task = DecoderTask(config, VOCAB, EOS, True)
+    task = DecoderTask(config, VOCAB, EOS, eos_starts_next=True)
     model = Decoder(config.model, VOCAB, config.data.sequence_length)
     init_weights(model, config.run.seed, config.model.initializer_range)
     first_document = [EOS, 5, 6, 7]
@@ -212,4 +212,5 @@ def test_a_token_that_ends_and_starts_documents_belongs_to_the_next_document() -
             [model(torch.tensor([document]))[0] for document in (first_document, second_document)]
         )
     torch.testing.assert_close(packed_logits, single_logits)
+    # all tokens have a loss, so the task does not count them
     assert task.count_loss_entries(batch) is None and (task.next_tokens(batch) == batch["tokens"][:, 1:]).all()

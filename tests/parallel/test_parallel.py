@@ -173,7 +173,7 @@ def test_all_tensor_parallel_layouts_equal_one_process(ranks: int, sequence: boo
 
 
 def test_the_norm_of_a_large_gradient_equals_that_of_its_shards() -> None:
-    """The fp32 norm that torch computes of this gradient is 7e-4 too small."""
+    """If torch computes the norm of this gradient in fp32, the result is too small by a relative error of 7e-4."""
     gradient = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(2))
     expected = torch.stack([shard.double().square().sum() for shard in gradient.split(64)]).sum().sqrt().item()
     assert compute_total_norm([gradient]).item() == pytest.approx(expected, rel=1e-6)
@@ -283,6 +283,7 @@ COMBINATIONS: list[tuple[int, dict[str, Any]]] = [
 def test_combined_features_equal_one_process(ranks: int) -> None:
     """Each layout combines features that may be used together, such as a pipeline with offload."""
     cases = [parallel for needed_ranks, parallel in COMBINATIONS if needed_ranks == ranks]
+    # If the global batch of 16 samples is divided among ranks / 2 replicas, each replica has 4 micro-batches per step.
     micro_batch = 32 // ranks // 4
     check_against_one_process(ranks, *({"parallel": case, "train": {"micro_batch": micro_batch}} for case in cases))
 
@@ -365,8 +366,8 @@ def check_digests_and_losses(results: list[Any], steps: int) -> None:
 def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path, model: dict[str, Any]) -> None:
     """The eight layouts form a cycle: at the end, the first layout loads the checkpoint of the last one.
 
-    Each layout trains two steps after it has saved. Wrong weights would change the loss of the first step, and a wrong
-    optimizer state that of the second step.
+    The first layout trains three steps before it saves. Each layout trains two steps after it has saved. Wrong weights
+    would change the loss of the first of these steps, and a wrong optimizer state that of the second one.
     """
     first_config, *other_configs = [make_layout_config(parallel, model) for parallel in LAYOUTS]
     check_digests_and_losses(
@@ -384,13 +385,17 @@ def test_each_layout_loads_the_checkpoint_of_every_other_layout(tmp_path: Path, 
     for number, config in enumerate(configs):
         folder = tmp_path / str(number)
         folder.mkdir()
+        # 3 steps before the first checkpoint, and 10 steps after each checkpoint
         arguments = (configs[saving_layout], [config], folder, 3, 10)
         check_digests_and_losses(run_ranks(4, change_layouts_on_rank, *arguments, timeout=TIMEOUT_S), 10)
 
 
 @pytest.mark.story
 def test_muon_updates_of_sharded_weights_equal_those_of_one_process(tmp_path: Path) -> None:
-    """The tolerance of the norm is larger here, because Muon's bf16 rounding amplifies differences of a last digit."""
+    """Three steps precede the first checkpoint, and two steps follow each checkpoint.
+
+    The tolerance of the norm is larger than in other tests, because Muon's bf16 rounding amplifies rounding errors.
+    """
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"tensor": 2, "zero": 2}]
     muon = {"name": "muon", "lr": 2e-2, "clip_norm": 0.1}
     expected_steps = train_one_process({"train": FEW_BATCHES, "optimizer": muon})[3:5]
@@ -417,7 +422,8 @@ def test_muon_updates_of_sharded_weights_equal_those_of_one_process(tmp_path: Pa
 def test_stochastic_rounding_is_the_same_in_all_layouts(tmp_path: Path, sections: dict[str, Any]) -> None:
     """The random number of an entry depends on its position in the full parameter, so it is the same in any shard.
 
-    Checkpoints keep the bits of bf16 weights.
+    Three steps precede the first checkpoint, and two steps follow each checkpoint. Checkpoints keep the bits of bf16
+    weights.
     """
     layouts: list[dict[str, Any]] = [
         {"zero": 3},
@@ -479,7 +485,8 @@ def check_positions_on_rank(rank_info: RankInfo, configs: list[Config]) -> list[
             parameter for parameter in engine.parts[0].parameters() if local_tensor(parameter) is not parameter
         ]
         for parameter in sharded_parameters:
-            # The position of an entry is the sum of one number for each dimension. It is exact in any dtype modulo 251.
+            # The position of an entry is the sum of one number for each dimension, plus the seed 7. Modulo 251, each
+            # position can be represented exactly in any dtype.
             first_dim, *other_dims = _make_positions(parameter, 7)
             local_tensor(parameter).detach().copy_(sum(other_dims, first_dim) % 251)
             first_dim, *other_dims = _make_positions(torch.empty(parameter.shape), 7)
@@ -492,6 +499,7 @@ def test_entries_of_shards_have_the_same_positions_for_random_rounding_as_in_ful
     """FSDP shards tensors that tensor parallelism has sharded. Some shards are strided, uneven or replicated."""
     layouts: list[dict[str, Any]] = [{"tensor": 2, "zero": 2}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}]
     configs = [tiny_config(4, **BF16_MOMENTS, parallel=layout, train=FEW_BATCHES) for layout in layouts]
+    # all parameters are sharded: 9 of each of the 4 blocks, the embedding, the last norm and the output layer
     assert run_ranks(4, check_positions_on_rank, configs) == [[39, 39]] * 4
 
 
@@ -663,7 +671,9 @@ def compute_gradients_on_rank(rank_info: RankInfo, configs: list[Config]) -> lis
     "precision", [pytest.param("bf16", marks=pytest.mark.story), pytest.param("fp16", marks=pytest.mark.long)]
 )
 def test_low_precision_errors_do_not_accumulate_over_micro_batches(precision: str) -> None:
-    """Gradients of many micro-batches must be as close to fp32 as those of one, also with pipelines and ZeRO 1.
+    """Summed gradients of many micro-batches must be as close to fp32 as gradients of one micro-batch.
+
+    This also holds for pipelines with ZeRO 1.
 
     The weights of a pipeline-parallel stage are in low precision during a step. Schedules that split the backward pass
     accumulate the gradients of these weights themselves. The gradient norm would not show errors of this sum, because

@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_config(ranks: int, clip: float | None = None, **parallel: Any) -> Config:
-    """Return a config with one replica per rank; `parallel` are values of this section.
+    """Return a config with one replica per rank. `parallel` are values of the section `parallel`.
 
     AdamW's eps is so large that rounding errors of tiny gradients hardly change the weights.
     """
@@ -50,6 +50,7 @@ def make_config(ranks: int, clip: float | None = None, **parallel: Any) -> Confi
 
 def create_engine(rank_info: RankInfo, config: Config) -> Any:
     """Return an engine that reduces gradients in many small buckets."""
+    import torch
     import torch.distributed as dist
 
     from pipeline.comm import groups
@@ -58,7 +59,7 @@ def create_engine(rank_info: RankInfo, config: Config) -> Any:
     from pipeline.parallel.mesh import resolve_layout
     from pipeline.train.engine import Engine
 
-    world = groups.World(rank_info.rank, rank_info.world_size, __import__("torch").device("cpu"), "gloo")
+    world = groups.World(rank_info.rank, rank_info.world_size, torch.device("cpu"), "gloo")
     if not dist.is_initialized():
         groups.configure_determinism(config)
         world = groups.join_process_group(rank_info, config)
@@ -174,7 +175,7 @@ def compute_reference_with_hook(rank_info: RankInfo, config: Config, replicas: i
 
 
 CLIPPED_CASES = ("topk_warmup", "nesterov", "warm-up")
-"""Cases that clip gradients."""
+"""Cases of HOOKS and of LOCAL_SGD_OPTIONS in which gradients are clipped."""
 HOOKS = {
     "bf16": (2, {"kind": "bf16"}),
     "fp16": (2, {"kind": "fp16"}),
@@ -182,8 +183,6 @@ HOOKS = {
     "topk_warmup": (2, {"kind": "topk", "ratio": 0.02, "warmup_steps": 3}),
     "powersgd": (3, {"kind": "powersgd", "rank": 3, "warmup_steps": 1}),
 }
-
-
 """Number of replicas and the value of `parallel.hook`, by case."""
 
 
@@ -306,6 +305,7 @@ LOCAL_SGD_OPTIONS: dict[str, dict[str, float]] = {
     "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
     "warm-up": {"outer_lr": 0.7, "outer_momentum": 0.9, "warmup_steps": 3},
 }
+"""Values of `parallel.local_sgd`, by case."""
 
 
 @pytest.mark.parametrize("case", list(LOCAL_SGD_OPTIONS))
@@ -318,8 +318,8 @@ def test_local_sgd_gives_the_same_result_as_a_simple_implementation(case: str) -
         for name, tensor in expected["states"][rank].items():
             assert abs(result["state"][name] - tensor).max() <= 1e-6, (rank, name)
             mean = sum(state[name] for state in expected["states"]) / 3
-            assert abs(result["saved"][name] - mean).max() <= 1e-6, "a checkpoint contains the mean"
-    # the last step is one after an average, so the replicas differ
+            assert abs(result["saved"][name] - mean).max() <= 1e-6, "a checkpoint must contain the mean"
+    # the replicas differ, because the last step follows the average of step 4
     first_weights, second_weights = (rank["state"]["model.lm_head.weight"] for rank in results[:2])
     assert not np.array_equal(first_weights, second_weights)
 
@@ -332,6 +332,7 @@ RESUME_CASES = {
     "fp16": "parallel.hook.kind=fp16",
     "average": "parallel.local_sgd.every=16",
 }
+"""Override of the config, by case."""
 
 
 def make_resume_parameter(world_size: int, case: str) -> Any:
@@ -447,6 +448,7 @@ SYNC_METHODS: dict[str, dict[str, Any]] = {
     "warm-up": {"local_sgd": {"every": 4, "warmup_steps": 9}},
     "nesterov": {"local_sgd": {"every": 4, "outer_momentum": 0.9}},
 }
+"""Values of the section `parallel`, by method of synchronizing replicas."""
 
 
 def resume_with_each_method(

@@ -47,6 +47,8 @@ PRODUCT_FLOPS = 1.7e11
 """FLOP/s of the recorded matrix products."""
 COPY_S = 0.0103
 """Seconds of the recorded copy."""
+STEP_S = 0.59
+"""Seconds of the recorded step."""
 ONE_STEP = Timings(
     products=[(m, n, k, 2 * m * n * k / PRODUCT_FLOPS) for m, n, k in matrix_shapes(WORKLOAD)], attention=2.6e-3,
     copied=(1 << 26, COPY_S),
@@ -54,11 +56,16 @@ ONE_STEP = Timings(
         Exchange(kind="all_gather", size=1 << 20, ranks=2, between=False, seconds=4e-4),
         Exchange(kind="all_reduce", size=1 << 24, ranks=2, between=False, seconds=1.2e-2),
     ],
-    steps=[Step(work=WORKLOAD, ranks_per_node=2, seconds=0.59)],
+    steps=[Step(work=WORKLOAD, ranks_per_node=2, seconds=STEP_S)],
 )  # fmt: skip
 TWO_STEPS = ONE_STEP.model_copy(
     update={"steps": [*ONE_STEP.steps, Step(work=TENSOR_WORKLOAD, ranks_per_node=4, seconds=1.13)]}
 )
+
+
+def fit_cpu_machine(timings: Timings, cores: int = 2) -> Machine:
+    """Return the machine that fits timings of ranks on the CPU of a node with `cores` cores and 8 GiB of memory."""
+    return fit_machine(timings, "CPU", memory_gib=8, multiprocessors=1, cores=cores)
 
 
 def make_exchanges(machine: Machine, between_nodes: bool) -> list[Exchange]:
@@ -118,14 +125,14 @@ def test_fitted_latency_and_bandwidth_are_valid_if_timings_fit_no_line() -> None
 
 
 def test_the_fitted_machine_predicts_its_timed_steps() -> None:
-    """The machine is fitted to one step, and then to two. The second step has twice as many ranks as cores."""
-    machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
-    assert predict_step(WORKLOAD, machine).step == pytest.approx(0.59, rel=1e-3)
+    """The machine is fitted to one step, and then to two steps. The second step has four ranks on two cores."""
+    machine = fit_cpu_machine(ONE_STEP)
+    assert predict_step(WORKLOAD, machine).step == pytest.approx(STEP_S, rel=1e-3)
     # The prediction assumes that some matrix tiles are partly unused, so the fitted rate exceeds the recorded rate.
     assert machine.achievable["fp32"] == pytest.approx(PRODUCT_FLOPS, rel=0.1)
     assert machine.bandwidth == pytest.approx(2 * (1 << 26) / COPY_S)
     assert machine.measured is not None and machine.measured.call == 0.0
-    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(TWO_STEPS)
     for step in TWO_STEPS.steps:
         prediction = predict_step(step.work, machine.with_gpus_per_node(step.ranks_per_node))
         assert prediction.step == pytest.approx(step.seconds, rel=5e-3)
@@ -134,9 +141,9 @@ def test_the_fitted_machine_predicts_its_timed_steps() -> None:
 
 def test_fitted_rates_double_if_two_ranks_shared_the_measured_core() -> None:
     """A rank that has the core for itself computes twice as fast as one of two ranks that share the core."""
-    two_cores = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
-    one_core = fit_machine(ONE_STEP, "CPU", 8, 1, 1)
-    assert predict_step(WORKLOAD, one_core).step == pytest.approx(0.59, rel=1e-3)
+    two_cores = fit_cpu_machine(ONE_STEP)
+    one_core = fit_cpu_machine(ONE_STEP, cores=1)
+    assert predict_step(WORKLOAD, one_core).step == pytest.approx(STEP_S, rel=1e-3)
 
     def list_rates(machine: Machine) -> list[float]:
         """Return all fitted values that are rates."""
@@ -150,20 +157,20 @@ def test_fitted_rates_double_if_two_ranks_shared_the_measured_core() -> None:
 def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
     """The fit also recovers the overheads if the ranks of a timed step share a core."""
     for cores in (1, 2):
-        machine = fit_machine(TWO_STEPS, "CPU", 8, 1, cores)
+        machine = fit_cpu_machine(TWO_STEPS, cores=cores)
         machine = machine.model_copy(update={"measured": Overheads(eager=2.5, call=2e-3)})
         steps = [
             Step(work=work, ranks_per_node=ranks, seconds=predict_step(work, machine.with_gpus_per_node(ranks)).step)
             for work, ranks in ((WORKLOAD, 2), (TENSOR_WORKLOAD, 4))
         ]
-        overheads = fit_machine(TWO_STEPS.model_copy(update={"steps": steps}), "CPU", 8, 1, cores).measured
+        overheads = fit_cpu_machine(TWO_STEPS.model_copy(update={"steps": steps}), cores=cores).measured
         assert overheads is not None
         assert (overheads.eager, overheads.call) == pytest.approx((2.5, 2e-3), rel=0.01)
 
 
 def test_ranks_that_share_cores_take_as_long_as_fewer_ranks() -> None:
     """On two cores, four ranks take as long as two ranks for the same global batch. On four cores, they are faster."""
-    machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(ONE_STEP)
     four_ranks_workload = replace(WORKLOAD, shard=4)
     on_two_cores_s = predict_step(four_ranks_workload, machine.with_gpus_per_node(4)).step
     assert on_two_cores_s == pytest.approx(predict_step(WORKLOAD, machine).step, rel=0.15)
@@ -176,7 +183,7 @@ def test_waiting_pipeline_ranks_leave_their_core_to_other_ranks() -> None:
 
     A step therefore takes hardly longer than on one rank.
     """
-    machine = fit_machine(ONE_STEP, "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(ONE_STEP)
     pipeline_workload = replace(WORKLOAD, shard=1, pipeline=4, global_batch=4)
     one_rank_s = predict_step(replace(pipeline_workload, pipeline=1), machine).step
     assert predict_step(pipeline_workload, machine.with_gpus_per_node(4)).step < 1.2 * one_rank_s
@@ -184,7 +191,7 @@ def test_waiting_pipeline_ranks_leave_their_core_to_other_ranks() -> None:
 
 def test_predicted_zero_steps_on_cpus_include_the_copies_and_calls_of_fsdp() -> None:
     """FSDP copies tensors and calls a collective for each block. DDP needs neither, so it is faster."""
-    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(TWO_STEPS)
     work = replace(WORKLOAD, tied=False)
     ddp_s = predict_step(replace(work, replicate=2, shard=1), machine).step
     ratios = [predict_step(replace(work, zero=zero), machine).step / ddp_s for zero in (1, 2, 3)]
@@ -196,7 +203,7 @@ def test_a_written_machine_file_loads_as_the_same_machine(tmp_path: Path) -> Non
 
     The prediction may differ slightly, because the file has only five digits of each number.
     """
-    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(TWO_STEPS)
     file = tmp_path / "own.yaml"
     write_machine(machine, file, ["a comment\nand not: a key"])
     text = file.read_text()
@@ -212,16 +219,17 @@ def test_a_written_machine_file_loads_as_the_same_machine(tmp_path: Path) -> Non
 def test_compare_steps_warns_of_a_poor_fit() -> None:
     """The same layout is timed twice, and takes twice as long the second time. No overheads fit both steps."""
     slow_step = Step(work=WORKLOAD, ranks_per_node=2, seconds=1.2)
-    machine = fit_machine(ONE_STEP.model_copy(update={"steps": [*ONE_STEP.steps, slow_step]}), "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(ONE_STEP.model_copy(update={"steps": [*ONE_STEP.steps, slow_step]}))
     comparisons = list(compare_steps(machine))
     assert len(comparisons) == 2
-    for comparison, seconds in zip(comparisons, (0.59, 1.2), strict=True):
+    for comparison, seconds in zip(comparisons, (STEP_S, 1.2), strict=True):
         assert comparison.startswith(POOR_FIT_WARNING)
+        # the prediction is the geometric mean of the two times
         assert re.search(rf"predicted 0\.84\d s, timed {seconds} s", comparison), comparison
 
 
 def test_a_good_fit_has_no_warning_and_its_comparison_is_written_as_a_comment(tmp_path: Path) -> None:
-    machine = fit_machine(TWO_STEPS, "CPU", 8, 1, 2)
+    machine = fit_cpu_machine(TWO_STEPS)
     comparisons = list(compare_steps(machine))
     expected = "pipeline 1 × data 2 × tensor 2, micro-batch 4: predicted 1.13 s, timed 1.13 s"
     assert comparisons[1].startswith(expected), comparisons
@@ -235,7 +243,7 @@ def test_a_good_fit_has_no_warning_and_its_comparison_is_written_as_a_comment(tm
      ("call: ", "call: -", "call"), ("kind: all_gather", "kind: gossip", "kind"), ("cores: 2", "cores: 0", "cores")],
 )  # fmt: skip
 def test_invalid_machine_files_are_user_errors(tmp_path: Path, original_text: str, replacement: str, key: str) -> None:
-    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
+    write_machine(fit_cpu_machine(TWO_STEPS), tmp_path / "own.yaml", [])
     text = (tmp_path / "own.yaml").read_text()
     assert original_text in text
     (tmp_path / "invalid.yaml").write_text(text.replace(original_text, replacement))
@@ -244,14 +252,14 @@ def test_invalid_machine_files_are_user_errors(tmp_path: Path, original_text: st
 
 
 def test_plan_predicts_a_layout_that_was_not_measured(tmp_path: Path) -> None:
-    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
+    write_machine(fit_cpu_machine(TWO_STEPS), tmp_path / "own.yaml", [])
     config = load_config(Path("configs/quickstart.yaml"), ["parallel.pipeline=2"])
     plan = "\n".join(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
     assert "predicted for CPU: 0." in plan
 
 
 def test_plan_fails_if_the_machine_file_has_no_rate_for_the_precision(tmp_path: Path) -> None:
-    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), tmp_path / "own.yaml", [])
+    write_machine(fit_cpu_machine(TWO_STEPS), tmp_path / "own.yaml", [])
     config = load_config(Path("configs/quickstart.yaml"), ["train.precision=bf16"])
     with pytest.raises(UserError, match=r"CPU.*bf16.*fp32"):
         list(describe_plan(config, load_machine(str(tmp_path / "own.yaml"))))
@@ -276,7 +284,7 @@ def test_only_a_measured_machine_can_be_extended(tmp_path: Path) -> None:
         check_request(QUICKSTART, file, Path("configs/machines/h100.yaml"))
     assert error.value.code == "plan.not_measured"
     measured = tmp_path / "measured.yaml"
-    write_machine(fit_machine(TWO_STEPS, "CPU", 8, 1, 2), measured, [])
+    write_machine(fit_cpu_machine(TWO_STEPS), measured, [])
     machine = check_request(QUICKSTART, file, measured)
     assert machine is not None and machine.timings is not None
 
@@ -312,7 +320,7 @@ def test_the_config_of_a_run_with_removed_sections_loads_without_a_note(capsys: 
 def read_cores_of_rank(rank_info: RankInfo, cpus: list[set[int]], ranks_per_node: int) -> int | None:
     """Return the number of cores that a rank reports for its node, if each rank may only use the CPUs `cpus[rank]`."""
     os.sched_getaffinity = lambda pid: cpus[rank_info.rank]
-    return read_device_info(groups.join_process_group(rank_info, QUICKSTART), 1, ranks_per_node).cores
+    return read_device_info(groups.join_process_group(rank_info, QUICKSTART), threads=1, per_node=ranks_per_node).cores
 
 
 def test_the_number_of_cores_includes_the_cpus_of_all_ranks_of_a_node() -> None:
@@ -356,7 +364,8 @@ def test_calibration_measures_this_machine_and_extends_a_machine_file(tmp_path: 
     completed = run_calibrate(f"--out={first_file}")
     assert completed.returncode == 0 and str(first_file) in completed.stdout, completed.stdout + completed.stderr
     timings = load_machine(str(first_file)).timings
-    assert timings is not None and len(timings.products) == 15 and len(timings.steps) == 1
+    # three products for each of the four matrices of a block and for the output layer: one forward, two backward
+    assert timings is not None and len(timings.products) == 3 * 5 and len(timings.steps) == 1
     kinds = {exchange.kind for exchange in timings.exchanges}
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "send"}
     assert {(exchange.ranks, exchange.between) for exchange in timings.exchanges} == {(2, False)}

@@ -51,7 +51,7 @@ def read_table(text: str) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a run of two days on two ranks of one node, with four attempts. Three of them ended with a failure."""
+    """Return a run of almost two days on two ranks of one node. Three of its four attempts ended with a failure."""
     monkeypatch.setattr(Run, "copy_code", lambda self, **more: None)
     run = Run.create(load_config(write_config(tmp_path, steps=400), ["checkpoint.every_steps=10"]))
     clock = time.time() - 3 * 86400
@@ -98,9 +98,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_the_measured_inputs_of_a_run_are_used(run: Run) -> None:
     text = print_goodput_to_text(run.path)
-    days = (
-        4 * (600 + 100 * 360 + 10 * 4 + 100) / 86400
-    )  # four attempts: start, steps, saves, and the time until the end
+    # each of the four attempts has a start, 100 steps, 10 saves, and the time from the last step to its end
+    days = 4 * (600 + 100 * 360 + 10 * 4 + 100) / 86400
     assert f"{3000 / days:>10.4g}  failures per 1,000 node-days (measured: 3 in {days:.3g} node-days; 95 %" in text
     assert "600  seconds from start to first step (measured: mean of 4)" in text
     assert "300  seconds from a failure to that start (measured: mean of 3)" in text

@@ -52,7 +52,7 @@ def test_the_estimate_agrees_with_llama_3() -> None:
     """
     rate = job_failure_rate(LLAMA3_FAILURES, 2048)
     assert 1 / rate / 3600 == pytest.approx(3.09, rel=0.01)
-    conditions = JobConditions(rate, 600, 60, 60, 3)
+    conditions = JobConditions(rate, restart_s=600, wait_s=60, save_s=60, blocked_s=3)
     interval_s = best_interval_s(conditions)
     work_s = 54 * DAY_S * effective_ratio(conditions, interval_s)
     simulated = simulate_runs(conditions, interval_s, work_s, NodePool())
@@ -70,13 +70,15 @@ def test_the_estimate_agrees_with_the_projection_for_12000_gpus(
 
     The ratio is the ETTR of arXiv 2410.21680, section III.
     """
-    conditions = JobConditions(job_failure_rate(failures_per_1000_node_days, 1500), 300, 0, save_s, save_s)
+    conditions = JobConditions(
+        job_failure_rate(failures_per_1000_node_days, 1500), restart_s=300, wait_s=0, save_s=save_s, blocked_s=save_s
+    )
     assert effective_ratio(conditions, best_interval_s(conditions)) == pytest.approx(0.9, abs=0.03)
 
 
 def test_the_estimate_agrees_with_hourly_saves_on_rsc_1() -> None:
     """The largest long jobs on RSC-1, with 2,048 to 4,096 GPUs, had ratios from 0.85 to 0.9."""
-    conditions = JobConditions(job_failure_rate(RSC1_FAILURES, 256), 600, 0, 300, 300)
+    conditions = JobConditions(job_failure_rate(RSC1_FAILURES, 256), restart_s=600, wait_s=0, save_s=300, blocked_s=300)
     assert 0.83 < effective_ratio(conditions, 3600) < 0.92
 
 
@@ -128,9 +130,11 @@ def test_youngs_and_dalys_intervals_are_close_to_the_best_one(mttf_s: float, sav
 
 
 def test_without_failures_only_saves_reduce_the_ratio() -> None:
-    assert effective_ratio(JobConditions(0, 300, 0, 60, 5), 95) == pytest.approx(0.95)
+    assert effective_ratio(JobConditions(0, restart_s=300, wait_s=0, save_s=60, blocked_s=5), 95) == pytest.approx(0.95)
     # with saves of 200 s and an interval of 95 s, each save waits until the previous one has finished
-    assert effective_ratio(JobConditions(0, 300, 0, 200, 5), 95) == pytest.approx(95 / 200)
+    assert effective_ratio(JobConditions(0, restart_s=300, wait_s=0, save_s=200, blocked_s=5), 95) == pytest.approx(
+        95 / 200
+    )
 
 
 def test_the_confidence_bounds_of_a_count_are_close_to_the_exact_ones() -> None:
@@ -211,19 +215,21 @@ def test_waiting_depends_on_spares_as_queueing_theory_predicts() -> None:
 
 def test_without_spares_repairs_limit_the_ratio() -> None:
     """The job runs for an hour on average, and then waits half an hour for the repair (a renewal process)."""
-    conditions = JobConditions(1 / 3600, 0, 0, 1e-3, 1e-3)
+    conditions = JobConditions(1 / 3600, restart_s=0, wait_s=0, save_s=1e-3, blocked_s=1e-3)
     simulated = simulate_runs(conditions, 5, 400 * 3600, NodePool(spares=0, repair_s=1800), runs=20)
     assert simulated.ratio == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_a_run_on_131072_gpus_never_ends_if_failures_are_more_frequent_than_saves() -> None:
-    conditions = JobConditions(job_failure_rate(RSC1_FAILURES, 16_384), 3600, 600, 900, 900)
+    conditions = JobConditions(
+        job_failure_rate(RSC1_FAILURES, 16_384), restart_s=3600, wait_s=600, save_s=900, blocked_s=900
+    )
     assert effective_ratio(conditions, best_interval_s(conditions)) < 0.01
     assert simulate_run(conditions, 600, 1e9, NodePool(), 1).seconds == math.inf
 
 
 def test_the_good_intervals_include_the_best_one() -> None:
-    conditions = JobConditions(job_failure_rate(RSC1_FAILURES, 2048), 600, 60, 60, 60)
+    conditions = JobConditions(job_failure_rate(RSC1_FAILURES, 2048), restart_s=600, wait_s=60, save_s=60, blocked_s=60)
     best_s = best_interval_s(conditions)
     low_s, high_s = find_good_intervals_s(conditions, best_s, 20 * DAY_S, NodePool())
     assert 0.5 * best_s < low_s <= 1.1 * best_s

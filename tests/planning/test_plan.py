@@ -29,7 +29,7 @@ from pipeline.parallel.mesh import resolve_layout
 from planning.memory import estimate_memory
 from planning.plan import describe_plan
 from planning.timeline import Action, draw_text_timeline, rank_actions
-from tests.fake_gpu.peaks import PEAKS, RECOMPUTE
+from tests.fake_gpu.peaks import ACTIVATION_CHECKPOINTING, PEAKS
 from tests.parallel.test_parallel import FEW_BATCHES, LAYOUTS, TIED
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config, train_steps
@@ -126,7 +126,7 @@ def test_the_planned_peak_is_close_to_the_peak_that_torchs_allocator_counted(
 )
 def test_the_planned_peak_with_local_sgd_includes_saving_a_checkpoint(peak_gib: float, local_sgd: str) -> None:
     """torch's allocator counted the expected peaks on the fake H200. The peak of the step alone is 22.01 GiB."""
-    overrides = ["parallel.zero=0", *ONE_GPU_OVERRIDES, "train.micro_batch=1", f"{RECOMPUTE}=full"]
+    overrides = ["parallel.zero=0", *ONE_GPU_OVERRIDES, "train.micro_batch=1", f"{ACTIVATION_CHECKPOINTING}=full"]
     overrides += [f"parallel.local_sgd={local_sgd}", "train.global_batch=8"]
     config = load_config(ROOT / "configs/lm-1b.yaml", overrides)
     assert compute_planned_peak_gib(config) == pytest.approx(peak_gib, rel=0.03)
@@ -160,11 +160,13 @@ def test_timelines_of_torchs_schedules_contain_each_action_once(schedule: str, r
             kinds = sorted(action.kind for action in actions if (action.stage, action.micro) == (stage, micro))
             assert kinds in (["B", "F"], ["F", "I", "W"])  # I and W: backward for inputs and for weights
     rows = draw_text_timeline(orders, layout.stages)
+    # F, I and W have one column, and B has two columns
     assert sum(len(row) - row.count("·") for row in rows) == 3 * layout.stages * layout.micro_batches
     assert len({len(row) for row in rows}) == 1
 
 
 def test_a_schedule_with_a_deadlock_is_an_error() -> None:
+    # the backward pass is before the forward pass of the same micro-batch
     with pytest.raises(RuntimeError, match="deadlock"):
         draw_text_timeline([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
 
@@ -175,6 +177,7 @@ def test_the_plan_lists_mesh_memory_schedule_and_traffic() -> None:
     assert "8 ranks: pipeline 2 × data 2 × tensor 2, ZeRO 1 over 2; 2 micro-batches" in text
     batch, length = config.train.global_batch, config.data.sequence_length
     assert f"a step: {batch} samples of {length} tokens: {batch * length}" in text
+    # rank 5 is on node 0, has pipeline rank 1, data rank 0 and tensor rank 1, and its stage contains only block 3
     assert "    5     0    1    0    1   3–3" in text
     for group in ("shard", "tensor", "pipeline"):
         assert f"{group:>10} " in text.rsplit("sends", 1)[1]

@@ -41,7 +41,7 @@ def compute_lm_8b_figures(*overrides: str, with_h100: bool = True) -> PlanFigure
 
     Without the machine file of an H100, no times are predicted.
     """
-    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides, "site.gpu_memory_gib=79.6"])
+    config = load_config(CODE_ROOT / "configs/lm-8b.yaml", [*overrides, "site.gpu_memory_gib=79.6"])  # 85.5 GB
     return compute_plan_figures(config, H100 if with_h100 else None)
 
 
@@ -76,6 +76,7 @@ def test_the_drawn_schedule_takes_the_predicted_time() -> None:
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
     layout = resolve_layout(config)
     step = predict_step(workload_from_config(config, layout, 128256), H100.with_gpus_per_node(layout.ranks_per_node))
+    # forward and backward of each micro-batch on 4 pipeline ranks with 2 stages each
     assert sum(len(actions) for actions in timeline) == 4 * 2 * 2 * layout.micro_batches
     span, _ = _pipeline_span(layout.schedule, 4, 2, layout.micro_batches, step.forward, step.backward)
     assert max(action.end for actions in timeline for action in actions) == pytest.approx(span)
@@ -98,14 +99,15 @@ def test_figures_name_their_axes_and_units() -> None:
     config = load_config(CODE_ROOT / "configs/lm-8b.yaml", PIPELINED)
     figures_by_unit = {
         "GB of one GPU": draw_memory(figures.memory, figures.gpu_memory),
-        "milliseconds": draw_schedule(figures.timeline, True),
+        "milliseconds": draw_schedule(figures.timeline, is_predicted=True),
         "TFLOP/s": draw_roofline(figures.operators, figures.roof),
-        "minutes": draw_effective_time(config, 600.0)[1],
-        "GPUs": draw_effective_time(config, 0.0)[0],
+        "minutes": draw_effective_time(config, configured_interval_s=600.0)[1],
+        "GPUs": draw_effective_time(config, configured_interval_s=0.0)[0],
     }
     for unit, figure in figures_by_unit.items():
         assert figure.startswith("<figure") and re.search(rf'class="title"[^>]*>[^<]*{unit}', figure), unit
-    assert "durations of a forward" in draw_schedule(compute_lm_8b_figures(with_h100=False).timeline, False)
+    unpredicted_timeline = compute_lm_8b_figures(with_h100=False).timeline
+    assert "durations of a forward" in draw_schedule(unpredicted_timeline, is_predicted=False)
     assert draw_memory(figures.memory, figures.gpu_memory).count("a GPU has 85.5 GB</title>") == 4
 
 

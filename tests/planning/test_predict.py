@@ -80,7 +80,9 @@ def test_on_an_ideal_machine_only_arithmetic_takes_time() -> None:
 
     Half of the attention is masked. The backward pass computes 2.5 times as much attention as the forward pass.
     """
-    prediction = predict_step(SMALL_WORKLOAD, IDEAL_MACHINE, replace(PERFECT_CONSTANTS, attention=(1 + 512 / 2048)))
+    # the prediction divides the rate of attention by 1 + 512 / sequence length; this constant cancels the factor
+    constants = replace(PERFECT_CONSTANTS, attention=(1 + 512 / 2048))
+    prediction = predict_step(SMALL_WORKLOAD, IDEAL_MACHINE, constants)
     weights = 16 * (2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 5632) + 2048 * 32000
     tokens = 128 * 2048
     attention = 3.5 * 2 * tokens * 2048 * 2048 * 16
@@ -119,6 +121,7 @@ def test_a_step_is_the_sum_of_its_parts_and_no_faster_than_arithmetic(work: Work
     assert parts == pytest.approx(step.step, rel=1e-6)
     assert min(step.compute, step.bubble + 1e-9, step.data, step.tensor, step.optimizer) >= 0
     block_passes = work.layers + 2 * max(0, work.layers - first_trained)
+    # `flops_per_token` includes the masked half of attention, which is not computed
     causal_flops = work.flops_per_token - 2 * block_passes * work.heads * work.head * work.sequence
     assert step.tokens_per_gpu * causal_flops < H100.achievable["bf16"]
 
@@ -181,6 +184,7 @@ def test_an_extrapolated_pipeline_takes_as_long_as_a_fully_replayed_one(
     arguments = (schedule, 4, virtual, 24, forward, backward)
     extrapolated_span = predicting._pipeline_span(*arguments)
     monkeypatch.setattr(predicting, "REPLAYED_ROUNDS", 100)
+    # `__wrapped__` is the function without its cache, which has the extrapolated result
     assert extrapolated_span == pytest.approx(predicting._pipeline_span.__wrapped__(*arguments), rel=0.02)
 
 
@@ -272,7 +276,7 @@ def test_workload_from_config_reads_layout_and_training_keys() -> None:
 @settings(max_examples=60)
 @given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 8))
 def test_pipeline_stages_contain_all_blocks_evenly(layers: int, pipeline: int, virtual: int) -> None:
-    """Stages differ by one block at most. The first and the last stage are not larger than the others."""
+    """Stages differ by at most one block. The first or the last stage has the smallest number of blocks."""
     stages = replace(SMALL_WORKLOAD, layers=layers, pipeline=pipeline, virtual_stages=virtual).stages
     assert sum(stages) == layers and max(stages) - min(stages) <= 1
     assert min(stages[0], stages[-1]) == min(stages)

@@ -180,7 +180,7 @@ def read_names(rank_info: RankInfo, configs: list[Config]) -> list[tuple[list[st
         columns, plan_columns = (
             next(line.split() for line in lines if "gathered" in line) for lines in (rehearsal, plan)
         )
-        assert columns == plan_columns[2:]
+        assert columns == plan_columns[2:]  # the first two columns of the plan are the pipeline rank and parameters
         traffic = rehearsal[next(number for number, line in enumerate(rehearsal) if "calls" in line) + 1 :]
         plan_traffic = plan[plan.index("a rank sends per step") + 1 :]
         groups = {line.split()[0] for line in traffic}

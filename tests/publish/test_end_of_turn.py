@@ -45,6 +45,7 @@ MISTRAL = (
     "{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
 )
 WITHOUT_END_TOKEN = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+# `{% generation %}` marks the text that has a loss: an answer without or with its end-of-turn token.
 UNMARKED_END = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
 MARKED_END = UNMARKED_END.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
 TOKENIZER = make_byte_tokenizer(" ".join(WORDS))
@@ -180,7 +181,8 @@ def evaluate_with_fixed_answer(rank_info: RankInfo, path: Path) -> int:
 
     def compute_logits(task: TaskFile, model: nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         ids = torch.tensor([next_ids.get(row[-1], answer) for row in rows])
-        return nn.functional.one_hot(ids, 300)[:, None].expand(-1, max(map(len, rows)), -1)
+        vocab_size = 300  # larger than all token IDs
+        return nn.functional.one_hot(ids, vocab_size)[:, None].expand(-1, max(map(len, rows)), -1)
 
     TaskFile._compute_logits = compute_logits  # type: ignore[assignment, method-assign]
     return run_stage_on_rank(rank_info, path, "evaluate")

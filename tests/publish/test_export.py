@@ -16,7 +16,7 @@ import torch
 
 from data_prep.tokenizer import train_bpe
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import UserError
+from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import write_json
 from pipeline.checkpoint import catalog
 from pipeline.config.read import load_config
@@ -206,6 +206,6 @@ def test_export_splits_and_converts_weights_and_leaves_nothing_if_it_fails(
     damaged_file.write_bytes(content)
     command = [sys.executable, str(CODE_ROOT / "submit.py"), "export", "runs/run", "damaged"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 23, result.stderr
+    assert result.returncode == ExitCode.BAD_CHECKPOINT, result.stderr
     assert "damaged" in result.stderr
     assert not (tmp_path / "damaged").exists()

@@ -307,7 +307,7 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
     without_up_proj = {name: value for name, value in weights.items() if name != up_proj}
     inverse_frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     not_safetensors = ("model.not_safetensors", "model.safetensors")
-    # For each copy: the code of the error, and texts in its message. `copy_model` also names the kind of damage.
+    # For each copy: the code of the error, and texts in its message. The name of a copy is the kind of its damage.
     cases = {
         copy_model("missing_tensor", without_up_proj): ("model.missing_tensor", up_proj),
         copy_model("shape", {**weights, norm: torch.ones(17)}): (
@@ -328,9 +328,8 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
             "config.json",
             "model.extra.bias",
         ),
-        copy_model("old_rope", {**weights, **inverse_frequencies}): (
-            "",
-        ),  # Unused tensors of older versions are ignored.
+        # Unused tensors of older versions are ignored.
+        copy_model("old_rope", {**weights, **inverse_frequencies}): ("",),
         (truncated := copy_model("truncated")): not_safetensors,
         (wrong_shape := copy_model("shape_exceeds_data")): not_safetensors,
         (wrong_offset := copy_model("offset_exceeds_file")): not_safetensors,

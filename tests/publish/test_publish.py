@@ -86,7 +86,7 @@ def test_published_version_is_complete_and_its_card_describes_the_run(configure_
     rules = {"bits_per_byte": {"max": 50}, "loss": {"min": 0.1}}
     run = configure_publish(license="apache-2.0", data_license="CC0", description="A test.", rules=rules, name="small")
     assert "step 3" in str(publish_stage.describe_missing_outputs(run))
-    measurements = [
+    measurements = [  # 360 kW for 10 s are 1 kWh
         {"time": time_s, "host": "n1", "gpus": [{"index": 0, "power_w": 360e3}]} for time_s in (100.0, 110.0)
     ]
     (run.path / "telemetry-n1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measurements))
@@ -463,7 +463,7 @@ def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
 ) -> None:
     """`describe_missing_outputs` compares only sizes and times.
 
-    The stage also compares hashes before it runs the command.
+    The stage also compares hashes before it runs the command. If `keeps_time`, the changed file gets its old time back.
     """
     run = configure_publish(run=f"touch {tmp_path}/called; test -e {tmp_path}/succeed")
     with raises_error("publish.command_failed", "code 1"):

@@ -122,6 +122,7 @@ def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Pa
     metrics = list(read_jsonl(run.metrics_file))
     assert [line["step"] for line in metrics if "skipped" in line] == [9, 10]
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    # a step has 8 samples, so step 9 begins at position 8 * 8 and step 10 at position 9 * 8
     assert [decision["position"] for decision in read_jsonl(run.decisions_file)] == [64, 72]
     rerun = create_run(tmp_path, "rerun", data)
     shutil.copy(run.decisions_file, rerun.decisions_file)
@@ -142,6 +143,7 @@ def test_too_many_consecutive_bad_steps_exclude_their_samples(tmp_path: Path, da
     bad_steps = [13, 14, 15]
     assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.NON_FINITE}
     exclusions = [decision for decision in read_jsonl(run.decisions_file) if decision["decision"] == "leave_out"]
+    # step 13 begins at position 12 * 8
     assert [(decision["position"], decision["samples"]) for decision in exclusions] == [(96, 24)]
     assert set(run_ranks(2, train_with_nan_gradients, run.path, bad_steps, True)) == {ExitCode.DONE}
     assert [step for step, *_ in read_steps(run)] == list(range(1, len(read_steps(run)) + 1))
@@ -237,7 +239,7 @@ def test_ranks_stop_at_the_deadline_and_save_only_if_there_is_time(tmp_path: Pat
 
 
 def test_save_file_requests_one_checkpoint(tmp_path: Path, data: Path) -> None:
-    """Otherwise, the run saves only its last step."""
+    """Without the request, the run would save only its last step."""
     run = create_run(tmp_path, "requested", data, "checkpoint.every_steps=1000")
     run.save_file.touch()
     assert set(run_ranks(2, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
@@ -315,7 +317,8 @@ def check_broken_node(rank_info: RankInfo, path: Path, broken: str) -> str:
             sleeps).
 
     Returns:
-        Exit code, code and message of the error; "passed" without an error; "slept" for the rank that sleeps.
+        Name of the exit code, code and message of the error; "passed" without an error; "slept" for the rank that
+        sleeps.
     """
     import torch
 

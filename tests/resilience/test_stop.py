@@ -40,7 +40,7 @@ def exchange_requests(rank_info: RankInfo) -> list[Any]:
     """Run all of EXCHANGES on this rank.
 
     Returns:
-        For each: the result, and True if this rank wanted the attention of the others (`wants_attention`).
+        For each exchange: the result, and True if this rank wanted the attention of the others (`wants_attention`).
     """
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
@@ -158,7 +158,7 @@ def test_deadline_ignores_the_first_step_and_includes_a_save_in_progress(monkeyp
     deadline.expected_save_s = 8.0
     assert (deadline.time_remaining_s(), deadline.save_duration_s(), deadline.should_stop()) == (100.0, 8.0, False)
     now = 70.0
-    assert deadline.should_stop(), "10 s, 2 × 2.7 s for steps and 2.5 × 8 s for saves must be reserved"
+    assert deadline.should_stop(), "30 s remain, but 10 s, 2 × 2.7 s for steps and 2.5 × 8 s for saves must be reserved"
     flag.reason = "SIGTERM"
     flag.signal_time = 75.0
     now = 80.0

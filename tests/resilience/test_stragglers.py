@@ -66,11 +66,14 @@ def create_run(folder: Path, *overrides: str) -> Run:
 
 
 ALL_NODES = {f"n{number}": True for number in range(9)}
-"""The nodes of the partition. The value is True because jobs can start on the node."""
+"""The nodes of the partition, and whether jobs can start on them."""
 
 
 def test_bad_nodes_expire_and_leave_enough_nodes_for_the_job(tmp_path: Path) -> None:
-    """Records expire after two hours. At most three nodes are excluded. The last argument is how many the job needs."""
+    """Records expire after two hours, and at most three nodes are excluded.
+
+    The last argument of `select_bad_nodes` is the number of nodes that the job needs.
+    """
     run = create_run(tmp_path, "recovery.exclude_hours=2", "recovery.exclude_at_most=3")
     start = time.time()
     for number in range(5):
@@ -89,6 +92,7 @@ def test_bad_nodes_expire_and_leave_enough_nodes_for_the_job(tmp_path: Path) -> 
     assert select_bad_nodes([run], start + 60, ALL_NODES, ["n7"], 8) == [], (
         "n7 is already excluded by the user, so no other node may be excluded"
     )
+    # The job needs all seven usable nodes. Excluding n4 is allowed, because the job cannot start on n4 anyway.
     assert select_bad_nodes([run], start + 60, {**ALL_NODES, "n4": False, "n7": False}, [], 7) == ["n4"]
 
 
@@ -101,7 +105,15 @@ def test_nodes_that_the_user_excludes_stay_excluded_and_bad_nodes_expire(
     """
     run = create_run(tmp_path, "site.sbatch.exclude=n[0-1]", "recovery.exclude_hours=2")
     monkeypatch.setattr(current_job, "run_slurm_command", lambda *_: "".join(f"n{n}|idle|low*\n" for n in range(9)))
-    info = JobInfo("RUNNING", 0, False, None, True, partition="low", excluded_nodes="n[0-1]")
+    info = JobInfo(
+        "RUNNING",
+        restarts=0,
+        is_preempted=False,
+        time_left_s=None,
+        is_batch=True,
+        partition="low",
+        excluded_nodes="n[0-1]",
+    )
     assert current_job.excluded_nodes_at_submission([run], "train") == "n[0-1]"
     with monkeypatch.context() as patch:
         patch.setattr(current_job, "run_slurm_command", lambda *_: pytest.fail("Slurm must not be queried"))

@@ -13,7 +13,7 @@ from tests.fake_gpu.start import FakeGpuRunner
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """Return the Python with a CUDA build of torch that CUDA_PYTHON names."""
+    """Return the path in CUDA_PYTHON: a Python that has a CUDA build of torch. Fail if CUDA_PYTHON is not set."""
     if not (path := os.environ.get("CUDA_PYTHON")):
         pytest.fail("CUDA_PYTHON must name a Python with a CUDA build of torch; `make test-gpu-fake` sets it")
     return Path(path)
@@ -27,5 +27,5 @@ def library(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu_runner(python: Path, library: Path, tmp_path: Path) -> FakeGpuRunner:
-    """Return a callable object that runs programs on two fake GPUs and returns their CUDA calls."""
+    """Return an object that runs programs on two fake GPUs and reads the logs of their CUDA calls."""
     return FakeGpuRunner(python, library, tmp_path)

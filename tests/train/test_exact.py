@@ -123,7 +123,7 @@ def test_three_sigterms_do_not_change_the_result(
     assert compute_run_digest(run) == digest
     assert read_steps(run) == steps
     assert [step for step, *_ in read_steps(run)] == list(range(1, STEPS + 1))
-    assert not read_event_lines(run, "train", "lost_work"), "each stop saved a checkpoint"
+    assert not read_event_lines(run, "train", "lost_work"), "each stop must save a checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_three_sigkills_lose_only_steps_after_the_newest_checkpoint(
     assert compute_run_digest(run) == digest
     assert read_steps(run) == steps
     restored = [(event["step"], event["lost_steps"]) for event in read_event_lines(run, "train", "restored")]
-    assert restored, "at least one attempt continued from a checkpoint"
+    assert restored, "no attempt continued from a checkpoint"
     assert restored == [
         (saved_step, last_step - saved_step) for saved_step, last_step in saved_and_last_steps if saved_step
     ]

@@ -30,6 +30,7 @@ def test_a_save_copies_weights_after_the_last_kernel_and_before_the_next_one(
     for save_index, staged_index in zip(saves, staged, strict=True):
         last_kernel = max(index for index in find_calls(calls, "launch", DEFAULT_STREAM) if index < save_index)
         save = calls[last_kernel:staged_index]
+        # argument 2 of a copy is its source
         copies = [index for index, call in enumerate(save) if call.name == "copy" and call.arguments[2] == "device"]
         assert copies, "no weights were copied"
         for copy in copies:
@@ -42,7 +43,7 @@ def test_a_save_copies_weights_after_the_last_kernel_and_before_the_next_one(
             }
             waits = {call.arguments[1] for call in earlier_calls if call.name == "wait" and call.arguments[0] == stream}
             assert events & waits, "the copy does not wait for the kernel before it"
-            synchronize = Call(save[copy].thread, 1, "sync-stream", (stream,))
+            synchronize = Call(save[copy].thread, device=1, name="sync-stream", arguments=(stream,))
             assert synchronize in save[copy:], "no thread waits for the copy"
 
 
@@ -51,11 +52,13 @@ def test_mpi_threads_do_not_wait_for_queued_kernels_of_the_training(gpu_runner: 
     assert not find_calls(calls, "sync-device")
     mpi_calls = [call for call in calls if call.thread != calls[0].thread]
     streams_of_copies = {call.arguments[1:3]: call.arguments[0] for call in mpi_calls if call.name == "copy"}
-    assert {("pinned", "device"), ("device", "pinned")} <= streams_of_copies.keys(), "messages go through host memory"
+    assert {("pinned", "device"), ("device", "pinned")} <= streams_of_copies.keys(), (
+        "messages must go through host memory"
+    )
     assert DEFAULT_STREAM not in streams_of_copies.values()
     assert not find_calls(mpi_calls, "sync-stream", DEFAULT_STREAM)
     first_copy = next(index for index, call in enumerate(mpi_calls) if call.name == "copy")
-    assert find_calls(mpi_calls[:first_copy], "sync-event"), "the thread waits for the tensor's last kernel"
+    assert find_calls(mpi_calls[:first_copy], "sync-event"), "the thread must wait for the tensor's last kernel"
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -116,14 +119,14 @@ def test_memory_that_a_hook_reads_on_another_stream_is_not_reused(gpu_runner: Fa
         assert len(step_ends) == 4
         for begin, end in pairwise(step_ends):
             streams = {call.arguments[0] for call in calls[begin:end] if call.name == "launch"}
-            assert streams > {DEFAULT_STREAM}, "the second half of the hook runs on another stream"
+            assert streams > {DEFAULT_STREAM}, "the second half of the hook must run on another stream"
             assert calls[end].arguments == ("backward:", "2", "read,", "0", "taken")
 
 
 def test_a_chunked_loss_saves_the_memory_of_logits_and_the_host_does_not_wait(gpu_runner: FakeGpuRunner) -> None:
-    """A step has 1,024 tokens, so the logits for a vocabulary of 8,192 need 34 MB in fp32. They exist three times.
+    """A step has 1,024 tokens, so the logits for a vocabulary of 8,192 need 34 MB in fp32.
 
-    Everything else needs 10 MB.
+    Without chunks, memory contains three tensors of this size. Everything else needs 10 MB.
     """
     peaks = []
     for calls in gpu_runner.run_programs(("train_with_chunked_loss", "16"), ("train_with_chunked_loss", "0")):

@@ -104,14 +104,14 @@ def test_the_loss_decreases_and_only_answers_are_evaluated(example_run: Run) -> 
     losses = [line["loss"] for line in read_jsonl(example_run.metrics_file)]
     assert losses[-1] < 0.85 * losses[0]
     result = evaluate_run(example_run, 1)
-    assert evaluate_run(example_run, 3) == result, "results are bit-identical on any number of ranks"
+    assert evaluate_run(example_run, 3) == result, "results must be bit-identical on any number of ranks"
     total_loss, token_count = run_ranks(1, compute_reference_loss, example_run.path)[0]
     assert result["tokens"] == token_count and result["loss"] == pytest.approx(total_loss / token_count, rel=1e-5)
     manifest = load_manifest(example_run.data_dir)
     assert result["bytes"] == manifest.held_out_bytes
     assert result["bits_per_byte"] == pytest.approx(total_loss / np.log(2) / manifest.held_out_bytes, rel=1e-5)
     assert result["unigram_bits_per_byte"] > 0
-    assert token_count < 0.8 * manifest.held_out_tokens, "the tokens of the prompts are not evaluated"
+    assert token_count < 0.8 * manifest.held_out_tokens, "the tokens of the prompts must not be evaluated"
 
 
 @pytest.mark.story
@@ -151,6 +151,8 @@ def test_a_document_mask_changes_training_and_evaluation(tmp_path: Path) -> None
         tokens = np.fromfile(masked_run.data_dir / shard.file, shard.dtype, shard.tokens, offset=shard.offset)
         document_count += 1 + int((tokens[:-1] == 0).sum())
     predicted_only_unmasked = unmasked_result["tokens"] - masked_result["tokens"]
-    assert predicted_only_unmasked == document_count, "with the mask, the first token of a document is not predicted"
+    assert predicted_only_unmasked == document_count, (
+        "with the mask, the first token of a document must not be predicted"
+    )
     assert masked_result["bytes"] == unmasked_result["bytes"] and masked_result["loss"] != unmasked_result["loss"]
     assert compute_run_digest(masked_run) != compute_run_digest(unmasked_run)

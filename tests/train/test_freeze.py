@@ -31,7 +31,9 @@ TIED = {"tie_word_embeddings": True}
 BF16_MOMENTS = {"state": {"moments": "bf16"}}
 
 
-def freeze_config(ranks: int, freeze: list[str], optimizer: dict[str, Any] | None = None, **sections: Any) -> Config:
+def make_frozen_config(
+    ranks: int, freeze: list[str], optimizer: dict[str, Any] | None = None, **sections: Any
+) -> Config:
     """Return a tiny config with frozen parameters."""
     return tiny_config(ranks, optimizer={"freeze": freeze, **(optimizer or {})}, **sections)
 
@@ -102,13 +104,13 @@ FURTHER_CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER_CASES, marks=pytest.mark.story)], ids=["quick", "more"])
 def test_training_with_frozen_parameters_equals_plain_torch(cases: list[dict[str, Any]]) -> None:
-    configs = [freeze_config(2, FREEZE_FIRST_HALF, **case) for case in cases]
+    configs = [make_frozen_config(2, FREEZE_FIRST_HALF, **case) for case in cases]
     results = run_ranks(2, train_and_return_weights, configs, timeout=600)
     for number, config in enumerate(configs):
         frozen = find_frozen_names(FREEZE_FIRST_HALF, DecoderTask(config, VOCAB))
         assert len(frozen) > 0
         expected_steps, expected_weights = train_in_plain_torch(config, frozen)
-        initial_model = Decoder(config.model, VOCAB, 16)
+        initial_model = Decoder(config.model, VOCAB, config.data.sequence_length)
         init_weights(initial_model, config.run.seed, config.model.initializer_range)
         initial_weights = dict(initial_model.named_weights())
         names_of_all_ranks = set()
@@ -135,11 +137,13 @@ def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
     ]
     one_rank_cases = [{key: values for key, values in case.items() if key != "parallel"} for case in cases]
     expected = run_ranks(
-        1, train_configs, [freeze_config(1, FREEZE_FIRST_HALF, **case) for case in one_rank_cases], timeout=600
+        1, train_configs, [make_frozen_config(1, FREEZE_FIRST_HALF, **case) for case in one_rank_cases], timeout=600
     )[0]
-    results = run_ranks(4, train_configs, [freeze_config(4, FREEZE_FIRST_HALF, **case) for case in cases], timeout=600)
+    results = run_ranks(
+        4, train_configs, [make_frozen_config(4, FREEZE_FIRST_HALF, **case) for case in cases], timeout=600
+    )
     for number, case in enumerate(cases):
-        if "local_sgd" not in str(case):  # its gradient norms are those of single replicas
+        if "local_sgd" not in str(case):  # with local SGD, the gradient norms are those of single replicas
             for step, expected_step in zip(results[0][number], expected[number], strict=True):
                 assert step == pytest.approx(expected_step, rel=1e-5), case
         assert all(rank[number] == results[0][number] for rank in results)
@@ -148,8 +152,9 @@ def test_four_ranks_with_frozen_parameters_equal_one_rank() -> None:
 def test_checkpoints_with_frozen_parameters_move_between_layouts(tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [{"zero": 3}, {"pipeline": 2}, {"tensor": 2}]
     first_config, *other_configs = [
-        freeze_config(2, FREEZE_FIRST_HALF, parallel=layout, train={"micro_batch": 8}) for layout in layouts
+        make_frozen_config(2, FREEZE_FIRST_HALF, parallel=layout, train={"micro_batch": 8}) for layout in layouts
     ]
+    # 3 steps before the first checkpoint, and 4 steps after each checkpoint
     results = run_ranks(2, change_layouts_on_rank, first_config, other_configs, tmp_path, 3, 4, timeout=600)
     (first_digest, expected_steps), *other_results = results[0]
     for digest, steps in other_results:
@@ -159,7 +164,7 @@ def test_checkpoints_with_frozen_parameters_move_between_layouts(tmp_path: Path)
 
 
 def test_freeze_patterns_that_match_nothing_or_everything_and_the_schedule_zbv_are_errors() -> None:
-    tied_config = freeze_config(1, [], model=TIED)  # a tied model has no parameter `lm_head.weight`
+    tied_config = make_frozen_config(1, [], model=TIED)  # a tied model has no parameter `lm_head.weight`
     for patterns, code, expected_text in (
         (["model.layers.*", "lm_head.*"], "model.no_such_parameter", "'lm_head.*'"),
         (["layers.0"], "model.no_such_parameter", "'layers.0'"),
@@ -173,4 +178,4 @@ def test_freeze_patterns_that_match_nothing_or_everything_and_the_schedule_zbv_a
     assert caught.value.code == "model.no_such_parameter"
     check_freeze('["*norm*"]', tied_config.model.model_dump_json())
     with pytest.raises(UserError, match=r"parallel\.schedule zbv .*optimizer\.freeze .*1f1b"):
-        freeze_config(2, FREEZE_FIRST_HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})
+        make_frozen_config(2, FREEZE_FIRST_HALF, parallel={"pipeline": 2, "schedule": "zbv", "virtual_stages": 2})

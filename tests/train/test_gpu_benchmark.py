@@ -48,10 +48,13 @@ def test_measured_tflops_and_tokens_per_s_are_consistent_with_the_step_time() ->
     assert result.returncode == 0, result.stderr
     measured = json.loads(result.stdout.splitlines()[-1])
     config = load_config(ROOT / "configs/lm-8b.yaml", [*SMALL_MODEL, "train.global_batch=64"])
-    flops_per_token = training_flops_per_token(config.model, 300, 32)
+    vocab_size = config.data.tokenizer.vocab_size
+    sequence_length = config.data.sequence_length
+    flops_per_token = training_flops_per_token(config.model, vocab_size, sequence_length)
     assert measured["tflops"] == pytest.approx(measured["tokens_per_s"] * flops_per_token / 1e12)
-    assert measured["tokens_per_s"] == pytest.approx(4 * 32 / measured["median_s"]) and len(measured["step_s"]) == 3
-    embedding_tflops = measured["tokens_per_s"] * 6 * 300 * 32 / 1e12
+    tokens = 4 * sequence_length  # on a CPU, the benchmark uses 4 samples per step
+    assert measured["tokens_per_s"] == pytest.approx(tokens / measured["median_s"]) and len(measured["step_s"]) == 3
+    embedding_tflops = measured["tokens_per_s"] * 6 * vocab_size * config.model.dim / 1e12
     assert measured["tflops"] - measured["tflops_without_embedding"] == pytest.approx(embedding_tflops)
     assert measured["losses"][1] < measured["losses"][0]
 
@@ -66,7 +69,7 @@ def test_a_suite_measures_all_its_rows_with_a_small_model(tmp_path: Path, suite:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     rows = [json.loads(line) for line in (tmp_path / f"{suite}.jsonl").read_text().splitlines()]
-    expected = rows_correct(True, ()) if suite == "correct" else rows_8b(2, SMALL_MODEL)
+    expected = rows_correct(small=True, overrides=()) if suite == "correct" else rows_8b(steps=2, model=SMALL_MODEL)
     assert [row["row"] for row in rows] == [row.name for row in expected]
 
 
@@ -85,7 +88,7 @@ def test_failed_rows_are_recorded_and_no_row_starts_without_enough_time(
     monkeypatch.setattr("benchmarks.table.RESULTS", tmp_path)
     write_gpu_table(tmp_path)
     assert "not started | no time was left" in (tmp_path / "gpu.md").read_text()
-    assert "no_such_module" in (tmp_path / "missing-module.log").read_text(), "the log has the output of the row"
+    assert "no_such_module" in (tmp_path / "missing-module.log").read_text(), "the log must have the output of the row"
 
 
 def test_rows_with_a_result_on_this_gpu_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,9 @@ def test_rows_with_a_result_on_this_gpu_are_not_measured_again(tmp_path: Path, m
     file = tmp_path / "8b.jsonl"
     assert not run_rows(rows, file, 90.0, "H200") and run_rows(rows, file, 90.0, "H200")
     assert measured_rows == ["first", "second", "third", "second", "third"]
-    assert run_rows(rows[2:], file, 90.0, "H100") and measured_rows[5:] == ["third"], "each GPU has separate results"
+    assert run_rows(rows[2:], file, 90.0, "H100") and measured_rows[5:] == ["third"], (
+        "each GPU must have separate results"
+    )
     results = read_results(file)
     assert {(name, gpu): result["answer"] for (name, gpu), result in results.items() if "answer" in result} == {
         ("first", "H200"): 1, ("second", "H200"): 1, ("third", "H200"): 1, ("third", "H100"): 1,
@@ -170,8 +175,8 @@ def test_clocks_are_measured_only_during_the_steps(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     result = measure_row(Row("steps", "steps", ()), 60.0, tmp_path)
     assert result["began"] - 0.1 < result["clock_mhz"] < result["ended"] and result["temperature_c"] == 61.0
-    assert "between" not in result, "the times of the steps are not stored in the results"
-    assert "power_w" not in result, "nvidia-smi prints [N/A] for the power"
+    assert "between" not in result, "the times of the steps must not be stored in the results"
+    assert "power_w" not in result, "a value must be left out if nvidia-smi prints [N/A]"
 
 
 def test_the_pack_contains_all_packages_that_the_rows_import() -> None:
@@ -197,16 +202,16 @@ def test_the_pack_contains_all_packages_that_the_rows_import() -> None:
         for name in distributions[package]
         if name.lower().replace("_", "-") not in packed_distributions
     }
-    own_or_installed_packages = {
+    sluice_or_installed_packages = {
         "sluice", "cli", "pipeline", "slurm", "tracking", "planning", "data_prep", "submit", "benchmarks", "torch",
         "numpy", "h5py",
     }  # fmt: skip
-    assert missing_packages <= own_or_installed_packages
+    assert missing_packages <= sluice_or_installed_packages
 
 
 def test_wrong_results_are_recorded_and_fail_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu.__main__.measure_row", lambda row, limit_s, folder: {"wrong": "2, not 4"})
-    assert not run_rows(rows_correct(True, ()), tmp_path / "correct.jsonl", 60.0, "H200")
+    assert not run_rows(rows_correct(small=True, overrides=()), tmp_path / "correct.jsonl", 60.0, "H200")
     rows = [json.loads(line) for line in (tmp_path / "correct.jsonl").read_text().splitlines()]
     assert len(rows) == 7 and rows[-1] == {"row": "saves", "device": "H200", "wrong": "2, not 4"}
     assert find_largest([1.0, math.nan, 2.0]) == math.inf
@@ -224,7 +229,7 @@ def test_the_reference_speed_has_consistent_tokens_per_second_and_mfu() -> None:
 
 
 def test_each_row_has_a_valid_config_and_known_gpus_have_a_peak() -> None:
-    for row in chain(rows_8b(8, ()), rows_1b(8, ())):
+    for row in chain(rows_8b(steps=8, model=()), rows_1b(steps=8, model=())):
         if row.module != "titan":
             overrides = [argument for argument in row.arguments[2:] if argument != "--flash"]
             load_config(ROOT / row.arguments[1], [*overrides, "train.global_batch=512"])

@@ -199,7 +199,7 @@ def run_step_with_overlap(rank_info: RankInfo, config: Config) -> tuple[dict[str
         if phase == "backward" and rank_info.rank == 1:
             time.sleep(LATE_S)
 
-    if rank_info.rank == 0:  # the embedding's gradient is the last one of a backward
+    if rank_info.rank == 0:  # the embedding's gradient is the last one of a backward pass
         engine.parts[0].get_parameter(EMBEDDING).register_hook(compute)
     dist.barrier()
     engine.backward({"tokens": next(iter(make_batches(config))).chunk(2)[rank_info.rank]}, 1, enter_phase)
@@ -211,7 +211,7 @@ def test_communication_that_overlaps_with_computation_is_not_exposed() -> None:
     config = tiny_config(2, model=MODEL_SIZES, train={"micro_batch": 8})
     (metrics_0, compute_s), (metrics_1, _) = run_ranks(2, run_step_with_overlap, config)
     assert compute_s > LATE_S and 0 < metrics_0["exposed_comm_s"] < LATE_S - 0.5, metrics_0
-    assert metrics_1["exposed_comm_s"] > LATE_S - 0.5, "rank 1 waits, because rank 0 computes for longer"
+    assert metrics_1["exposed_comm_s"] > LATE_S - 0.5, "rank 1 must wait, because rank 0 computes for longer"
 
 
 @pytest.mark.story
@@ -234,7 +234,7 @@ def check_rank_over_mpi() -> None:
     ]
     world = groups.join_process_group(rank_info, configs[0])
     for config in configs:
-        check_exposed_time(*run_step_with_late_rank(rank_info, config, world), rank_info.rank == 1)
+        check_exposed_time(*run_step_with_late_rank(rank_info, config, world), was_late=rank_info.rank == 1)
     groups.leave_process_group()
     print("all checks passed", flush=True)
 

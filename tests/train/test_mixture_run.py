@@ -71,7 +71,7 @@ def test_each_source_has_shards_and_one_manifest_lists_all(trained_run: Run) -> 
         ("web", len(web.train), len(web.held_out)), ("code", len(code.train), len(code.held_out)),
     ]  # fmt: skip
     assert manifest.train_tokens == web.train_tokens + code.train_tokens
-    assert manifest.documents == web.documents + code.documents == 380
+    assert manifest.documents == web.documents + code.documents == 300 + 80
     assert {Path(entry.file).parts[0] for entry in web.train} == {"shards"}
     assert manifest.train[-1].file.endswith("m.bin") and manifest.train[0].file.startswith("web/shards/")
     assert load_stage_module("prepare").describe_missing_outputs(trained_run) is None
@@ -92,7 +92,7 @@ def test_a_resume_from_an_older_checkpoint_gives_the_same_result(trained_run: Ru
     manifest = load_manifest(trained_run.data_dir)
     code_shards = manifest.train[-manifest.parts[1].train :]
     code_samples = sum((shard.tokens - 1) // 32 for shard in code_shards)  # a sample has 32 tokens
-    used_samples = 8 * 8 / 4 + 8 * 8 / 2
+    used_samples = 8 * 8 / 4 + 8 * 8 / 2  # from `code`, in steps 1 to 8 and in steps 9 to 16
     assert events[1]["epochs_at_the_end"]["code"] == pytest.approx(used_samples / code_samples)
 
 

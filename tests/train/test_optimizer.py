@@ -120,7 +120,8 @@ def make_lean_adamw(
     torch.manual_seed(1)
     matrix = torch.nn.Parameter(torch.randn(SHAPE).to(dtypes[0]))
     config = OptimizerConfig(weight_decay=0.3, lr=0.01)
-    optimizer = LeanAdamW([{"params": [matrix], "weight_decay": 0.3}], config, {matrix: 7}, compiled)
+    rounding_seed = 7
+    optimizer = LeanAdamW([{"params": [matrix], "weight_decay": 0.3}], config, {matrix: rounding_seed}, compiled)
     optimizer.state[matrix] = {"step": torch.zeros(()), **create_zero_moments(matrix, dtypes[1])}
     return optimizer, matrix
 
@@ -182,7 +183,7 @@ def test_int8_moments_are_unbiased_and_second_moments_stay_positive() -> None:
     is_small[:, ::64] = False
     for step in range(40):
         optimizer.step()
-        _, mean, square = run_steps(optimizer, matrix, 0)
+        _, mean, square = run_steps(optimizer, matrix, 0)  # only reads the moments
         assert (square > 0).all()
         assert mean[~is_small].mean() == pytest.approx(1 - 0.9 ** (step + 1), rel=0.02)
     assert mean[is_small].mean() == pytest.approx(1e-5, rel=0.2)
@@ -277,7 +278,7 @@ def test_schedules_equal_those_of_torch(warmup: int, decay: int, ratio: float, l
 def test_schedules_counted_from_0_equal_those_of_transformers(
     warmup: int, after_warmup: int, ratio: float, fraction: float, lr: float
 ) -> None:
-    """Steps of transformers are counted from 0. If ours are counted from 1, the default, each rate is one step earlier.
+    """Transformers counts steps from 0. If Sluice counts from 1, the default, each rate is used one step earlier.
 
     `fraction` is the part of all steps in which the rate of the schedule wsd decays.
     """

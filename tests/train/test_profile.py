@@ -194,16 +194,17 @@ def test_the_traces_of_four_ranks_are_merged(four_ranks_run: Run) -> None:
     assert "pipeline 1, data 0, tensor 0" in process_names[3]
     spans = [event for event in events if event["ph"] == "X"]
     threads = {tid for pid, kind, tid in names if kind == "thread_name"}
-    assert {span["tid"] for span in spans} == threads, "each row has a name"
-    assert len({(span["pid"], span["tid"]) for span in spans}) == len(threads), "each row belongs to one rank"
+    assert {span["tid"] for span in spans} == threads, "each row must have a name"
+    assert len({(span["pid"], span["tid"]) for span in spans}) == len(threads), "each row must belong to one rank"
+    tolerance_us = 0.002  # times are rounded
     for row in threads:  # a viewer can only draw spans that are nested or do not overlap
         row_spans = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
         ends: list[float] = []
         for start, negative_duration in row_spans:
             end = start - negative_duration
-            while ends and ends[-1] <= start + 0.002:
+            while ends and ends[-1] <= start + tolerance_us:
                 ends.pop()
-            assert not ends or end <= ends[-1] + 0.002
+            assert not ends or end <= ends[-1] + tolerance_us
             ends.append(end)
     # A collective runs on all of its ranks at the same time. Its spans overlap, except for the error of the clocks.
     collectives: dict[int, list[tuple[float, float]]] = {}
@@ -227,14 +228,15 @@ def test_profiling_does_not_change_the_result(four_ranks_run: Run, tmp_path: Pat
 
 
 def test_the_profile_command_lists_earlier_profiles(four_ranks_run: Run) -> None:
-    lines = list(profile_steps(four_ranks_run, "", 0))
+    lines = list(profile_steps(four_ranks_run, ranks="", steps=0))
     assert len(lines) == 4 and lines[0].startswith("step-00000003: ") and "mean of 4 ranks" in lines[0]
     percentages = [int(share.split()[-2]) for share in lines[0].split("(")[0].split(",")]
-    assert sum(percentages) in range(97, 104), "each one is rounded"
+    assert sum(percentages) in range(97, 104), "each percentage is rounded"
+    # the train stage is not running, so new steps cannot be profiled, and the error proposes --steps 0
     with pytest.raises(UserError, match="--steps 0"):
-        next(profile_steps(four_ranks_run, "", 1))
+        next(profile_steps(four_ranks_run, ranks="", steps=1))
     with pytest.raises(UserError, match="--ranks 1;2"):
-        next(profile_steps(four_ranks_run, "1;2", 1))
+        next(profile_steps(four_ranks_run, ranks="1;2", steps=1))
     assert not four_ranks_run.profile_file.exists()
 
 
@@ -247,7 +249,7 @@ def test_damaged_profiles_are_user_errors(four_ranks_run: Run, tmp_path: Path, d
     contents = {"no events": b'{"rank": 2}', "deeply nested": b"[" * 100_000}
     file.write_bytes(gzip.compress(contents[damage]) if damage in contents else truncated)
     with pytest.raises(UserError, match="step-00000003 is damaged"):
-        list(profile_steps(Run(tmp_path), "", 0))
+        list(profile_steps(Run(tmp_path), ranks="", steps=0))
     assert not (folder / "trace.json.gz").exists() or damage == "truncated parts"
 
 
