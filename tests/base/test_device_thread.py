@@ -11,7 +11,7 @@ from pipeline.base.device_thread import device_thread
 
 
 def run_and_record_calls(monkeypatch: pytest.MonkeyPatch, cuda_initialized: bool) -> list[tuple[str, object]]:
-    """Create a device thread in a thread that uses GPU 3, and run it.
+    """Create a device thread while GPU 3 is the current GPU of this thread, and run the device thread.
 
     Return each call of `torch.cuda.set_device` and each call of the thread's function, in order: the name of the thread
     that made the call, and the GPU number or "work".

@@ -57,14 +57,14 @@ def make_srun_env(rank: int, node: int, local_rank: int, **overrides: str) -> En
 
 
 def make_mpirun_daemon_env(node: int) -> Env:
-    """Return the environment of an Open MPI daemon on node number `node`, from 1.
+    """Return the environment of an Open MPI daemon on the node with this number in the job, from 1.
 
-    mpirun starts these daemons in an srun step, on all nodes of the job except the first.
+    mpirun starts these daemons in an srun step, on all nodes of the job except the first node, which has number 0.
     """
     return make_srun_env(
-        node - 1,
-        node - 1,
-        0,
+        rank=node - 1,
+        node=node - 1,
+        local_rank=0,
         SLURM_STEP_ID="0",
         SLURM_STEP_NODELIST="n2",
         SLURM_STEP_NUM_TASKS="1",
@@ -191,7 +191,7 @@ def test_torchrun_inside_srun_uses_the_ranks_and_the_master_of_torchrun() -> Non
 def test_mpirun_inside_a_job_has_the_ranks_of_mpirun_and_the_first_node_as_master() -> None:
     """Ranks on the first node inherit the variables of the batch script, other ranks those of the daemons' step.
 
-    Each mpirun has another PMIx namespace, so that two of them in one job use different ports.
+    Each call of mpirun has its own PMIx namespace. Therefore, two calls in one job use different ports.
     """
     rank_infos = [read_rank_info(BATCH_ENV | make_openmpi_env(rank, 4, rank, 2)) for rank in (0, 1)]
     rank_infos += [
@@ -320,7 +320,7 @@ def test_error_for_an_invalid_environment_names_its_variables(env: Env, code: st
     assert all(text in str(raised.value) for text in expected_texts)
 
 
-def test_read_time_left_returns_seconds_or_none_and_rejects_text() -> None:
+def test_read_time_limit_s_returns_seconds_or_none_and_rejects_text() -> None:
     assert read_time_limit_s({}) is None
     assert read_time_limit_s({"SLUICE_TIME_LEFT": "90.5"}) == 90.5
     with pytest.raises(UserError) as raised:
@@ -357,7 +357,7 @@ def test_a_malformed_host_list_is_an_error(text: str) -> None:
 
 
 def test_a_huge_host_list_is_rejected_quickly() -> None:
-    """The last text is a long name with a syntax error at its end. It is also rejected quickly."""
+    """At most 65,536 hosts are allowed. The last text is a long name with a syntax error at its end."""
     for text in ("n[1-999999999]", "n[1-9999]m[1-9999]", "n[1-65536],m", "n" * 5000 + "["):
         with pytest.raises(UserError) as raised:
             expand_hostlist(text)
@@ -478,7 +478,8 @@ LAUNCHER_VARIABLES = sorted(
 """All variables that `read_rank_info` and `read_time_limit_s` may read."""
 RANDOM_VALUES = st.one_of(
     st.integers(-2, 5).map(str),
-    # a batch step, an array task, a digit of another script, and numbers that are too large
+    # among others, the ID of a batch step, texts that int() accepts but Slurm does not write ("1_0", " 1" and an Arabic
+    # digit), and numbers that are too large
     st.sampled_from(["", "n[1-2]", "2(x2)", "4294967291", "1_0", " 1", "٣", "9" * 19, "9" * 5000]),
     st.text(max_size=6),
 )

@@ -22,7 +22,7 @@ LINES_PER_WRITER = 20
 def write_line_like_nfs(fd: int, line: str, name: str) -> None:
     """Append a line in two steps, as an NFS client does for O_APPEND (open(2)): find the end of the file, then write.
 
-    Another process can write between the two steps. The second line would then overwrite the first one.
+    Another process can find the same end between the two steps. One line then overwrites the other.
     """
     with open(name, "r+b") as file:
         file.seek(0, os.SEEK_END)

@@ -40,7 +40,7 @@ SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
 AS_NOBODY = [
     "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
     "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
-    # the capability allows it to read the Python installation, which may be in the home folder of root
+    # with dac_read_search, `nobody` can read the Python installation, which may be in the home folder of root
 ]  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def make_group_writable(path: Path) -> None:
     path.chmod(path.stat().st_mode | 0o020)
 
 
-EXECUTED_PATHS: dict[str, Callable[[Run], Path]] = {
+CHECKED_PATHS: dict[str, Callable[[Run], Path]] = {
     "run directory": lambda run: run.path,
     "code": lambda run: run.code_dir,
     "file of the code": lambda run: run.code_dir / "pipeline/run/directory.py",
@@ -155,12 +155,12 @@ EXECUTED_PATHS: dict[str, Callable[[Run], Path]] = {
 }
 
 
-@pytest.mark.parametrize("path_name", EXECUTED_PATHS)
+@pytest.mark.parametrize("path_name", CHECKED_PATHS)
 def test_check_owner_fails_on_a_path_writable_by_others_until_the_printed_command_is_run(
     tmp_path: Path, path_name: str
 ) -> None:
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=group"]))
-    path = EXECUTED_PATHS[path_name](run)
+    path = CHECKED_PATHS[path_name](run)
     if not path.exists():
         path.touch()
     run.check_owner()
@@ -241,7 +241,7 @@ def test_the_path_of_an_open_folder_stays_valid_if_the_folder_is_replaced(tmp_pa
 
 
 def test_errors_in_an_open_folder_name_the_original_path(tmp_path: Path) -> None:
-    """They do not name the path through the descriptor in /proc/self/fd."""
+    """Inside the block, paths lead through a descriptor in /proc/self/fd. Errors must not name these paths."""
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(FileNotFoundError) as raised, open_own_folder(folder) as fd_path:

@@ -22,7 +22,7 @@ def test_downsample_keeps_the_extremes_of_each_bucket_and_both_ends(values: list
     kept_points = downsample(points, bucket_count)
     assert set(kept_points) <= set(points) and list(kept_points) == sorted(kept_points, key=lambda point: point[0])
     assert kept_points[0] == points[0] and kept_points[-1] == points[-1]
-    assert len(kept_points) <= max(2 * bucket_count + 2, 2)
+    assert len(kept_points) <= 2 * bucket_count + 2
     for number in range(bucket_count):
         start = number * len(values) // bucket_count
         end = (number + 1) * len(values) // bucket_count

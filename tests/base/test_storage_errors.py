@@ -101,7 +101,10 @@ def test_reading_a_pipe_fails_instead_of_blocking(tmp_path: Path, monkeypatch: p
 
 @contextmanager
 def exhaust_open_files() -> Iterator[None]:
-    """Open files up to the limit of this process, so that the block can open no more."""
+    """Open files until the limit of this process is reached, so that the block can open no more.
+
+    The limit is lowered to 200 files, so that this takes little time.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(200, soft), hard))
@@ -152,7 +155,7 @@ def write_beyond_file_size_limit(folder: Path) -> None:
 
 
 def rename_onto_nonempty_folder(folder: Path) -> None:
-    """Try to rename a folder to the name of a folder that contains a file."""
+    """Try to rename a folder to the name of a folder that is not empty."""
     (folder / "new").mkdir()
     (folder / "old/file").mkdir(parents=True)
     os.rename(folder / "new", folder / "old")

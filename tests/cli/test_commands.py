@@ -101,7 +101,7 @@ def test_a_venv_python_that_is_a_wrapper_script_is_started_once(checkout: Path, 
 def test_a_printed_command_works_in_the_same_folder(
     checkout: Path, sluice: Path, tmp_path: Path, entry_point: str
 ) -> None:
-    """`status` in a folder without runs prints a command that creates a run. Replace its argument by `--version`."""
+    """`status` in a folder without runs prints a command that creates a run. The test runs it with `--version`."""
     folder = tmp_path
     command = [*PYTHON_WITHOUT_PACKAGES, "checkout/submit.py"]
     environment = CLEAN_ENVIRONMENT

@@ -51,7 +51,10 @@ def test_the_summary_fits_on_a_screen_and_begins_with_the_verdict(run_cli: Calla
 
 
 def test_the_option_scripts_prints_scripts_after_the_summary(run_cli: Callable[..., str]) -> None:
-    """There are scripts only for Slurm. With `--scripts`, the resolved config is also printed."""
+    """There are scripts only for Slurm. With `--scripts`, the resolved config is also printed.
+
+    The five jobs are prepare, shard, the job that completes shard, train and evaluate.
+    """
     local_output = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "local")
     assert "#!/bin/bash" not in local_output and "sequence_length: 32" in local_output
     slurm_output = run_cli("tiny.yaml", "--dry-run", "--scripts", "--executor", "slurm")
@@ -71,7 +74,10 @@ def test_without_slurm_no_slurm_options_are_printed(
 def test_a_controller_that_does_not_respond_is_a_problem(
     run_cli: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controller_state: str | None
 ) -> None:
-    """A dry run works without a controller, but reports that a submission would fail. None: Slurm is not installed."""
+    """A dry run works without a controller, but reports that a submission would fail.
+
+    `controller_state` is None if Slurm is not installed.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sbatch", "scontrol") if controller_state else ():
@@ -122,6 +128,7 @@ def test_a_dry_run_for_an_existing_run_shows_changes_and_remaining_stages(run_cl
 
 
 def test_slurm_requests_are_summed(run_cli: Callable[..., str]) -> None:
+    """The node-hours are: prepare 1, shard 2 (two tasks), train 3 × 2, evaluate 1. The GPU-hours: 12 × 2 and 1."""
     site = "site={partition: gpu, gpus_per_node: 4, mem_gb: 100, sbatch: {reservation: r1}}"
     train = "stages.train={nodes: 3, tasks_per_node: 4, time: '02:00:00'}"
     output = run_cli("tiny.yaml", "--dry-run", "--executor", "slurm", site, train, "train.global_batch=24")

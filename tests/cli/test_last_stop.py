@@ -115,7 +115,7 @@ RESTORED_ATTEMPT: list[dict[str, Any]] = [STARTED, {"event": "restored", "step":
 def test_status_describes_the_last_stop(
     tmp_path: Path, events: list[dict[str, Any]], job_state: str, description: str | None
 ) -> None:
-    """The steps at which a stage stopped are in events; a killed attempt lost the steps after its checkpoint."""
+    """The step of a stop is in the events. If the attempt was killed, only the step of its checkpoint is known."""
     run = Run.create(load_config(write_config(tmp_path)))
     for event in events:
         write_event(run, event["event"], "train", **{key: value for key, value in event.items() if key != "event"})

@@ -33,6 +33,7 @@ MEASURED_CATEGORIES = {
 }
 """Categories of the time of a step, except compute. For each: the key in metrics.jsonl, and its simulated share."""
 durations = st.integers(1, 5000).map(lambda n: n / 100)
+"""Random durations in seconds."""
 
 
 def format_time(seconds: float) -> str:
@@ -85,7 +86,9 @@ class SimulatedRun:
         self.spend("queue", plan["queue"] / 2)
         if plan["successor"]:
             self.write_event("submitted", job_id="8", kind="afternotok", after=["7"])
-            if is_first or plan["by_user"] or not self.died_silently:  # a user runs `resume` while the job is pending
+            if is_first or plan["by_user"] or not self.died_silently:
+                # A user runs `resume` while the job is pending. Only after a silent death, no earlier event requests
+                # the attempt: the ledger would then count the time before `resumed` as idle.
                 self.write_event("resumed")
         self.spend("queue", plan["queue"] / 2)
         if not is_first and self.died_silently:
@@ -151,7 +154,7 @@ def test_the_ledger_equals_the_true_seconds_of_a_simulated_run(attempt_plans: li
     """The tolerance allows for times in events.jsonl that are rounded to milliseconds."""
     run = SimulatedRun()
     for number, plan in enumerate(attempt_plans):
-        run.run_attempt(plan, number == 0, number == len(attempt_plans) - 1)
+        run.run_attempt(plan, is_first=number == 0, is_last=number == len(attempt_plans) - 1)
     ledger = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock)
     assert len(ledger) == len(attempt_plans)
     assert sum(attempt.end_time - attempt.start_time for attempt in ledger) == pytest.approx(
@@ -240,7 +243,7 @@ def test_the_last_attempt_of_a_running_stage_lasts_until_now() -> None:
     """The ledger is built 50 s after the last event. If the stage does not run, the attempt ends at that event."""
     run = SimulatedRun()
     plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 1.0, "by_user": False, "save": False}
-    run.run_attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, True, False)
+    run.run_attempt({**plan, "steps": [1.0], "silent": True, "successor": False}, is_first=True, is_last=False)
     (attempt,) = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock + 50, ["train"])
     assert attempt.cause == "running"
     assert attempt.end_time - attempt.start_time == pytest.approx(2 + 3 + 1 + 50, abs=0.01)
@@ -254,12 +257,14 @@ def test_steps_are_scaled_if_they_take_longer_than_their_attempt() -> None:
     Four steps take 4 s, but the end event is only 2 s after the event `ready`.
     """
     run = SimulatedRun()
-    plan = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 0.0, "by_user": False, "save": False}
-    run.run_attempt({**plan, "steps": [1.0] * 4, "silent": False, "successor": False}, True, True)
+    plan: dict[str, Any] = {"idle": 1.0, "queue": 2.0, "startup": 3.0, "ending": 0.0, "by_user": False, "save": False}
+    plan |= {"steps": [1.0] * 4, "silent": False, "successor": False}
+    run.run_attempt(plan, is_first=True, is_last=True)
     run.events[-1]["time"] = format_time(run.clock - 2)
     (attempt,) = build_ledger(parse_events(run.events), run.lines, STAGES, run.clock)
     assert attempt.end_time - attempt.start_time == pytest.approx(7, abs=0.01)
     assert sum(attempt.seconds.values()) == pytest.approx(attempt.end_time - attempt.start_time)
+    # in the simulation, 17/32 of the time of a step is computation: 1 - 1/4 - 1/8 - 1/16 - 1/32
     assert attempt.seconds["compute"] == pytest.approx(2 * 17 / 32, abs=0.01) and attempt.seconds["ending"] == 0
 
 

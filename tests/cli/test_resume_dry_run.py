@@ -40,7 +40,8 @@ def run_preview(run: Run, *overrides: str, slurm: bool = True, update_code: bool
     console = PlainConsole(width=200, record=True)
     files_before = list_files(run.path)
     executor: Literal["slurm", "local"] = "slurm" if slurm else "local"
-    preview_resume(run, overrides, update_code, executor, bool(overrides), console, scripts=scripts)
+    replaces_pending = bool(overrides)
+    preview_resume(run, overrides, update_code, executor, replaces_pending, console, scripts=scripts)
     assert list_files(run.path) == files_before
     return console.export_text()
 
@@ -71,7 +72,10 @@ def test_a_dry_run_lists_changes_and_jobs(run: Run, queue: FakeQueue) -> None:
 
 
 def test_a_dry_run_lists_the_new_jobs_of_a_failed_chain(run: Run, queue: FakeQueue) -> None:
-    """Train job 1 has failed, and a user has cancelled the run. The dry run must change neither."""
+    """Train job 1 has failed, and a user has cancelled the run.
+
+    The dry run must neither cancel the waiting job 2 nor remove the cancellation of the run.
+    """
     write_submitted(run, "train", "1")
     write_submitted(run, "evaluate", "2", "afterok", "1")
     write_event(run, "started", "train", job_id="1")
@@ -101,7 +105,7 @@ def test_a_dry_run_reports_a_time_limit_that_is_too_short(
 ) -> None:
     warning = re.compile(r"stages\.train\.time: 00:02:00 .* 90 s ")
     assert warning.search(run_preview(run, "stages.train.time=00:02:00")) and not warning.search(run_preview(run))
-    assert "hunter2" not in run_preview(run, "site.setup=[export TOKEN=hunter2]")
+    assert "hunter2" not in run_preview(run, "site.setup=[export TOKEN=hunter2]"), "a secret must not be printed"
     run.apply_overrides(["stages.train.time=00:02:00"])
     start_run(run, "slurm", is_resumed=True)
     assert warning.search(capsys.readouterr().out), "`resume` must also report the short time limit"

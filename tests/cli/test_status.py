@@ -154,7 +154,10 @@ def test_at_most_100_of_many_inputs_are_checked(tmp_path: Path, monkeypatch: pyt
 def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run reads an existing token file without a copy of it. Each work unit is a part of this file."""
+    """The run reads an existing token file without a copy of it. Each work unit is a part of this file.
+
+    The file has 20,000 tokens: 20 parts of at most 1,024 tokens for training, and one held-out part.
+    """
     text = "data: {{source: {0}/tokens.bin, records: tokens, tokenizer: {{kind: file, path: {0}/tokenizer.json}},"
     text += " sequence_length: 32, shard_tokens: 1024}}\nrun: {{name: tokens, root: {0}}}\n"
     (tmp_path / "tokens.yaml").write_text(text.format(tmp_path) + CONFIG[CONFIG.index("model:") :].format(steps=2))

@@ -73,7 +73,7 @@ def test_unusable_inputs_and_folders_are_errors_before_anything_is_created(
 
 def test_invalid_job_options_are_errors_on_slurm_only(folder: Path) -> None:
     conflicting_options = ("site.mem_gb=4", "stages.train.sbatch={mem-per-cpu: 1G}")
-    check_submission(load_config(Path("tiny.yaml"), conflicting_options), False)
+    check_submission(load_config(Path("tiny.yaml"), conflicting_options), on_slurm=False)
     assert "train: mem_gb and sbatch.mem-per-cpu exclude each other" in get_error(*conflicting_options, on_slurm=True)
     assert "site.pass: UNSET_VARIABLE not set" in get_error("site.pass=[UNSET_VARIABLE]", on_slurm=True)
 
@@ -83,8 +83,8 @@ def test_jobs_that_no_node_can_run_are_rejected_on_slurm_only(folder: Path, monk
     monkeypatch.setattr(capacity, "run_slurm_command", lambda *command, timeout_s: "low*|4|4|65536|(null)|(null)\n")
     monkeypatch.setattr(capacity, "read_slurm_config", lambda timeout_s: {})
     assert "site.cpus_per_task: 8" in get_error("site.partition=low", "site.cpus_per_task=8", on_slurm=True)
-    check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), False)
-    check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), True)
+    check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=8")), on_slurm=False)
+    check_submission(load_config(Path("tiny.yaml"), ("site.partition=low", "site.cpus_per_task=2")), on_slurm=True)
 
 
 def test_an_unwritable_run_folder_is_rejected(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_unwritable_run_folder_is_rejected(folder: Path) -> None:
     os.seteuid(1234)
     try:
         with pytest.raises(UserError) as error:
-            check_submission(config, False)
+            check_submission(config, on_slurm=False)
         assert "/usr/none/tiny" in str(error.value) and "permission denied" in str(error.value)
     finally:
         os.seteuid(0)
@@ -107,14 +107,17 @@ def test_an_unreadable_text_folder_is_rejected(folder: Path, source: str) -> Non
     (folder / "texts").mkdir()
     (folder / "corpus.jsonl").rename(folder / "texts/corpus.jsonl")
     config = load_config(Path("tiny.yaml"), [f"data.source={folder}/{source}", "run.root=/tmp"])
-    check_submission(config, False)
+    check_submission(config, on_slurm=False)
     (folder / "texts").chmod(0o700)
     with as_other_user(folder), pytest.raises(UserError, match=r"texts.*ermission denied"):
-        check_submission(config, False)
+        check_submission(config, on_slurm=False)
 
 
 def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> None:
-    """With a container, the module is not imported and the files are not checked, because both may exist only there."""
+    """With a container, the module is not imported and the files are not checked.
+
+    The module and the files may exist only in the container.
+    """
     (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)
     (folder / "image_model.py").write_text(MODEL_SOURCE)
     assert "images.h5' matches no file; name .h5, .hdf5 files" in get_error(config="image_model.yaml")
@@ -125,12 +128,12 @@ def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> Non
     message = get_error(config="image_model.yaml")
     assert f"{folder}/images.h5" in message and "'images'" in message and "tokens" in message
     make_images.main(folder / "images.h5", 20)
-    check_submission(load_config(folder / "image_model.yaml"), False)
+    check_submission(load_config(folder / "image_model.yaml"), on_slurm=False)
     (folder / "image_model.py").write_text(f"{MODEL_SOURCE}import missing_package\n")
     assert "image_model cannot be imported or built here" in get_error(config="image_model.yaml")
     container = "site.container={runtime: apptainer, image: /x.sif}"
     overrides = [container, "data.source=/path/in/container/*.h5"]
-    check_submission(load_config(folder / "image_model.yaml", overrides), False)
+    check_submission(load_config(folder / "image_model.yaml", overrides), on_slurm=False)
 
 
 def test_each_input_file_is_checked(folder: Path) -> None:
@@ -174,15 +177,15 @@ def test_modules_of_the_user_for_another_python_are_compiled_but_not_imported(fo
     message = get_error(other_python, config="image_model.yaml")
     assert f'File "{folder}/helper.py", line 2' in message and "code/helper.py" not in message
     (folder / "helper.py").write_text("x = 1\n")
-    check_submission(load_config(Path("image_model.yaml"), [other_python]), False)
+    check_submission(load_config(Path("image_model.yaml"), [other_python]), on_slurm=False)
 
 
 def test_only_the_remaining_stages_of_an_existing_run_are_checked(folder: Path) -> None:
     """If the shards are complete, the input files may be missing. The config may change until the first checkpoint."""
     run = make_run(folder)
     (folder / "corpus.jsonl").unlink()
-    check_submission(load_config(Path("tiny.yaml")), False)
-    assert check_submission(load_config(Path("tiny.yaml"), ["optimizer.lr=0.5"]), False).corrections
+    check_submission(load_config(Path("tiny.yaml")), on_slurm=False)
+    assert check_submission(load_config(Path("tiny.yaml"), ["optimizer.lr=0.5"]), on_slurm=False).corrections
     (run.checkpoints_dir / "step-00000007").mkdir()
     assert "exists with another config:\n  optimizer.lr: 0.01 → 0.5" in get_error("optimizer.lr=0.5")
     (run.data_dir / "prepare.json").unlink()

@@ -203,9 +203,10 @@ def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.C
 
 @pytest.mark.story
 def test_a_corrected_run_equals_one_that_was_correct_from_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run with a wrong number of classes fails. The corrected config is submitted twice, then another run with it.
+    """A run with a wrong number of classes fails. The corrected config is submitted twice, then also as a new run.
 
-    At the end, the config is changed back before the first checkpoint. This is also a change of the config.
+    At the end, the checkpoints are removed, and the wrong config is submitted again. The run was created with the wrong
+    config, but the change back to it must also be shown.
     """
     FakeRunner.runs_stages = True
     correct_config = Path("classifier.yaml").read_text()
@@ -254,6 +255,7 @@ def test_a_failed_sweep_point_prints_a_command_for_the_whole_sweep(capsys: pytes
     assert output.rindex("point 001: train failed (crashed): ") > output.index("point 002\n"), (
         "the error must be printed again at the end"
     )
+    # points 000 and 002 have checkpoints, so the values of the sweep cannot change
     assert run_submit(WIDTH_SWEEP.replace("8", "5")) == ExitCode.USER_ERROR
     assert "points/00" in read_output(capsys)
     (printed_command,) = {*re.findall(r"submit\.py (.+)$", output, re.M)}
@@ -270,7 +272,7 @@ def test_a_failed_sweep_point_prints_a_command_for_the_whole_sweep(capsys: pytes
 def test_a_failed_point_does_not_stop_the_others_but_a_signal_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`codes` has the exit codes of the stages that must not succeed, by name of the run or point and stage."""
+    """`codes` has the exit code of each stage that must fail, by run or point and stage, such as `000 train`."""
     calls: list[str] = []
     codes: dict[str, ExitCode] = {}
 

@@ -123,9 +123,10 @@ def test_yaml_aliases_are_resolved(tmp_path: Path) -> None:
 
 
 def test_extended_files_are_merged_in_order(tmp_path: Path) -> None:
-    """A value in the file has precedence over a file that its section extends.
+    """A value is read from the first of these files that contains the key.
 
-    That file has precedence over a file that the whole file extends.
+    The order is: the file itself, a file that its section extends, and the files that the whole file extends, beginning
+    with the last one.
     """
     write_config(tmp_path, "partition: low\naccount: a\nsetup: [module load x, b]\n", "sites/one.yaml")
     write_config(tmp_path, "extends: one.yaml\naccount: b\n", "sites/two.yaml")
@@ -172,10 +173,7 @@ def test_a_problem_of_an_extended_file_names_both_files(
     write_config(tmp_path, "a: [\n", "sub/incomplete.yaml")
     problem = find_problem(tmp_path, MINIMAL_CONFIG + section)
     assert (problem.code, problem.key, problem.line) == (code, "extends", 3)
-    assert all(
-        f"{tmp_path}/{expected_text}" in problem.message or expected_text in problem.message
-        for expected_text in expected_texts
-    )
+    assert all(expected_text in problem.message for expected_text in expected_texts)
 
 
 def test_a_very_long_chain_of_extended_files_is_an_error(tmp_path: Path) -> None:
@@ -184,7 +182,7 @@ def test_a_very_long_chain_of_extended_files_is_an_error(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "0.yaml")
     assert raised.value.code == "config.circular_extends"
-    assert "/21.yaml" in str(raised.value)
+    assert "/21.yaml" in str(raised.value), "at most 20 files may extend each other"
 
 
 def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
@@ -216,7 +214,10 @@ def test_a_swept_path_is_relative_to_the_file_that_contains_it(tmp_path: Path) -
 
 
 def test_a_path_is_relative_to_the_file_that_contains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes extended files. Paths on the command line and defaults are relative to the working directory."""
+    """A path in an extended file is relative to the extended file.
+
+    Paths on the command line and defaults are relative to the working directory.
+    """
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", "/home/me")
@@ -329,7 +330,7 @@ def test_merging_is_idempotent_and_prefers_the_second_mapping(
             assert merged[key] == value
 
     def remove_leaves(value: Any) -> Any:
-        """Return nested mappings with each other value replaced by None."""
+        """Return nested mappings in which each value that is not a mapping is replaced by None."""
         return {key: remove_leaves(inner) for key, inner in value.items()} if isinstance(value, dict) else None
 
     if remove_leaves(first) == remove_leaves(second) == remove_leaves(third):
@@ -634,7 +635,10 @@ def test_the_right_key_is_suggested_for_a_typo(
 def list_model_paths(
     model: type[BaseModel] = Config, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[type[BaseModel], tuple[str | int, ...]]]:
-    """Yield each model below `model`, and the key path of its section."""
+    """Yield `model` and each model below it, with the key path of its section.
+
+    In a mapping or list of sections, the path leads to the key `one` or the index 0.
+    """
     yield model, path
     for key, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
@@ -799,7 +803,7 @@ TIME_LIMIT = st.sampled_from(["5", "5:30", "00:20:00", "1-0", "1-12:00:00"])
 
 
 def generate_mappings(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return a strategy for mappings that have any of the fields."""
+    """Return a strategy for mappings that have a random subset of the fields."""
     return st.fixed_dictionaries({}, optional=fields)
 
 

@@ -116,8 +116,9 @@ def test_published_models_are_read_and_written_back(name: str) -> None:
     published_json, expected_values = PUBLISHED_MODELS[name]
     section = parse_model_config(published_json)
     assert section | expected_values == section
+    eos_id = published_json["eos_token_id"]
     written_json = build_config_json(
-        *split_section(section), published_json["vocab_size"], 64, published_json["eos_token_id"], "bfloat16"
+        *split_section(section), published_json["vocab_size"], sequence_length=64, eos_id=eos_id, dtype="bfloat16"
     )
     # The export may set keys that the published file leaves to their defaults, such as head_dim.
     set_values = {key: value for key, value in section.items() if value is not None}
@@ -210,6 +211,7 @@ def test_malformed_values_raise_no_error_except_value_and_type_errors() -> None:
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, 1),
         ({"use_sliding_window": True, "sliding_window": 64}, 64, 28),
         ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 4096, 1),
+        # cannot be written, because the layers with full attention are not the first layers
         ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, 4096, None),
         ({"sliding_window": 64}, None, None),
         ({"model_type": "mistral", "sliding_window": 64}, 64, None),
@@ -225,10 +227,10 @@ def test_a_sliding_window_is_written_as_it_was_read(
     assert (section["sliding_window"], section["max_window_layers"]) == (sliding_window, full_attention_layers)
     if "layer_types" in changes and full_attention_layers is None:
         with pytest.raises(UserError) as raised:
-            build_config_json(*split_section(section), 300, 64, 2, "float32")
+            build_config_json(*split_section(section), 300, sequence_length=64, eos_id=2, dtype="float32")
         assert raised.value.code == "export.unsupported_model" and "model.max_window_layers" in str(raised.value)
         return
-    written_json = build_config_json(*split_section(section), 300, 64, 2, "float32")
+    written_json = build_config_json(*split_section(section), 300, sequence_length=64, eos_id=2, dtype="float32")
     assert parse_model_config(written_json) | {"head_dim": None, "max_position_embeddings": None} == section
     original_config, written_config = (
         transformers.AutoConfig.for_model(**config) for config in (original_json, written_json)
@@ -251,7 +253,7 @@ def write_model_folder(path: Path, **config: Any) -> Path:
     return path
 
 
-def test_the_folder_is_read_only_when_the_config_is_first_loaded(tmp_path: Path) -> None:
+def test_the_config_of_a_run_loads_without_the_model_folder(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "open", eos_token_id=[2, 3])
     file = tmp_path / "run.yaml"
     file.write_text("run: {name: a}\ntrain: {steps: 1}\nmodel: {init_from: open, dropout: 0.1, layers: 2}\n")
@@ -302,7 +304,7 @@ def test_a_config_that_contradicts_the_folder_is_rejected(
     assert all(expected_text in str(raised.value) for expected_text in expected_texts)
 
 
-def test_a_sweep_over_folders_reads_each_folder_only_once(tmp_path: Path) -> None:
+def test_the_config_of_a_sweep_over_model_folders_loads_without_the_folders(tmp_path: Path) -> None:
     rope_scaling = {"rope_type": "llama3", **LLAMA3_ROPE}
     first_folder = write_model_folder(tmp_path / "first", rope_scaling=rope_scaling)
     second_folder = write_model_folder(tmp_path / "second", hidden_size=64)
@@ -370,7 +372,7 @@ def test_a_link_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
         ("project/0a1b", "project/blobs/f00d", False),
     ],
 )
-def test_links_may_only_lead_to_blobs_of_the_same_hub_cache(
+def test_links_may_lead_only_into_the_folder_or_to_blobs_of_its_hub_cache(
     tmp_path: Path, folder_path: str, target_path: str, is_allowed: bool
 ) -> None:
     for path in (tmp_path / folder_path, (tmp_path / target_path).parent):
@@ -410,7 +412,11 @@ def test_a_tokenizer_file_that_is_a_link_out_of_the_folder_or_a_pipe_is_rejected
 
 
 def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a link replaces the file after it was opened, the opened file is read."""
+    """If a link replaces the file after it was opened, the opened file is read.
+
+    The file is checked after it was opened. A check before, here a `realpath` that never leaves the folder, must not
+    count.
+    """
     (tmp_path / "secret").write_text('{"model_type": "secret"}')
     folder = write_model_folder(tmp_path / "open")
     real_realpath = os.path.realpath
@@ -458,7 +464,7 @@ def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, mon
 def test_a_damaged_or_malicious_folder_is_rejected(
     tmp_path: Path, index: Any, replaced_names: list[str], code: str, expected_text: str
 ) -> None:
-    """Write `index` as model.safetensors.index.json, and replace the files `replaced_names` with empty files.
+    """Write `index`, if any, as model.safetensors.index.json. Replace the files `replaced_names` with empty files.
 
     A file whose name begins with `|` is replaced with a pipe.
     """

@@ -216,10 +216,10 @@ def test_a_contradictory_or_unsupported_config_is_rejected(
 
 def test_a_custom_model_with_tensor_parallelism_cannot_be_compiled() -> None:
     config = tiny_config(2, parallel={"tensor": 2}, train={"compile": True}, model={"qk_norm": True})
-    assert resolve_layout(config, 2, 2, 64).tp == 2, "the decoder can be compiled"
+    assert resolve_layout(config, world_size=2, ranks_per_node=2, vocab_size=64).tp == 2, "the decoder can be compiled"
     custom_config = config.model_copy(update={"model": config.model.model_copy(update={"target": "own"})})
     with pytest.raises(LayoutError, match=r"train\.compile") as raised:
-        resolve_layout(custom_config, 2, 2, None)
+        resolve_layout(custom_config, world_size=2, ranks_per_node=2, vocab_size=None)
     assert raised.value.code == "config.conflict"
 
 
@@ -255,9 +255,9 @@ def test_schedules_that_split_the_backward_pass_reject_incompatible_options(sche
 
 def test_tensor_parallel_ranks_must_be_on_one_node() -> None:
     config = tiny_config(4, parallel={"tensor": 4})
-    assert resolve_layout(config, 4, 4).tp == 4
+    assert resolve_layout(config, world_size=4, ranks_per_node=4).tp == 4
     with pytest.raises(LayoutError, match=r"stages\.train\.tasks_per_node") as raised:
-        resolve_layout(config, 4, 2)
+        resolve_layout(config, world_size=4, ranks_per_node=2)
     assert raised.value.code == "parallel.group_on_several_nodes"
 
 
@@ -418,9 +418,10 @@ def test_layers_are_split_with_the_smallest_possible_largest_cost(stages: int, e
     layers = stages + extra_layers
     config = tiny_config(1, model={"layers": layers})
     dim = 16
-    heads = 4 * 4
-    ffn = 32
-    block_cost = dim * (4 * heads + 3 * ffn) + heads * 16
+    query_width = 4 * 4  # heads × dimensions of a head
+    intermediate_size = 32
+    # multiplications per token: four matrices of attention, three of the MLP, and attention over 16 tokens
+    block_cost = dim * (4 * query_width + 3 * intermediate_size) + query_width * 16
 
     def find_largest_cost(sizes: list[int]) -> int:
         """Return the cost of the most expensive stage if the stages have these numbers of layers."""

@@ -193,7 +193,7 @@ def parse_history(text: str) -> list[Event]:
         ("started preempted:preempted requeued/preempted started", {"open", "training steps"}),
         ("started preempted:preempted requeued/preempted started done", {"done"}),
         ("started preempted:preempted failed:preempted", {"failed"}),  # Slurm refused to requeue the job
-        # the successor job was not needed
+        # the successor job found that its predecessor was cancelled, and wrote the event `cancelled`
         ("started preempted:preempted handed_over/preempted cancelled:cancelled", {"user request"}),
         ("started stopping:stop_file stopped:stop_file", {"user request"}),
         ("started stopping:cancelled cancelled:cancelled", {"user request"}),

@@ -458,10 +458,10 @@ def test_a_missing_package_is_an_error_before_the_run_is_created(
 def test_track_fails_if_another_process_feeds_the_tracker(fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fake_run.reset().run
     flag = StopFlag()
-    assert Follower(run, "jsonl").wait_for_lock(flag, True)
+    assert Follower(run, "jsonl").wait_for_lock(flag, once=True)
     monkeypatch.setattr(follower, "LOCK_WAIT_S", 0.0)
     with pytest.raises(UserError, match="jsonl") as caught:
-        Follower(run, "jsonl").wait_for_lock(flag, True)
+        Follower(run, "jsonl").wait_for_lock(flag, once=True)
     assert caught.value.code == "track.already_followed"
 
 

@@ -100,10 +100,10 @@ def test_the_page_of_a_run_with_all_metrics_has_all_figures_with_their_units(run
         "memory_reserved_gb": 2.0, "held_out_loss": 3.0, "held_out_accuracy": 0.5, "profile": shares,
     }  # fmt: skip
     write_lines(run.metrics_file, [make_step_line(step, **values) for step in range(1, 31)])
-    for attempt, cause in ((1, "preempted"), (2, "done")):
+    for attempt, cause in ((1, "preempted"), (2, "done")):  # the event of the end has the same name as the cause
         write_event(run, "started", "train", job_id="1", attempt=attempt, task=None, ranks=2, host="n1")
         write_event(run, "restored", "train", step=10 * attempt - 5)
-        write_event(run, "done" if cause == "done" else cause, "train", cause=cause, exit_code=0)
+        write_event(run, cause, "train", cause=cause, exit_code=0)
     for step in (10, 20):
         result: dict[str, Any] = {
             "step": step,

@@ -41,6 +41,7 @@ class FakeNvml(SimpleNamespace):
     NVML_CLOCK_SM = 1
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
+    # older versions of pynvml have the constant ...ThrottleReason... instead of ...EventReason...; here, one of each
     nvmlClocksEventReasonSwPowerCap = 0x4
     nvmlClocksThrottleReasonSwThermalSlowdown = 0x20
     nvmlEventTypeXidCriticalError = 8

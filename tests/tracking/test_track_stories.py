@@ -182,7 +182,8 @@ def test_each_step_and_message_arrives_once_through_twenty_disturbances(tmp_path
                 run.save()
             else:
                 expected_messages.append(fail_attempt(run, generator, number))
-        run.write_steps(10 if (run.step + 10) % run.run.config.checkpoint.every_steps else 11)  # not a step that saves
+        # the last step must not be one that saves
+        run.write_steps(10 if (run.step + 10) % run.run.config.checkpoint.every_steps else 11)
         record_losses(run, losses)
         for follower in followers.values():
             follower.disturb("continue")

@@ -84,6 +84,7 @@ def test_the_reason_names_the_unsatisfiable_request_and_its_key(
 ) -> None:
     """`facts` is empty if a node can satisfy all requests. By default, the tiny train stage has 2 tasks per node."""
     groups = parse_nodes(SINFO_OUTPUT)
+    # the resources of the nodes in `unclear` are unknown, so these nodes could satisfy each request without a partition
     nodes = [group for group in groups if group.partition != "unclear" or "unclear" in overrides[0]]
     reason = find_unsatisfiable_request(make_config(tmp_path, *overrides), "train", nodes)
     assert (reason is None) == (not facts), reason

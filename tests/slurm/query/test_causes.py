@@ -49,7 +49,7 @@ def make_job_info(**fields: Any) -> JobInfo:
 
 
 def test_the_first_value_of_each_key_is_read() -> None:
-    """The same keys in the comment, which follows, are ignored."""
+    """The last field, the comment, contains some of the keys again. They must be ignored."""
     info = make_job_info()
     assert (info.state, info.restarts, info.is_preempted, info.is_batch) == ("RUNNING", 0, False, True)
     assert info.time_left_s == 597

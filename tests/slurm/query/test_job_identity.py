@@ -98,6 +98,7 @@ def test_jobs_of_another_run_with_the_same_ids_are_not_changed(
     use_cluster(second_cluster, monkeypatch)
     assert succession.take_over(run, "train", make_job_rank_info("2", 1)) is None
     children = [event["children"] for event in read_event_lines(run, "train", "took_over")]
+    # On the same cluster, job 2 takes over but must find no waiting jobs. On another cluster, job 2 is no successor.
     assert children == ([[]] if is_same_cluster else [])
     succession.cancel_unneeded_jobs(run, "train", make_job_rank_info("1"), is_done=False)
     succession.cancel_unneeded_jobs(run, "train", make_job_rank_info("1"), is_done=True)

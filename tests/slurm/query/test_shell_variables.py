@@ -20,7 +20,8 @@ from slurm.submit import sbatch
 from tests.support.tiny import write_config
 
 SCRIPT_HEAD = f"#!{sys.executable}\nimport json, os, sys\n"
-ACCOUNT_AND_PARTITION = {f"SBATCH_{name}": "x" for name in ("ACCOUNT", "CONSTRAINT", "PARTITION", "QOS", "RESERVATION")}
+INHERITED_VARIABLES = {f"SBATCH_{name}": "x" for name in ("ACCOUNT", "CONSTRAINT", "PARTITION", "QOS", "RESERVATION")}
+"""Variables that sbatch inherits, unless the config sets the key for the same option."""
 
 
 def write_command(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +59,10 @@ def submit_and_read_variables(
     return {name: value for name, value in environment.items() if name.startswith("SBATCH_")}
 
 
-def test_sbatch_inherits_only_account_and_partition_that_the_config_does_not_set(
+def test_sbatch_inherits_variables_only_for_options_that_the_config_does_not_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All other SBATCH_* variables would override options of the script."""
+    """sbatch inherits only INHERITED_VARIABLES. Other SBATCH_* variables would override options of the script."""
     overriding_names = (
         "NO_REQUEUE",
         "REQUEUE",
@@ -75,9 +76,9 @@ def test_sbatch_inherits_only_account_and_partition_that_the_config_does_not_set
     )
     for name in overriding_names:
         monkeypatch.setenv(f"SBATCH_{name}", "1")
-    for name in ACCOUNT_AND_PARTITION:
+    for name in INHERITED_VARIABLES:
         monkeypatch.setenv(name, "x")
-    assert submit_and_read_variables(monkeypatch, tmp_path) == ACCOUNT_AND_PARTITION
+    assert submit_and_read_variables(monkeypatch, tmp_path) == INHERITED_VARIABLES
     keys = ("site.partition=gpu", "site.constraint=''", "stages.evaluate.account=a", "site.sbatch={reservation: r}")
     variables = submit_and_read_variables(monkeypatch, tmp_path / "second", *keys)
     assert variables.keys() == {"SBATCH_ACCOUNT", "SBATCH_QOS"}
@@ -101,6 +102,7 @@ def test_the_states_of_very_many_jobs_are_found(tmp_path: Path, monkeypatch: pyt
     if command == "sacct":
         monkeypatch.setenv("TZ", "UTC")
         monkeypatch.setattr(slurm_commands, "parse_slurm_time", lambda text: 1.0)
+    # squeue also prints a job that is not queried, job 7
     print_all = f"for job in [*range({ids[0]}, {ids[-1]} + 1), 7]:\n    print(f'{{job}}{row}')\n"
     print_queried = f"for job in sys.argv[sys.argv.index('-j') + 1].split(','):\n    print(f'{{job}}{row}')\n"
     write_command(tmp_path, "squeue", print_all if command == "squeue" else "", monkeypatch)

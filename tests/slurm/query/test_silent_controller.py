@@ -173,7 +173,7 @@ def test_all_commands_of_a_query_share_one_time_limit(fake_commands: Path, monke
         limits_s.append((command[0], timeout_s))
         return run_slurm_command(*command, timeout_s=timeout_s, **options)
 
-    slurm_commands.cluster_name()
+    slurm_commands.cluster_name()  # calls scontrol now, so that only the commands of the query are recorded
     monkeypatch.setattr(slurm_commands, "run_slurm_command", record_limit)
     job = RecordedJob("1", cluster="a", uid=12345)
     assert job_states.query_job_states([job])[job] == JobState("1", UNKNOWN), (

@@ -62,6 +62,7 @@ class FakeQueue:
         monkeypatch.setattr(slurm_commands, "cluster_name", lambda: "fake")
         monkeypatch.setattr(capacity, "cluster_settings", dict)
         monkeypatch.setattr(sbatch, "_write_submission", self.write_submission)
+        # sbatch returns the ID of the newest job, which `write_submission` has added
         monkeypatch.setattr(sbatch, "_call_sbatch", lambda *_: max(self.dependencies))
 
     def find_jobs(
@@ -364,9 +365,9 @@ def test_resume_continues_a_sweep_whose_first_job_failed(tmp_path: Path, cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sweep", [(), (SWEEP,)], ids=["chain", "sweep"])
 def test_a_corrected_config_replaces_pending_jobs(tmp_path: Path, cluster: Cluster, sweep: tuple[str, ...]) -> None:
+    """The jobs of the first config are on hold when the same command is run with another value of a key."""
     write_config(tmp_path, steps=6)
     small = ("stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1", *sweep)
-    """The jobs of the first config are on hold when the same command is run with another value of a key."""
     held_overrides = ("optimizer.weight_decay=0.5", "site.sbatch={hold: true}")
     result = run_submit(cluster, tmp_path, "tiny.yaml", *small, *held_overrides)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -59,7 +59,7 @@ def parse_sbatch_options(text: str) -> dict[str, str]:
 
 def read_exported_variables(text: str, *, before: str = "# command") -> dict[str, str]:
     """Run the set-up lines of a batch script in bash, up to the line `before`. Return the environment variables."""
-    setup = text[text.index("# setup") : text.index(before)].replace("module ", ": ")
+    setup = text[text.index("# setup") : text.index(before)].replace("module ", ": ")  # `module` is not installed
     shell = subprocess.run(["bash", "-c", f"{setup}\nenv -0"], capture_output=True, text=True, timeout=10, check=True)
     return dict(item.split("=", 1) for item in shell.stdout.split("\0") if "=" in item)
 
@@ -270,16 +270,18 @@ def render_dry_run(config: Config) -> dict[str, str]:
 
 
 def test_a_dry_run_shows_the_size_of_each_array(tmp_path: Path) -> None:
-    """An array of a sweep has one task per point. A successor job is shown only for runs without a sweep."""
+    """An array of a sweep has one task per point. A successor job is shown only for runs without a sweep.
+
+    The stage shard has two jobs: an array, and a job without an array that completes the stage.
+    """
     scripts = render_dry_run(make_config(tmp_path, "stages.shard.tasks=300"))
     assert parse_sbatch_options(scripts["shard"])["array"] == "0-299%300"
     assert "array" not in parse_sbatch_options(scripts["train"])
     sweep = "sweep={grid: {optimizer.lr: [0.1, 0.2], run.seed: [1, 2, 3]}, at_most: 4}"
     scripts = render_dry_run(make_config(tmp_path, sweep, "site.requeue=false"))
     arrays = {heading: parse_sbatch_options(script).get("array") for heading, script in scripts.items()}
-    assert {heading.partition(",")[0]: array for heading, array in arrays.items()} == {
-        "prepare": None, "shard": None, "train": "0-5%4", "evaluate": "0-5%4",
-    }  # fmt: skip
+    last_array_by_stage = {heading.partition(",")[0]: array for heading, array in arrays.items()}
+    assert last_array_by_stage == {"prepare": None, "shard": None, "train": "0-5%4", "evaluate": "0-5%4"}
     assert not [heading for heading in scripts if "successor" in heading]
     with raises_error("config.unknown_key", "point 000", "optimizer.lrr=1", kind=ConfigError):
         render_dry_run(make_config(tmp_path, "sweep={grid: {optimizer.lrr: [1]}}"))
@@ -362,7 +364,10 @@ def test_arguments_and_here_documents_are_masked(line: str) -> None:
     ],
 )
 def test_a_secret_written_in_place_of_a_name_is_masked(tmp_path: Path, override: str, code: str) -> None:
-    """`site.pass` contains names of variables and `site.secrets` a path. Valid values of both are not masked."""
+    """`site.pass` contains names of variables and `site.secrets` a path. Valid values of both are not masked.
+
+    In the URI of MLflow, the user and the password are masked.
+    """
     check_error_without_secret(lambda: make_config(tmp_path, override), code, override.partition("=")[0], "*****")
     assert mask_secrets({"site": {"pass": ["TOKEN"], "secrets": "~/s"}}) == {
         "site": {"pass": ["TOKEN"], "secrets": "~/s"}
@@ -493,7 +498,7 @@ def test_a_job_sources_the_secrets_file_and_its_script_has_no_secret(tmp_path: P
 
 
 def test_a_job_sources_the_secrets_file_that_it_checked(tmp_path: Path, secrets: Path) -> None:
-    """A fake `stat` replaces the file directly after the check. Whoever may write to its folder could do this.
+    """A fake `stat` replaces the secrets file directly after the check, as a user who may write to its folder could.
 
     The job must read the file that it checked, not the replacement.
     """
@@ -758,7 +763,7 @@ def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
     """`doctor` imports torch in a separate process, because the import is slow and may fail."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (A Kind of MPI) 9.1'\n")
     (tmp_path / "mpirun").chmod(0o755)
-    python = tmp_path / "python"  # unlike a virtual environment, its folder contains no mpirun of a wheel
+    python = tmp_path / "python"  # its folder has the fake mpirun, not one from a wheel as in a virtual environment
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     program = f"import sys, runpy; sys.executable = '{python}'; sys.argv = ['submit.py', 'doctor']\n"
     program += f"sys.path.insert(0, '{CODE_ROOT}'); runpy.run_path('{CODE_ROOT}/submit.py', run_name='__main__')\n"
@@ -767,7 +772,7 @@ def test_doctor_describes_a_machine_without_slurm(tmp_path: Path) -> None:
     def run_doctor(*code: str, **environment: str) -> str:
         """Run the lines in `code`, then `doctor`, in a new Python process. Return the output of `doctor`.
 
-        Check that the process does not import torch, numpy and mpi4py.
+        Check that the process imports neither torch nor numpy nor mpi4py.
         """
         result = subprocess.run(
             [sys.executable, "-X", "importtime", "-c", "\n".join([*code, program])],

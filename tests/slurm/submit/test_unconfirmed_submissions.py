@@ -176,6 +176,7 @@ def test_a_job_is_submitted_once_if_sbatch_does_not_respond(
     output = submit(run)
     assert re.search(r"^train +sbatch got no response", output, re.MULTILINE), output
     assert slurm.list_queue() == CHAIN and list_unconfirmed_submissions(run) == []
+    # if Slurm did not accept the job, sbatch is called once more
     assert slurm.count_sbatch_calls() == len(CHAIN) + (outcome in ("lose", "hang"))
 
 
@@ -521,6 +522,7 @@ def test_an_array_that_is_too_large_is_an_error_before_any_submission(
 
 
 def test_an_exceeded_limit_names_only_the_stages_to_which_it_applies(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """The QOS `normal` allows two jobs per user. The train job has the QOS `big` and does not count."""
     run = Run.create(load_config(write_config(tmp_path), ["stages.train.qos=big"]))
     slurm.set_config(ClusterName=CLUSTER, MaxArraySize="1001", AccountingStorageEnforce="associations,limits,qos")
     (slurm.folder / "sacctmgr.out").write_text("user root|root||normal|\nqos normal|2\nqos big|100\n")

@@ -367,7 +367,8 @@ def test_successor_writes_the_end_of_an_attempt_whose_supervisor_was_killed(
 ) -> None:  # fmt: skip
     """Job 7 is the successor. It determines the cause from the state of job 6 and from the event `stopping`.
 
-    The attempt made no progress. So the stage is retried only after a cause outside of the run, such as a failed node.
+    The attempt made no progress. Therefore, the stage is retried only after a cause outside of the run, such as a
+    failed node.
     """
     set_slurm_state(state)
     run = make_run_with_open_attempt(tmp_path, *([("stopping", stopping_fields)] if stopping_fields else []))
@@ -414,7 +415,10 @@ def test_requeued_job_applies_the_budgets_after_a_killed_supervisor(tmp_path: Pa
 
 
 def test_budget_is_charged_if_the_supervisor_was_killed_after_it_wrote_the_end(tmp_path: Path) -> None:
-    """The supervisor wrote the end event of the attempt, but not the event of the retry."""
+    """The supervisor wrote the end event of the attempt, but not the event of the retry.
+
+    If the end event says that the stage failed permanently, only a user may start the stage again.
+    """
     run = make_run_with_open_attempt(tmp_path, ("preempted", {"cause": "preempted", "exit_code": 71}))
     _, _, events = close_attempt(run, "6", 1)
     assert [(event["event"], event.get("budget")) for event in events] == [("requeued", "preempted")]

@@ -64,9 +64,7 @@ def test_mpirun_without_a_supervisor_gives_the_same_result_as_gloo(gloo_run: Run
     run = make_run(tmp_path, overrides=("parallel.backend=mpi",), data=gloo_run.data_dir)
     result = run_mpirun(2, "pipeline", "train", str(run.path))
     assert result.returncode == 0, result.stdout
-    assert read_losses_and_norms(run) == read_losses_and_norms(gloo_run) and compute_run_digest(
-        run
-    ) == compute_run_digest(gloo_run)
+    check_equal_results(run, gloo_run)
 
 
 @pytest.mark.story
@@ -83,9 +81,7 @@ def test_killed_rank_is_reported_and_the_run_continues(gloo_run: Run, tmp_path: 
     assert supervisor.wait(240) == ExitCode.DONE, supervisor.communicate()
     failed = read_event_lines(run, "train", "failed")[0]
     assert failed["rank"] == 1 and "SIGKILL" in failed["message"], failed
-    assert read_losses_and_norms(run) == read_losses_and_norms(gloo_run) and compute_run_digest(
-        run
-    ) == compute_run_digest(gloo_run)
+    check_equal_results(run, gloo_run)
     assert not list_remaining_processes(str(run.path), 5)
 
 
@@ -284,9 +280,7 @@ def test_mpirun_template_continues_on_two_nodes_after_a_preemption(
     run = make_run(tmp_path, overrides=(*TWO_NODES, *SHORT_LIMITS), data=gloo_run.data_dir)
     result, log = submit_and_preempt("mpirun", cluster, run, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr + log
-    assert read_losses_and_norms(run) == read_losses_and_norms(gloo_run) and compute_run_digest(
-        run
-    ) == compute_run_digest(gloo_run)
+    check_equal_results(run, gloo_run)
 
 
 @pytest.mark.parametrize(("plugin", "launcher"), [("", "srun"), ("none", "mpirun")])
@@ -305,6 +299,4 @@ def test_supervisor_starts_mpi_ranks_on_two_nodes(
     logs = {path.name: path.read_text() for path in (run.path / "jobs/train").glob("*.log")}
     assert result.returncode == 0, result.stdout + result.stderr + log + "".join(logs.values())
     assert f"{launcher}.log" in logs and {"srun", "mpirun"} & {name[:-4] for name in logs} == {launcher}
-    assert read_losses_and_norms(run) == read_losses_and_norms(gloo_run) and compute_run_digest(
-        run
-    ) == compute_run_digest(gloo_run)
+    check_equal_results(run, gloo_run)

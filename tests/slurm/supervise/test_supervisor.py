@@ -273,7 +273,7 @@ def test_each_attempt_receives_the_remaining_time_of_the_job(run: Run, monkeypat
     for elapsed_s in (0.0, 30.0, 100.0):  # since the previous attempt; the last attempt starts after the time limit
         if job_supervisor.job_deadline is not None:
             job_supervisor.job_deadline -= elapsed_s  # instead of waiting
-        job_supervisor._run_attempt(0, "")
+        job_supervisor._run_attempt(lock_fd=0, progress_marker="")
         time_left_s.append(float(os.environ[TIME_LEFT_VARIABLE]))
     assert [round(seconds, -1) for seconds in time_left_s] == [100.0, 70.0, 0.0] and time_left_s[2] == 0.0
     started = read_event_lines(run, "train", "started")[-1]
