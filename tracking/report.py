@@ -477,7 +477,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
             path.append((position / last, height))
         x = f"{100 * position / last:.2f}%"
         side = "end" if position == last else "start"
-        drawing += plot.draw_grid_line(position / last, True)
+        drawing += plot.draw_grid_line(position / last, is_vertical=True)
         anchor = side if position in (0, last) else "middle"
         # the names of adjacent axes are at different heights, so that they do not overlap
         drawing += plot.draw_label(x, f"{-10 - 15 * (position % 2)}", key, anchor, "title")

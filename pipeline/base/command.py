@@ -49,6 +49,8 @@ def venv_python(script: Path) -> Path:
 def _format_entry_point(program: str) -> list[str]:
     """Return the quoted arguments that start Sluice with the same entry point as this process.
 
+    If this process was started neither as `sluice` nor by submit.py, for example in a job, return `python submit.py`.
+
     Args:
         program: the value of sys.argv[0].
     """

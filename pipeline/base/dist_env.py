@@ -9,9 +9,10 @@ rank.
 launcher inherits the variables of an outer launcher. A process without such variables is `alone`, but may be in a Slurm
 job. An empty variable counts as unset.
 
-If no variable sets the rendezvous port, it is 20000 + (hash(cluster, job, start) + restart count) mod 10000. All ranks
-compute the same port. A restart gets another port, because the old one may still be in use. The range ends below
-32768, where Linux begins to assign ephemeral ports.
+If no variable sets the rendezvous port, it is 20000 + (hash(cluster, job, start) + restart count) mod 10000. `start` is
+the ID of the Slurm step or of the mpirun, or the name of another launcher. All ranks compute the same port. A restart
+gets another port, because the old port may still be in use. The range ends below 32768, the first ephemeral port of
+Linux.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _LauncherVariables(NamedTuple):
     ranks: tuple[str, ...]
     """The variables of the rank, world size, local rank and local world size."""
     marker: int = 0
-    """The index in `ranks` of a variable that shows this launcher was used, because no other launcher sets it."""
+    """The index in `ranks` of the marker variable. If several launchers have a set marker variable, the first launcher
+    in `_LAUNCHERS` is used."""
     start: str = ""
     """A variable that differs between two starts in one job or on one machine. The port is computed from its value."""
     hosts: str = "SLURM_JOB_NODELIST"
@@ -122,7 +124,7 @@ _LAUNCHERS = (
     # mpirun(1). PMIx gives each mpirun a different namespace.
     _LauncherVariables("openmpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                        "OMPI_COMM_WORLD_LOCAL_SIZE"), start="PMIX_NAMESPACE"),
-    # Hydra, the launcher of MPICH and Intel MPI
+    # Hydra, the launcher of MPICH and Intel MPI. PALS and srun also set PMI_RANK, so MPI_LOCALRANKID is the marker.
     _LauncherVariables("pmi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), marker=2),
     # srun(1), "OUTPUT ENVIRONMENT VARIABLES". The last variable describes all nodes (see _read_ranks).
     _LauncherVariables("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -142,7 +144,7 @@ def read_rank_info(env: Env) -> RankInfo:
     set_variables = {name for name, value in env.items() if value}
     if _read_step_number(env) is None:
         set_variables.discard("SLURM_PROCID")  # batch scripts and shells also have it, but are not ranks
-    variables = next((names for names in _LAUNCHERS if names.ranks[names.marker] in set_variables), _ALONE)
+    variables = next((entry for entry in _LAUNCHERS if entry.ranks[entry.marker] in set_variables), _ALONE)
     if variables is _ALONE:
         ranks = (0, 1, 0, 1)
         host = "localhost"
@@ -220,10 +222,10 @@ def make_local_rank_env(rank: int, size: int, port: int, listen_fd: int | None =
 
 
 def read_time_limit_s(env: Env) -> float | None:
-    """Return the seconds that the job has left, counted from the start of this process; None if it has no time limit.
+    """Return the seconds that the job has left, counted from the start of this process; None without a limit.
 
-    The supervisor queries Slurm and sets `TIME_LEFT_VARIABLE` for its ranks. Raises UserError if the value of the
-    variable is not a number.
+    If the job has a time limit, its supervisor sets `TIME_LEFT_VARIABLE` for the ranks. Raises UserError if the value
+    of the variable is not a number.
     """
     try:
         return float(env[TIME_LEFT_VARIABLE]) if env.get(TIME_LEFT_VARIABLE) else None
@@ -274,8 +276,9 @@ def _require_variable(env: Env, name: str, reason: str) -> str:
 
 
 def _read_int(env: Env, name: str, minimum: int = 0, maximum: int = _MAX_INTEGER) -> int:
-    """Return the whole number in a variable. Raises UserError if the variable is not set or the number is out of range.
+    """Return the whole number in a variable.
 
+    Raises UserError if the variable is not set or its value is not a whole number from `minimum` to `maximum`.
     Unlike int(), this function does not accept underscores (`1_0`) or spaces.
     """
     value = _require_variable(env, name, "other variables of the launcher are")
@@ -301,7 +304,7 @@ def _read_index_and_size(env: Env, index_name: str, size_name: str) -> tuple[int
 def _read_tasks_per_node(env: Env, name: str) -> list[int]:
     """Return the number of tasks of each node: `2(x3),1` is 2 2 2 1.
 
-    Raises UserError if the variable is not set or not in this format.
+    Raises UserError if the variable is not set, is not in this format, or describes more than `_MAX_NODES` nodes.
     """
     text = _require_variable(env, name, "this is a Slurm step")
     pairs = [(int(count), int(times or 1)) for count, times in re.findall(_COUNT, text)]
@@ -370,7 +373,8 @@ def without_job_variables(*kept_names: str) -> Iterator[None]:
 
     sbatch passes the environment on to the new job, in which some of these variables would be wrong: Slurm sets
     `SLURM_RESTART_COUNT` and the array variables only if they apply. The SBATCH_* variables of the user are removed as
-    well, because they override the options in a script (sbatch(1)). SLURM_CONF and the variables `kept_names` remain.
+    well, because they override the options in a script (sbatch(1)). The PMI* variables describe a rank of the current
+    job. SLURM_CONF and the variables `kept_names` remain.
     """
     before = dict(os.environ)
     prefixes = ("SLURM_", "SLUICE_", "PMI", "SBATCH_")

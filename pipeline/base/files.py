@@ -61,7 +61,7 @@ def create_folder_atomically(folder: Path, owner: str = "") -> Iterator[Path]:
             other processes are still filling.
 
     Raises:
-        FolderExistsError: if `folder` exists at the end of the block.
+        FolderExistsError: if `folder` exists at the end of the block. An empty folder is replaced instead.
     """
     missing_parents = [path for path in folder.parents if not path.exists()]
     temporary = folder.with_name(f".{folder.name}.{owner}{secrets.token_hex(4)}.tmp")
@@ -318,8 +318,9 @@ def read_file_system_type(path: Path) -> str:
 def translate_read_errors(path: str, *other_exceptions: type[Exception]) -> Iterator[None]:
     """Raise UserError, naming the file, if the block raises an error that a damaged or unreadable file may cause.
 
-    An OSError with an errno becomes `data.unreadable_file`. An OSError without an errno and an error in compressed data
-    become `data.damaged_file`. MemoryError, ImportError and other errors pass unchanged.
+    An OSError with an errno becomes `data.unreadable_file`. An OSError without an errno, EOFError, zlib.error and
+    `other_exceptions` become `data.damaged_file`. UserError, MemoryError, ImportError and all other errors pass
+    unchanged.
 
     Args:
         path: the file that the block reads.
@@ -337,8 +338,8 @@ def translate_read_errors(path: str, *other_exceptions: type[Exception]) -> Iter
         if not isinstance(error, (OSError, EOFError, zlib.error, *other_exceptions)):
             raise
         raise_if_too_many_open_files(error)
-        is_refused = isinstance(error, OSError) and error.errno is not None
-        code = "data.unreadable_file" if is_refused else "data.damaged_file"
+        is_unreadable = isinstance(error, OSError) and error.errno is not None
+        code = "data.unreadable_file" if is_unreadable else "data.damaged_file"
         raise UserError(code, f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 

@@ -25,8 +25,9 @@ MAX_LABEL_CHARACTERS = 18
 """Longer names of lanes and ticks are shortened."""
 _MAX_MARKED_POINTS = 30
 """If a curve has at most this many points, each point is marked."""
-_MAX_CURVE_POINTS = 6000
-"""The approximate number of points in a figure of many long curves."""
+_MAX_BUCKETS_OF_FIGURE = 6000
+"""The number of parts into which all curves of a figure together are divided. Each curve has at least 8 and at most
+`BUCKETS` parts. Each part keeps its minimum and maximum."""
 _MAX_LANES = 100
 """The number of lanes that a figure shows. The figure says how many lanes are left out."""
 _ASSETS = Path(__file__).parent
@@ -48,7 +49,7 @@ class Bar:
 
 
 def format_table(cells: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table with `cells[0]` as its header; "" if there are no rows."""
+    """Return an HTML table with the row `cells[0]` as its header; "" if `cells` is empty."""
     if not cells:
         return ""
     tags = ["th"] + ["td"] * (len(cells) - 1)
@@ -141,9 +142,9 @@ def draw_curves(
     y_values = [*([0.0, 100.0] if y == "%" else []), *(point[1] for point in all_points)]
     y_scale = Scale.from_values(y_values, y, log="y" in log).extend_to_round_numbers()
     curves: list[Curve] = []
-    buckets = min(BUCKETS, max(8, _MAX_CURVE_POINTS // len(points_by_name)))
+    buckets = min(BUCKETS, max(8, _MAX_BUCKETS_OF_FIGURE // len(points_by_name)))
     for number, (name, points) in enumerate(points_by_name.items()):
-        colour = min(number, GREY)
+        colour = min(number, GREY)  # the curves after the first `GREY` curves are grey
         means = plot.average_buckets(points) if len(points_by_name) <= 2 else ()
         has_dots = len(points) <= _MAX_MARKED_POINTS
         curves.append(Curve(name, plot.downsample(points, buckets), colour, is_faint=bool(means), has_dots=has_dots))
@@ -184,6 +185,7 @@ def draw_layers(
     tops = [*accumulate(layers.values(), lambda below, values: [a + b for a, b in zip(below, values, strict=True)])]
     x_scale = Scale.from_values(x_values, x, whole=True)
     y_scale = Scale.from_values([0.0, *tops[-1]], y).extend_to_round_numbers()
+    # a name such as `communication_exposed` is shown as "communication, exposed"
     keys = [(name.replace("_", ", "), colours[name]) for name in layers]
     curves = [
         Curve(name, [*zip(x_values, top, strict=True)], colour, is_filled=True)

@@ -26,8 +26,8 @@ from pathlib import Path
 from pipeline.base.errors import ExitCode, UserError
 
 _EXECUTED_DATA_FILES = ("prepare.json", "filter.py", "chat.json")
-"""Files that `prepare` writes to the data folder and later stages execute: the filter, with its hash, and the chat
-template."""
+"""Files that `prepare` writes to the data folder, with content that later stages execute: the filter, the chat
+template, and prepare.json with the hashes of both."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 """The mode bits that allow other users to write."""
 
@@ -77,6 +77,7 @@ def _list_executed_paths(run_dir: Path, code_parent: Path) -> Iterator[tuple[Pat
         yield data, is_reachable
         for path in (path for name in _EXECUTED_DATA_FILES for path in (data / name, *data.glob(f"*/{name}"))):
             yield path.parent, is_reachable  # each source of a mixture has its own folder in `data`
+            # if `data` is a link, other users may reach the folder to which the link points
             yield path, is_reachable or data.is_symlink()
     yield code_parent / "code", is_reachable
     for folder, folder_names, file_names in os.walk(code_parent / "code") if is_reachable else ():
@@ -100,9 +101,9 @@ def open_own_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def path_through_fd(fd: int, path: Path) -> Iterator[Path]:
-    """Yield a path through the open descriptor `fd`, which stays valid if `path` is renamed or replaced.
+    """Yield a path through the open descriptor `fd`. The yielded path stays valid if `path` is renamed or replaced.
 
-    Errors raised in the block name `path` instead.
+    Errors raised in the block name `path` instead of the yielded path.
 
     Args:
         fd: the descriptor of an open file or folder.
@@ -201,6 +202,9 @@ def _is_writable_by_others(status: os.stat_result) -> bool:
 
 def make_ownership_script(folders: Iterable[str]) -> str:
     """Return lines of bash that end a job unless its user owns `folders` and no other user can write to them.
+
+    In these lines, `stat` prints the owner's uid in decimal and the mode in hexadecimal. The mode of a folder has the
+    first digit 4. 0x12 are the write bits of group and others, and 0x9 are the execute bits of group and others.
 
     Args:
         folders: the folders, quoted for the shell. The first folder contains the other folders. If other users may not

@@ -150,12 +150,14 @@ def average_buckets(points: Points, buckets: int = 100) -> Points:
 def draw_area(x: Scale, y: Scale, curves: Sequence[Curve], marks: Iterable[float] = ()) -> str:
     """Return the SVG elements of the axes, the curves, and vertical dashed lines at the x values `marks`."""
     y_ticks = "".join(
-        draw_grid_line(y.position(value), False)
+        draw_grid_line(y.position(value), is_vertical=False)
         + draw_label("-6", _format_percent(1 - y.position(value)), text, "end", dy=".35em")
         for value, text in y.ticks(7)
     )
     y_title = draw_label("-52", "-12", y.title, "start", "title")
-    mark_lines = "".join(draw_grid_line(x.position(mark), True, "4") for mark in marks if x.low < mark < x.high)
+    mark_lines = "".join(
+        draw_grid_line(x.position(mark), is_vertical=True, dashes="4") for mark in marks if x.low < mark < x.high
+    )
     curves_svg = stretch("".join(draw_curve(x, y, curve) for curve in curves))
     return draw_axis(x) + y_ticks + y_title + mark_lines + curves_svg
 
@@ -163,7 +165,7 @@ def draw_area(x: Scale, y: Scale, curves: Sequence[Curve], marks: Iterable[float
 def draw_axis(x: Scale) -> str:
     """Return the SVG elements of the x axis, with vertical lines at its ticks."""
     return draw_label("100%", "100%", x.title, "end", "title", "2.9em") + "".join(
-        draw_grid_line(x.position(value), True)
+        draw_grid_line(x.position(value), is_vertical=True)
         + draw_label(_format_percent(x.position(value)), "100%", text, "middle", dy="1.5em")
         for value, text in x.ticks()
     )
@@ -187,7 +189,14 @@ def draw_grid_line(position: float, is_vertical: bool, dashes: str = "0") -> str
 
 
 def draw_label(x: str, y: str, text: str, anchor: str, css_class: str = "tick", dy: str = "0", dx: int = 0) -> str:
-    """Return an SVG text. `anchor` is its `text-anchor`; the other arguments are the attributes of the same name."""
+    """Return an SVG element with a text.
+
+    Args:
+        x, y, dx, dy: the attributes of the same name.
+        text: the text.
+        anchor: the attribute `text-anchor`.
+        css_class: the attribute `class`.
+    """
     return f'<text class="{css_class}" x="{x}" y="{y}" dx="{dx}" dy="{dy}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -208,6 +217,7 @@ def draw_curve(x: Scale, y: Scale, curve: Curve) -> str:
         f'stroke-linejoin="round" stroke-linecap="round" stroke-opacity="{0.35 if curve.is_faint else 1}" '
         'vector-effect="non-scaling-stroke"'
     )
+    # a line of length 0 with round ends is drawn as a dot
     dots = "".join(f"M{point}h0" for point in points) if curve.has_dots else ""
     title = f"<title>{escape(curve.name)}</title>"
     line = f'<polyline {style} stroke-width="{width}" points="{" ".join(points)}">{title}</polyline>'

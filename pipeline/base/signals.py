@@ -38,6 +38,7 @@ class StopFlag:
         self.signal_count = 0
         """How often the signal handler has run."""
         self._pipe: int | None = None
+        """The end of the pipe from which `poll` reads signal numbers; None before `install`."""
 
     def install(self) -> StopFlag:
         """Install the handlers for `STOP_SIGNALS` and return the flag. Only the main thread may call this."""
@@ -58,7 +59,7 @@ class StopFlag:
                         self._set(number)
 
     def exit_on_signal(self) -> None:
-        """Let signals end the process at once, without cleanup.
+        """Let signals end the process at once, without cleanup. If a signal has already arrived, end the process now.
 
         Call this if an interruption at any point is harmless, for example because files are written atomically.
         """

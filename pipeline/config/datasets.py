@@ -203,6 +203,7 @@ class DataConfig(Section):
     def _check_keys_fit(self) -> DataConfig:
         """Raise ValueError if keys of this section contradict each other."""
         if self.mixture is not None:
+            # each source sets the keys of SourceConfig; only held_out also has a value for all sources
             used_keys = {key for key in type(self).model_fields if key not in SourceConfig.model_fields} | {"held_out"}
             check_unused_keys(self, used_keys, "set it for each source of data.mixture instead")
             if self.tokenizer.path is None:

@@ -84,7 +84,8 @@ _IGNORED_KEYS = {
     "output_attentions", "output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "max_length",
     "do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "tokenizer_class", "max_sequence_length",
 }  # fmt: skip
-"""Keys of config.json that this module reads, or that do not affect what the model computes. Other keys are errors."""
+"""Keys of config.json that this module reads, or that do not affect what the model computes. A key is an error if it is
+neither in this set nor in `_FIXED_VALUES`, unless its value is null."""
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -118,8 +119,8 @@ def _fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(section, Mapping) for section in (model, data, sweep)):
         return dict(values)  # the later check of types reports a section that is not a mapping
     grids = [sweep[kind] for kind in ("grid", "random") if isinstance(sweep.get(kind), Mapping)]
-    lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
-    swept_folders = [folder for folders in lists for folder in folders if isinstance(folder, str)]
+    folder_lists = [grid["model.init_from"] for grid in grids if isinstance(grid.get("model.init_from"), list)]
+    swept_folders = [folder for folders in folder_lists for folder in folders if isinstance(folder, str)]
     folders = [folder for folder in [model.get("init_from"), *swept_folders] if isinstance(folder, str)]
     if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
@@ -266,8 +267,8 @@ def _has_file(folder: Path, name: str) -> bool:
 def parse_model_config(content: Any) -> dict[str, Any]:
     """Return the section `model`, including metadata, for the parsed content of a config.json.
 
-    A key that config.json does not set is None. Raises ValueError, which names the key of config.json, if a key is
-    missing or the decoder does not support its value.
+    If config.json does not set a key, the default of the model family is used, or None if there is no default. Raises
+    ValueError, which names the key of config.json, if a required key is missing or a value is not supported.
     """
     if not isinstance(content, dict):
         raise ValueError("the content is not a JSON object: download the folder again")
@@ -294,7 +295,7 @@ def parse_model_config(content: Any) -> dict[str, Any]:
     window = hf_config.get("sliding_window") if has_window else None
     layer_types = hf_config.get("layer_types")
     full_layers = hf_config.get("max_window_layers")
-    if layer_types:  # max_window_layers can only express that the first layers have full attention
+    if layer_types:  # max_window_layers can only express that the first layers, and no others, have full attention
         full_layers = layer_types.count("full_attention") if layer_types == sorted(layer_types) else None
     section |= {"sliding_window": window, "max_window_layers": None if window is None else full_layers}
     section |= _parse_rope(hf_config)
@@ -323,9 +324,9 @@ def _parse_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys `rope_theta` and `rope_scaling` of the section `model` for the content of a config.json.
 
     Transformers 5 writes both values into `rope_parameters`. Transformers 4 writes them into `rope_theta` and
-    `rope_scaling`. Raises ValueError if the decoder does not support the type of scaling.
+    `rope_scaling`. Raises ValueError if the decoder does not support the rotary positions.
     """
-    # If a file has both keys, transformers also uses `rope_scaling`.
+    # If a file has both keys, transformers uses `rope_scaling`, so this function does the same.
     key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     rope = dict(hf_config.get(key) or {})
     theta = rope.pop("rope_theta", None) or hf_config.get("rope_theta") or 10_000.0
@@ -399,7 +400,8 @@ def build_config_json(
 def list_weight_files(folder: Path) -> list[str]:
     """Return the names of the files with the weights.
 
-    Raises ModelFolderError if the folder has no safetensors weights, or if a file is missing or outside the folder.
+    Raises ModelFolderError if the folder has no safetensors weights, if the index is damaged, or if a file is missing
+    or outside the folder.
     """
     if _has_file(folder, INDEX_FILE):
         index = read_inside(folder, INDEX_FILE)

@@ -79,8 +79,9 @@ def mask_secrets(values: Any, prefix: str = "") -> Any:
         return _MASK if isinstance(values, dict) else values
     if isinstance(values, dict):
         return {key: mask_secrets(value, f"{prefix}{key}.") for key, value in values.items()}
-    is_option = any(f".{name}." in prefix for name in _OPTION_MAPPINGS) or has_policy(prefix[:-1], Policy.SECRET_VALUE)
-    if prefix.endswith(".") and is_option and _SECRET.search(f"{prefix[:-1]}={values}"):
+    is_option = any(f".{name}." in prefix for name in _OPTION_MAPPINGS)
+    may_be_secret = is_option or has_policy(prefix[:-1], Policy.SECRET_VALUE)
+    if prefix.endswith(".") and may_be_secret and _SECRET.search(f"{prefix[:-1]}={values}"):
         return _MASK
     return _URL_CREDENTIALS.sub(f"{_MASK}@", values) if isinstance(values, str) else values
 

@@ -108,7 +108,14 @@ def load_run_config(path: Path) -> Config:
 
 
 def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
-    """Return the config with the values of a run, its `config.yaml` being at `path`. Older defaults apply."""
+    """Return the config with the values of a run.
+
+    If `values` do not contain a key of OLDER_DEFAULTS, the older default is used.
+
+    Args:
+        path: the `config.yaml` of the run, for messages.
+        values: the values, including metadata.
+    """
     return parse_config(_make_paths_absolute(merge_values(OLDER_DEFAULTS, values)), str(path))
 
 
@@ -164,6 +171,7 @@ def load_site(path: Path | None) -> SiteConfig:
 
     Raises ConfigError if the file cannot be read or is invalid. The message lists all problems.
     """
+    # the keys of `run` and `train` are required in a config, but do not affect `site`
     values = {"run": {"name": "any"}, "train": {"steps": 1}, "site": _read_file(path, section="site") if path else {}}
     return parse_config(values, str(path)).site
 
@@ -260,6 +268,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         names = key.split(".")
         if not equals or not all(names) or len(names) > _MAX_DEPTH:
+            # an override with a wrong key may still be meant for `site.setup`, which may contain secrets
             masked = format_value(mask_secrets(override, "site.setup." if "setup" in key else ""))
             raise ConfigError("config.invalid_override", f"{COMMAND_LINE}: {masked}: write section.key=value")
         location = f"{COMMAND_LINE}: {format_key_path(tuple(names))}"
@@ -310,6 +319,7 @@ def _make_paths_absolute(values: dict[str, Any]) -> dict[str, Any]:
     Values of wrong types are not changed, because the later check of types reports them.
     """
     if isinstance(run := values.get("run"), dict):
+        # the default also becomes absolute; it is relative to the working directory
         run.setdefault("root", str(RunConfig.model_fields["root"].default))
     for key in list_keys_with(Policy.PATH):
         _make_path_absolute(values, key.split("."))
@@ -359,9 +369,13 @@ def use_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_run_namer(path: Path) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that gives renamed keys the names that the `config.yaml` of a run, at `path`, uses.
+    """Return a function that gives renamed keys the names that the code of an existing run knows.
 
-    The run's copy of the code may be so old that it knows only the former names.
+    If the run's `config.yaml` contains the present name of a key, this name is kept. Otherwise, the key gets its former
+    name, because the run's copy of the code may be so old that it knows only the former name.
+
+    Args:
+        path: the `config.yaml` of the run.
     """
     existing, _ = _parse_file(path)
     old_names = {new: old for old, new in RENAMED_KEYS.items() if not _has_key(existing, new.split("."))}
@@ -437,7 +451,7 @@ def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any
 
 
 def dump_values(config: Config) -> dict[str, Any]:
-    """Return all values of a config and its metadata as plain YAML values, from which `parse_config` can rebuild it."""
+    """Return all values and the metadata of a config as plain YAML values. `parse_config` returns the same config."""
     values = config.model_dump(mode="json")
     values["model"] |= config.metadata.model.model_dump(mode="json")
     if values["sweep"] is not None:

@@ -359,7 +359,8 @@ If a name alone is ambiguous, its section precedes the name, as in `fp16.enabled
 def find_counterpart(path: KeyPath) -> Counterpart | None:
     """Return what to use instead of the key at `path`; None if OTHER_NAMES does not have the key.
 
-    The longest suffix of the path that OTHER_NAMES has is used: `fp16.enabled` takes precedence over `enabled`.
+    The longest suffix of the path that OTHER_NAMES has is used: `fp16.enabled` takes precedence over `enabled`. Case,
+    leading underscores, and the difference between `-` and `_` are ignored.
     """
     names = [str(name).lower().replace("-", "_").lstrip("_") for name in path]
     suffixes = (".".join(names[start:]) for start in range(len(names)))
@@ -455,7 +456,7 @@ def _list_rows(key: str, field: FieldInfo, key_by_section: dict[type[Section], s
             inner_key = f"{key}{suffix}.{inner.alias or name}"
             meaning = inner.description or ""
             inner_sections = [inner_section for inner_section, _ in list_inner_sections(inner.annotation)]
-            same_keys = [key_by_section[each] for each in inner_sections if each in key_by_section]
+            same_keys = [key_by_section[inner_class] for inner_class in inner_sections if inner_class in key_by_section]
             if same_keys:
                 meaning += f" This section has the keys of `{same_keys[0]}`."
             cells = [

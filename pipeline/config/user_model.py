@@ -200,11 +200,14 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
         )
     model = UserModel(target, root, frozenset(names), read_tuple("ARRAYS"), read_tuple("INPUTS"), read_tuple("PADDED"))
     unknown = [name for name in (*model.inputs, *model.padded) if name not in model.arrays]
-    if unknown or not model.inputs or (model.padded and not model.has_lengths):
-        problem = unknown[0] if unknown else LENGTHS_ARRAY if model.padded else "INPUTS"
-        raise UserError(
-            "model.invalid_module", f"model.target: {problem} of {file} is not among its ARRAYS {model.arrays}. {_HELP}"
-        )
+    if model.padded and not model.has_lengths:
+        unknown.append(LENGTHS_ARRAY)
+    if unknown:
+        problem = f"{unknown[0]} of {file} is not among its ARRAYS {model.arrays}"
+        raise UserError("model.invalid_module", f"model.target: {problem}. {_HELP}")
+    if not model.inputs:
+        problem = f"INPUTS of {file} is empty: name at least one of its ARRAYS {model.arrays}"
+        raise UserError("model.invalid_module", f"model.target: {problem}. {_HELP}")
     return model
 
 

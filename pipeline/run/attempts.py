@@ -32,8 +32,8 @@ def load_stage_state(run: Run, stage: str, task: int | None) -> StageState:
 def get_budget_key(cause: ExitCode) -> str:
     """Return the key of `recovery.budgets` that limits retries after a cause.
 
-    The key is `user_error` for causes without their own budget, such as damaged input or a cancelled job. After these
-    causes, only a user can continue the stage.
+    The key is `user_error` for causes without their own budget, such as damaged input or a cancelled job. The default
+    of this budget is 0, so by default only a user can continue the stage after these causes.
     """
     key = _SHARED_BUDGETS.get(cause, cause.name.lower())
     return key if key in RetryBudgets.model_fields else "user_error"
@@ -42,7 +42,8 @@ def get_budget_key(cause: ExitCode) -> str:
 def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
     """Return the class of the event to write at the end of an attempt.
 
-    The class is `Failed` if `final` is true, or if no other end event belongs to the cause.
+    The class is `Failed` if no other end event belongs to the cause. It is also `Failed` if `final` is true, except for
+    the cause CANCELLED.
 
     Args:
         cause: Why the attempt ended.

@@ -37,7 +37,9 @@ def changeable_keys() -> list[str]:
 
 
 def find_training_output(run_dir: Path) -> str | None:
-    """Return the newest output of the train stage, which only the current config can continue; None if there is none.
+    """Return the newest output of the train stage; None if there is none.
+
+    Training can continue from this output only with the current config.
 
     Args:
         run_dir: the run directory. In a sweep, the outputs of the points count.
@@ -122,8 +124,8 @@ def check_corrections(run_dir: Path, name: str, old: Config, new: Config) -> dic
     """
     descriptions = describe_changes(old, new)
     output_by_key = {key: find_output_of_old_value(run_dir, key, old, new) for key in descriptions}
-    existing = list(dict.fromkeys(filter(None, output_by_key.values())))
-    if existing:
+    dependent_outputs = list(dict.fromkeys(filter(None, output_by_key.values())))
+    if dependent_outputs:
         increased_key = _find_increased_key(old, new)
         refused = [key for key, output in output_by_key.items() if output and key != increased_key]
         free_number = next(n for n in count(2) if not run_dir.with_name(f"{new.run.name}-{n}").exists())
@@ -132,7 +134,7 @@ def check_corrections(run_dir: Path, name: str, old: Config, new: Config) -> dic
         raise UserError(
             "run.other_config",
             "\n  ".join([f"{name} exists with another config:", *lines])
-            + f"\nthese outputs depend on its config: {', '.join(limit_lines(existing))}"
+            + f"\nthese outputs depend on its config: {', '.join(limit_lines(dependent_outputs))}"
             + "".join(f"\n{line}" for line in _describe_resume(name, old, new, refused))
             + f"\nto make another run: {format_current_command(new_name)}",
         )

@@ -1,8 +1,8 @@
 """Copy Sluice's source code into a run, with its git commit and diff, and start processes that use this copy.
 
 The copy also contains the code of a custom model. A run gets its copy when it is created. `resume --update-code`
-replaces the copy, and so does a corrected config of a run with a custom model. Other edits of the source files do not
-affect jobs that are still pending.
+replaces the copy. For a run with a custom model and without training output, a corrected config also replaces the copy.
+Without such a replacement, edits of the source files do not affect the run, even if its jobs are still pending.
 """
 
 from __future__ import annotations
@@ -129,8 +129,13 @@ def _remove_copy(code: Path) -> None:
 def _copy_sources(new_dir: Path, model: UserModel | None, excluded_dir: str) -> dict[str, Path]:
     """Copy the source files into the directory `new_dir`, which must not exist.
 
+    If git has a commit of Sluice's code, also write the files COMMIT and DIFF with the commit and uncommitted changes.
+
     Returns:
-        For the name of each file and directory directly in `new_dir`, the path from which it was copied.
+        For the name of each copied file and directory directly in `new_dir`, the path from which it was copied.
+
+    Raises:
+        UserError: if the custom model's package or module has the name of a file or package that Sluice copies.
     """
     if model is not None and model.root.name in _COPIED_NAMES and model.root.parent != CODE_ROOT:
         raise UserError(

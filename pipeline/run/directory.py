@@ -143,11 +143,13 @@ class Run:
 
     @classmethod
     def preview(cls, config: Config) -> Run:
-        """Return the run that `create` would return for `config`. Nothing is written.
+        """Return the run that `create` would return for `config`, without creating or changing the run.
+
+        If the run does not exist, a temporary directory is created and removed, to check that this is possible.
 
         Raises:
-            UserError: as `create`, and if the run was cancelled. The code of a custom model is not compiled: see
-                `check_model_code`.
+            UserError: as `create`, and if the run was cancelled. Unlike `create`, this method does not check that no
+                stage is running. It does not compile the code of a custom model (see `check_model_code`).
         """
         run = cls(config.run.root / config.run.name, config)
         if run.config_file.exists():
@@ -174,6 +176,8 @@ class Run:
     @classmethod
     def create(cls, config: Config) -> Run:
         """Create the run of `config` and return it. If the run exists, change its config to `config`.
+
+        Also set the umask of this process, according to `run.sharing`.
 
         Raises:
             UserError: in one of these cases:
@@ -218,7 +222,10 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """Return the run in directory `path`. Raises UserError if `path` is not a run directory."""
+        """Return the run in directory `path`, and set the umask of this process according to `run.sharing`.
+
+        Raises UserError if `path` is not a run directory.
+        """
         run = cls(Path(path))
         if not run.config_file.is_file():
             suggestion = suggest_path(Path(path), "*/config.yaml") or suggest_path(Path("runs", path), "*/config.yaml")
@@ -423,7 +430,7 @@ class Run:
             )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
-                file.unlink()  # create_points writes the file again, from the new config
+                file.unlink()  # create_points writes config.yaml again, from the new config
         self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, running_stages: Sequence[str]) -> None:

@@ -376,7 +376,11 @@ class Retried(RetryEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class HandedOver(RetryEvent):
-    """The successor job continues the stage. Array tasks have no successor; `resume` submits them again."""
+    """The successor job continues the stage.
+
+    Array tasks and evaluate jobs for one checkpoint also end with this event, but have no successor. `resume` submits
+    them again.
+    """
 
     NAME = "handed_over"
 
@@ -413,7 +417,7 @@ class Restored(Event):
     lost_steps: int | None = None
     """Number of steps that have to be repeated."""
     replicas: str | None = None
-    """A message about state of replicas in the checkpoint that was dropped or changed; None if all was restored."""
+    """A message about state of replicas that was dropped or changed; None if all state was restored."""
     versions: str | None = None
     """The package versions that changed since the checkpoint was saved, such as `torch 2.8 → 2.9`; None if none did."""
 
@@ -584,7 +588,7 @@ def _list_classes(base: type[Event]) -> list[type[Event]]:
     return [event_class for event_class in classes if event_class.NAME]
 
 
-EVENT_CLASSES: Mapping[str, type[Event]] = {each.NAME: each for each in _list_classes(Event)}
+EVENT_CLASSES: Mapping[str, type[Event]] = {event_class.NAME: event_class for event_class in _list_classes(Event)}
 """Name of an event → its class."""
 
 
@@ -614,7 +618,9 @@ def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]
     for event_field in dataclasses.fields(event_class):
         if event_field.name in _COMMON_FIELDS - {"stage"}:
             continue
-        checks = required if event_field.default is event_field.default_factory is dataclasses.MISSING else optional
+        has_no_value = event_field.default is dataclasses.MISSING
+        has_no_factory = event_field.default_factory is dataclasses.MISSING
+        checks = required if has_no_value and has_no_factory else optional
         checks[event_field.name] = _make_check(hints[event_field.name])
     return required, optional
 
@@ -627,6 +633,7 @@ def parse_event(line: Any) -> Event | None:
     event_class = EVENT_CLASSES.get(name, Event)
     if not has_fields(line, *_field_checks(event_class.NAME)):
         return None
+    # `kind` describes the dependency on the jobs in `after`, so `kind` alone is malformed
     if issubclass(event_class, SubmissionEvent) and line.get("kind") is not None and line.get("after") is None:
         return None
     names = {event_field.name for event_field in dataclasses.fields(event_class)} - {"extra"}

@@ -56,6 +56,7 @@ def explain_error(error: BaseException) -> tuple[ExitCode, str]:
         return ExitCode.OUT_OF_MEMORY, full_traceback
     if GPU_FAILURE_PATTERN.search(summary):
         return ExitCode.BAD_NODE, full_traceback
+    # if a port is in use, torch also raises DistNetworkError, but no other rank was lost
     is_peer_lost = _PEER_LOST.search(summary) and "address already in use" not in summary
     return ExitCode.PEER_LOST if is_peer_lost else ExitCode.CRASHED, full_traceback
 
@@ -138,6 +139,7 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         lines = [f"{_describe_module_remedy(run, message)}, then: {retry}"]
         continuation = f" and continues from {training_output}, which the old code made" if training_output else ""
         lines.append(f"the run executes a copy of the code ({run.code_dir}); --update-code replaces it{continuation}")
+        # a run with training output has a config that works, but a point of a sweep may have output of another point
         if training_output is None or run.sweep_or_self is not run:
             lines.append(f"if the config is wrong instead: {config_remedy}")
         return "\n".join(lines)
@@ -176,6 +178,8 @@ _NEVER_CHANGED = ("run.", "model.target", "data.filter")
 def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str]:
     """Return the changes `key=value` that a message advises. If the message names no value, the value is `…`.
 
+    If the message advises to change one key and lists a single valid value, this value is used.
+
     If a message about a user error or a time limit contains no advice, the keys in the message are returned, except
     keys of the section `recovery`. Keys on which existing output depends are left out, because `resume` cannot change
     them. Without a cause, the result is empty.
@@ -193,7 +197,7 @@ def _find_advised_changes(run: Run, cause: str | None, message: str) -> list[str
 
 
 def _is_key(key: str) -> bool:
-    """Return True if another value of `key` may prevent the error. `key` must be a config key, not a section."""
+    """Return True if `key` is a config key, and another value of it may prevent the error. A section is not a key."""
     if key.startswith("model.options."):
         return True
     return not key.startswith(_NEVER_CHANGED) and key in list_keys(()) and not list_section_keys(tuple(key.split(".")))
@@ -202,7 +206,8 @@ def _is_key(key: str) -> bool:
 def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Sequence[str]) -> bool:
     """Return True if the error may be in the user's module.
 
-    This is the case for a traceback, and for a user error if its message names no key that can be changed.
+    This is the case for a traceback, and for a user error if its message names no key that can be changed. Without a
+    custom model, the result is False.
     """
     if run.config.model.target is None:
         return False
@@ -210,7 +215,10 @@ def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Seq
 
 
 def _describe_module_remedy(run: Run, message: str) -> str:
-    """Return what to correct in the user's module: the file and line of its last frame in the message's traceback."""
+    """Return what to correct in the user's module: the file and line of its last frame in the message's traceback.
+
+    If the message has no frame of the module, the result names only the module.
+    """
     target = str(run.config.model.target)
     package = re.escape(f"{run.code_dir}/{target.partition('.')[0]}")
     frames = re.findall(rf'File "({package}\b[^"]*)", line (\d+)', message)

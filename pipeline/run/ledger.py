@@ -260,8 +260,9 @@ def _assign_steps(
     """Return two lists for each attempt: the lines of steps that count, and the lines of steps that were repeated.
 
     An attempt that restores step s writes lines from s + 1, and moves existing lines after s to its `lost_work` event.
-    To find the attempt that wrote a line, search backwards from the attempt with the event, or from the last attempt
-    for a line of metrics.jsonl. The first attempt that restored a step before the step of the line wrote it.
+    To find the attempt that wrote a line, search backwards. For a line in a `lost_work` event, the search begins with
+    the attempt before the attempt of the event. For a line of metrics.jsonl, it begins with the last attempt. The first
+    attempt that began after an earlier step than the step of the line wrote the line.
     """
     steps_by_attempt: list[tuple[list[StepLine], list[StepLine]]] = [([], []) for _ in attempts]
     restored_steps: list[float] = []
@@ -332,7 +333,7 @@ def compute_ratios(seconds: Mapping[str, float]) -> tuple[float, float]:
 
     The measures follow Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (HPCA
     2025, arXiv 2410.21680), section II. Repeated steps and the costs of a restart are unproductive, and so is the first
-    start-up. The paper's model of the ETTR also counts the time for writing checkpoints as unproductive.
+    start-up. As in the paper's model of the ETTR, the time for writing checkpoints is also unproductive.
 
     Args:
         seconds: seconds by category.

@@ -79,13 +79,14 @@ def get_sensor_values(line: Mapping[str, Any], sensor: str) -> list[tuple[str, f
 def get_compute_times_file(jobs_dir: Path) -> Path:
     """Return the path of the file with the relative compute times of the hosts (pipeline/resilience/stragglers.py).
 
-    The file maps each host of the newest attempt to the mean compute time of its ranks, as a multiple of the median.
+    The file maps each host of the newest attempt to the compute time of its ranks, divided by the median compute time
+    of their peers, the ranks of the same pipeline-parallel stage.
     """
     return jobs_dir / "train/own-times.json"
 
 
 def read_compute_times(jobs_dir: Path) -> dict[str, float]:
-    """Return the compute time of each host, relative to the median; empty if the file is missing or malformed."""
+    """Return the content of :func:`get_compute_times_file`; empty if the file is missing or malformed."""
     file = get_compute_times_file(jobs_dir)
     ratios = read_json(file) if file.exists() else {}
     return ratios if isinstance(ratios, dict) and all(map(is_number, ratios.values())) else {}

@@ -136,7 +136,8 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
     Args:
         run: the run.
         stage: the stage.
-        granted_nodes: the number of nodes in the allocation; None if it is unknown.
+        granted_nodes: the number of nodes in the allocation; None if it is unknown. The largest number of nodes in the
+            config is then used.
     """
     resources = run.config.stages.get_resources(stage)
     if granted_nodes is None or not STAGES[stage].is_distributed:

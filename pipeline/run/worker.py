@@ -8,7 +8,8 @@ followed by raw bytes:
     {"end": true, "bytes": 0, "value": …} NEWLINE                           the last part
 
 If the worker dies, :class:`WorkerPool` raises :class:`WorkerDiedError`, and the next request starts a new worker. The
-time limit of a request counts processor time, so that a request does not fail on a suspended or busy machine.
+time limit applies to each part of an answer. It counts processor time, so that a request does not fail on a suspended
+or busy machine.
 """
 
 from __future__ import annotations

@@ -667,6 +667,7 @@ def write_config_of_module(folder: Path, target: str) -> Path:
         ("def broken(:\n", (), "model.invalid_module", ["nothing_here.py"]),
         (MODULE_SOURCE.replace("('x',)", "list('x')", 1), (), "model.invalid_module", ["ARRAYS", "nothing_here.py"]),
         (MODULE_SOURCE.replace("INPUTS = ('x',)", "INPUTS = ('y',)"), (), "model.invalid_module", ["y", "ARRAYS"]),
+        (MODULE_SOURCE.replace("INPUTS = ('x',)", "INPUTS = ()"), (), "model.invalid_module", ["INPUTS", "ARRAYS"]),
         (MODULE_SOURCE + "PADDED = ('x',)\n", (), "model.invalid_module", ["lengths", "ARRAYS"]),
         (
             MODULE_SOURCE,
