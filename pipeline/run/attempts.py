@@ -56,14 +56,14 @@ def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
     return next((event_class for event_class in END_EVENTS if cause.name.lower() == event_class.NAME), Failed)
 
 
-def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, limits: RecoveryConfig) -> str | None:
+def explain_no_retry(state: StageState, cause: ExitCode, has_progress: bool, limits: RecoveryConfig) -> str | None:
     """Return why a stopped stage is not retried.
 
     A stage is not retried if the budget of the cause is used up, or if too many attempts in a row made no progress.
     After most causes, a single attempt without progress is too many.
 
     Args:
-        before: The state of the stage before the end event of this attempt.
+        state: The state of the stage before the end event of this attempt.
         cause: Why the attempt ended.
         has_progress: Whether the attempt made progress, such as a new checkpoint.
         limits: The section `recovery` of the config.
@@ -72,7 +72,7 @@ def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, li
         The reason; None if the stage is retried; "" if the budget of the cause is 0, so the cause is never retried.
     """
     key = get_budget_key(cause)
-    retry_count = before.used_budgets.get(key, 0)
+    retry_count = state.used_budgets.get(key, 0)
     max_retries = getattr(limits.budgets, key)
     if max_retries == 0:
         return ""
@@ -82,11 +82,12 @@ def explain_no_retry(before: StageState, cause: ExitCode, has_progress: bool, li
             f"its budget is used up (recovery.budgets.{key}: {max_retries}; the stage was already retried {times} "
             "after this cause)"
         )
-    attempts_without_progress = before.restarts_without_progress + 1
+    attempts_without_progress = state.restarts_without_progress + 1
     max_attempts = limits.max_restarts_without_progress if cause in _EXTERNAL_CAUSES else 0
     if has_progress or attempts_without_progress <= max_attempts:
         return None
-    stage = str(before.start_event and before.start_event.stage)
+    # without a start event, the stage is unknown, and the reason mentions checkpoints
+    stage = str(state.start_event and state.start_event.stage)
     attempts = "this attempt" if attempts_without_progress == 1 else f"{attempts_without_progress} attempts in a row"
     is_training = stage not in STAGES or STAGES[stage].is_training
     result = "saved no new checkpoint" if is_training else "completed nothing new"

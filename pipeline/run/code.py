@@ -73,6 +73,7 @@ def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, An
         _compile_files(copy_dir, code_dir, sources)
         unread_keys = _try_model(copy_dir, model.target, distinct_options) if distinct_options else []
         if unread_keys:
+            # the files and directories of the model, without those of Sluice
             model_names = {*sources, model.root.name} - set(_COPIED_NAMES)
             strings = _collect_strings([copy_dir / name for name in model_names])
             unread_keys = [key for key in unread_keys if key.split(".")[-1] not in strings and key != "layers"]

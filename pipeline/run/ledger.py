@@ -83,6 +83,7 @@ class JobRun:
     job_id: str
     start_time: float
     end_time: float | None
+    """None if the job has not ended."""
 
 
 @dataclass

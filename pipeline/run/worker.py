@@ -65,7 +65,7 @@ class WorkerPool:
         self._command = [sys.executable, "-m", module, str(cpu_s), str(memory_bytes or 0)]
         self._cpu_s = cpu_s
         self._idle: list[subprocess.Popen[bytes]] = []
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         atexit.register(self.close)
 
     def request(self, request: Any) -> Any:
@@ -75,9 +75,9 @@ class WorkerPool:
 
     def stream(self, request: Any) -> Iterator[AnswerPart]:
         """Send a request and yield the parts of its answer. Raises WorkerDiedError."""
-        if self._owner != os.getpid():  # this process was forked, and its parent uses the pipes of the idle workers
+        if self._owner_pid != os.getpid():  # this process was forked, and its parent uses the pipes of the idle workers
             self._idle = []
-            self._owner = os.getpid()
+            self._owner_pid = os.getpid()
         process = self._idle.pop() if self._idle else self._start()
         try:
             assert process.stdin is not None and process.stdout is not None
@@ -106,7 +106,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill the idle workers. Do nothing in a forked process."""
-        while self._idle and self._owner == os.getpid():
+        while self._idle and self._owner_pid == os.getpid():
             _kill_worker(self._idle.pop())
 
     def _start(self) -> subprocess.Popen[bytes]:
