@@ -1,8 +1,8 @@
 """Sluice on the login node: `python submit.py CONFIG.yaml`, `python submit.py status RUN` …
 
-This file only starts the command line (cli/main.py). If this Python lacks the required packages, the file starts itself
-again with the Python of the virtual environment that `make install` creates in the same folder. Users therefore do not
-have to activate the virtual environment.
+This file only starts the command line (cli/main.py). If the Python that runs this file lacks the required packages, the
+file starts itself again with the Python of the virtual environment that `make install` creates in the same folder.
+Users therefore do not have to activate the virtual environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except ImportError as error:
         raise
     python = venv_python(Path(__file__))
     # `python` may be a wrapper script that starts another interpreter. sys.executable then differs from `python`, and
-    # only the variable prevents an endless loop.
+    # only the environment variable prevents an endless loop.
     if not python.exists() or sys.executable == str(python) or os.environ.get(_STARTED_BY) == str(python):
         print(f"error: {sys.executable}: {error}; `make install` creates {python.parents[1]}", file=sys.stderr)
         sys.exit(2)

@@ -158,7 +158,8 @@ def check_capacity(run: Run) -> None:
         reason = find_unsatisfiable_request(run.config, stage, node_groups)
         if reason is None:
             continue
-        # in a sweep, the directories of the points contain the outputs of some stages, and `run` does not
+        # in a sweep, a stage cannot be recognized as done here, because its outputs may be in the directories of the
+        # points and not in the directory of `run`
         is_done = run.config.sweep is None and stages.load_stage_module(stage).describe_missing_outputs(run) is None
         if is_done:
             continue
@@ -172,7 +173,7 @@ def check_capacity(run: Run) -> None:
 def find_unsatisfiable_request(config: Config, stage: str, node_groups: Sequence[NodeGroup]) -> str | None:
     """Return why no partition can satisfy the request of a stage, with the config keys to change.
 
-    The result is None if a partition may satisfy the request, or if sinfo does not show a requested partition.
+    The result is None if a partition may satisfy the request, or if sinfo shows no nodes of a requested partition.
 
     Args:
         config: the config.
@@ -182,8 +183,8 @@ def find_unsatisfiable_request(config: Config, stage: str, node_groups: Sequence
     site = config.resolve_site(stage)
     min_nodes = config.stages.get_resources(stage).min_nodes
     requested = site.partition or os.environ.get("SBATCH_PARTITION")
-    # if no partition is requested, Slurm uses the default partition, or a plugin selects one
     non_empty_groups = [group for group in node_groups if group.count]
+    # if no partition is requested, all partitions are checked, because a plugin of Slurm may select any of them
     partitions = requested.split(",") if requested else sorted({group.partition for group in non_empty_groups})
     groups_by_partition = {
         name: [group for group in non_empty_groups if group.partition == name] for name in partitions
@@ -221,6 +222,7 @@ def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
     resources = config.stages.get_resources(stage)
     requirements = []
     cpus = resources.processes_per_node * (site.cpus_per_task or 1)
+    # every node has at least one CPU; with these options of sbatch, Slurm may compute another number of CPUs
     if cpus > 1 and not site.sbatch.keys() & {"overcommit", "ntasks-per-core", "ntasks-per-socket"}:
         factors: dict[str, int] = {}
         if STAGES[stage].is_distributed:
@@ -302,10 +304,10 @@ def _parse_plane_size(distribution: str) -> int | None:
 def describe_placement_problem(
     stage: str, nodes: int, per_node: int, tensor: int, tasks: Sequence[int], distribution: str | None
 ) -> str | None:
-    """Return why the ranks of a stage do not fit the granted nodes, or why a tensor-parallel group would be on several.
+    """Return why the ranks of a stage cannot run on the granted nodes with this distribution; None if they can.
 
-    The result is None if there is no problem. If the allocation has more nodes than necessary, srun uses the first
-    nodes.
+    There must be enough nodes, each with enough tasks, and the ranks of a tensor parallel group must share a node. If
+    the allocation has more nodes than necessary, srun uses the first nodes.
 
     Args:
         stage: the stage.
@@ -432,8 +434,10 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
     limits: dict[tuple[str, str], int] = {}
     requested_partitions: list[str | None] = []
     for stage, sizes in planned.items():
-        requested = {name: _find_requested(config, stage, name) for name in ("account", "partition", "qos")}
-        for default, account, partition, default_qos, limit in associations if sum(sizes) else ():
+        requested = {name: _find_requested_option(config, stage, name) for name in ("account", "partition", "qos")}
+        if not sum(sizes):
+            continue
+        for default, account, partition, default_qos, limit in associations:
             if account != (requested["account"] or default) or partition not in ("", requested["partition"]):
                 continue  # the association is not used for this stage
             qos = requested["qos"] or default_qos or "normal"
@@ -471,7 +475,7 @@ def _check_job_count(config: Config, planned: Mapping[str, Sequence[int]], clust
             )
 
 
-def _find_requested(config: Config, stage: str, name: str) -> str | None:
+def _find_requested_option(config: Config, stage: str, name: str) -> str | None:
     """Return the account, partition or QOS that a stage's job requests; None for Slurm's default.
 
     Options of the config take precedence over SBATCH_* variables. `name` is `account`, `partition` or `qos`.

@@ -168,7 +168,8 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
 
     Slurm then ends all processes of the job: it sends SIGTERM, and SIGKILL after KillWait. The SIGTERM may kill
     `scontrol` before `scontrol` reports success. If `scontrol` fails, the job's number of restarts therefore decides
-    whether the job was requeued. The list of excluded nodes can only be changed before the SIGKILL.
+    whether the job was requeued. The list of excluded nodes can only be changed after the requeue, and this process has
+    time for this until the SIGKILL.
 
     Args:
         job_id: the id of the job.
@@ -176,7 +177,7 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
         exclude: the new list of excluded nodes; None to leave the list unchanged.
 
     Returns:
-        Whether Slurm requeued the job.
+        Whether Slurm requeued the job. False also if Slurm does not respond.
     """
     if run_slurm_command("scontrol", "requeue", job_id) is None:
         info = read_job_info(job_id, timeout_s=4.0)
@@ -216,7 +217,8 @@ def select_bad_nodes(
         nodes: the nodes of the partition, and whether jobs can start on them. Other nodes are not returned, because
             Slurm refuses a list that contains them.
         already_excluded: nodes that are excluded anyway.
-        min_nodes: the number of nodes that the job needs. At least this many usable nodes remain.
+        min_nodes: the number of nodes that the job needs. A usable node is selected only if at least this many usable
+            nodes remain.
     """
     limits = runs[0].config.recovery
     records = sorted((record for run in runs for record in _read_bad_nodes(run)), key=lambda record: -record["time"])
@@ -278,14 +280,14 @@ def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None
     return None if set(new_list) == set(current) else ",".join(dict.fromkeys(new_list))
 
 
-def _is_bad_node(line: Any) -> bool:
+def _is_valid_record(line: Any) -> bool:
     """Return True if a parsed line of bad_nodes.jsonl is valid."""
     return has_fields(line, {"time": is_number, "host": is_text}, {})
 
 
 def _read_bad_nodes(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the records of bad nodes of a run, oldest first."""
-    return read_valid_lines(run.path / "bad_nodes.jsonl", _is_bad_node)
+    return read_valid_lines(run.path / "bad_nodes.jsonl", _is_valid_record)
 
 
 def _list_nodes(partition: str | None) -> dict[str, bool]:

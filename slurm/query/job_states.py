@@ -43,7 +43,8 @@ from slurm.query.slurm_commands import (
 SUBMIT_TIME_TOLERANCE_S = 300.0
 """How far the time of an event may be from Slurm's submit time: clocks differ, and sbatch takes time."""
 UNKNOWN = "UNKNOWN"
-"""The state of a job that Slurm does not show, or if Slurm does not respond. Slurm itself has no such state."""
+"""The state of a job whose state cannot be determined, for example because Slurm does not show the job or does not
+respond. Slurm itself has no such state."""
 FINAL_STATES = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -55,10 +56,11 @@ COMMENT_PREFIX = "sluice "
 """The comment of a job is this prefix and the path of its run."""
 _MAX_IDS_OF_SQUEUE = 500
 """From this number of ids on, squeue is called without ids, because the length of an argument is limited to 128 KiB
-(execve(2), MAX_ARG_STRLEN)."""
+(execve(2), MAX_ARG_STRLEN). This number is far below the limit, because a list of ids has little advantage: the
+controller sends the whole queue for any list."""
 _IDS_PER_SACCT = 5_000
-"""Maximum number of ids in one call of sacct, because of the same limit."""
-_KEY = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
+"""Maximum number of ids in one call of sacct, because the length of an argument is limited to 128 KiB."""
+_KEY_PATTERN = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
 """Matches the end of the command of a batch job. The key of the submission is part of the script's name, and also the
 argument of the script."""
 _COMMENT_END = "\x1f"
@@ -90,7 +92,7 @@ class JobState:
     @property
     def key(self) -> str:
         """The key of the submission; "" for a job that Sluice did not submit."""
-        match = _KEY.search(self.command)
+        match = _KEY_PATTERN.search(self.command)
         return match[1] if match else ""
 
     @property
@@ -153,7 +155,8 @@ class RecordedJob:
     def is_similar_to(self, row: JobState) -> bool:
         """Return True if `row` may be this job: cluster, user, name and submit time agree.
 
-        The comment of `row` may be missing, truncated, or replaced by a comment that Sluice did not write.
+        The caller must have checked that `row` has the id of this job. The comment of `row` may be missing, truncated,
+        or replaced by a comment that Sluice did not write.
         """
         has_sluice_comment = row.comment.startswith(COMMENT_PREFIX)
         if has_sluice_comment and not any(comment.startswith(row.comment) for comment in self.comments):
@@ -303,10 +306,10 @@ class _Query:
             self._match_squeue_row(row)
 
     def _match_squeue_row(self, row: JobState) -> None:
-        """Assign one row of squeue to the recorded job or unconfirmed submission of which it certainly is the job.
+        """Assign one row of squeue to the recorded job or unconfirmed submission that it certainly shows.
 
-        If there is none, add the row to `unclaimed`, and assign the row to all similar jobs. If the job in the row has
-        not ended, the state of the similar jobs is UNKNOWN.
+        If there is no such job, add the row to `unclaimed`, and assign the row to all similar jobs. If the job in the
+        row has not ended, the similar jobs get the state UNKNOWN.
         """
         candidates = self._find_by_id(row.job_id)
         if proven_jobs := [job for job in candidates if job.is_proven_by(row)]:

@@ -71,7 +71,10 @@ def is_requeued_on_exit(info: JobInfo, exclude: str | None) -> bool:
 
 
 def requeues_preempted_jobs() -> bool:
-    """Return True if this controller may start a job after its stage has ended, because of a surplus requeue."""
+    """Return True if this controller requeues a preempted job that exits; False if the controller does not respond.
+
+    If so, a surplus requeue may start a job after its stage has ended.
+    """
     return controller_version(read_slurm_config()) >= REQUEUES_SINCE
 
 

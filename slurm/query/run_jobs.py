@@ -44,9 +44,9 @@ E = TypeVar("E", bound=Event)
 # -- jobs in the events of a run ---------------------------------------------------------------------------------------
 
 
-def job_comment(run: Path) -> str:
-    """Return the comment of a run's jobs."""
-    return f"{COMMENT_PREFIX}{run}"
+def job_comment(run_path: Path) -> str:
+    """Return the comment of the jobs of the run in the directory `run_path`."""
+    return f"{COMMENT_PREFIX}{run_path}"
 
 
 def job_identity(job_name: str, **fields: Any) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def is_job_ending(run: Run, stage: str, job: JobState) -> bool:
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A submission of a run with its job, or a job with the comment of the run."""
+    """A submission of a run, with its job if one was found; or a stray job, which has only the comment of the run."""
 
     run_path: Path
     stage: str
@@ -318,7 +318,7 @@ def describe_stray_job(job: SubmittedJob) -> str:
 def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
     """Return why the states of some jobs are UNKNOWN, each reason once.
 
-    For example, Slurm does not respond, or a job only may belong to the run.
+    For example, Slurm does not respond, or it is not certain that a job belongs to the run.
     """
     return list(
         dict.fromkeys(

@@ -24,6 +24,8 @@ TIMEOUT_S = 30
 INTERACTIVE_TIMEOUT_S = 10.0
 """The time limit of a command for which a user waits. After this time, the controller counts as not responding."""
 NOT_RESPONDING = "no Slurm controller answers here"
+"""The beginning of the error message if the controller does not respond. Also the reason of jobs whose state is unknown
+because the controller does not respond (slurm/query/job_states.py)."""
 _USER_VARIABLES = ("SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT")
 """Prefixes of environment variables with which users filter and format the output of Slurm's commands. These variables
 are not passed to the commands, because the output is parsed."""
@@ -143,8 +145,8 @@ def read_slurm_config(timeout_s: float | None = None) -> dict[str, str]:
 def parse_key_values(text: str) -> dict[str, str]:
     """Parse the `Key=value` fields of one job, node or partition in the output of `scontrol show`.
 
-    If a key occurs several times, its first value counts. The fields whose text users choose (comment, command, paths)
-    come last in the output, so that this text cannot replace a value.
+    If a key occurs several times, its first value counts. Slurm prints the fields whose text users choose (comment,
+    command, paths) last. Therefore this text cannot replace the value of another field.
     """
     return dict(reversed(re.findall(r"(?<!\S)([^\s=]+)=(\S*)", text)))
 
@@ -195,6 +197,7 @@ Seen: Slurm 22.05, 24.11."""
 SBATCH_NO_REPLY = re.compile("timed out|nable to contact|Zero Bytes|endpoint|nection (?:fail|re)|shutdown|not respond")
 """sbatch received no reply (`Socket timed out on send/recv operation`, `Unable to contact slurm controller (connect
 failure)`). The controller may have accepted the job. The other alternatives match further messages of slurm_errno.c.
+`nable` and `nection` lack their first letters, so that they match whether the word begins with a capital or not.
 
 Seen: Slurm 22.05."""
 CONTROLLER_UP = re.compile(" is UP")

@@ -218,8 +218,9 @@ class StageStatus:
     state: str
     """Slurm's state while the job is active (running, pending …), otherwise how the stage ended (done, failed …).
 
-    In the state `held`, the user or an administrator must release the job. In the state `never`, the job will never
-    start, because its dependency can no longer be satisfied."""
+    In the state `waiting`, the stage has no job yet, or waits for later checkpoints. In the state `held`, the user or
+    an administrator must release the job. In the state `never`, the job will never start, because its dependency can no
+    longer be satisfied."""
     problem: str
     """What is wrong; "" if there is no problem."""
     is_active: bool
@@ -416,7 +417,7 @@ class StatusPoller:
         if awaited_job is None or find_successor(awaited_job, active):
             return ""
         if is_job_ending(status.run, status.stage, awaited_job.reported_job):
-            return ""
+            return ""  # a job that will not be retried needs no successor
         return "its successor is not submitted"
 
     @property
@@ -482,9 +483,8 @@ class StatusPoller:
         lock_holder = run.lock_holder(stage)
         progress = stage_module.progress(run)
         jobs = [job for job in self._jobs if (job.run_path, job.stage) == (run.path, stage) and not job.is_stray]
-        jobs = [
-            job for job in jobs if job.job_id or job.reported_job.reason
-        ]  # an unconfirmed submission has no job yet
+        # a submission without a job is left out, unless the reason why its state is unknown must be shown
+        jobs = [job for job in jobs if job.job_id or job.reported_job.reason]
         shown_job = _choose_job(jobs)
         job = shown_job.reported_job if shown_job else None
         last_submission = max(find_submission_indices(events), default=-1)
@@ -676,7 +676,9 @@ def render_status(
     point_statuses: Sequence[StageStatus] = (),
     width: int | None = None,
 ) -> Group:
-    """Return the table of stages, the problems, how to continue, and the table of sweep points.
+    """Return the table of stages, messages for the user, and the table of sweep points.
+
+    The messages are problems, how stages last stopped, warnings, how to continue, and changes of the config.
 
     Args:
         run: the run.

@@ -108,7 +108,8 @@ class Chain:
         self.resubmit_failed = resubmit_failed
         self.say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         self.active_jobs: dict[tuple[Path, str], list[SubmittedJob]] = {}
-        """The jobs that run or may still run. Jobs that evaluate a checkpoint during the run are left out."""
+        """The jobs that run or may still run, except stray jobs and jobs that evaluate a checkpoint while the train
+        stage runs."""
         self.awaited_ids: dict[tuple[Path, str], str] = {}
         """The id of the job of the stage for which later stages wait."""
         self.ending_ids: dict[tuple[Path, str], str] = {}
@@ -130,7 +131,8 @@ class Chain:
         are submitted again. Jobs that are about to end are not cancelled.
 
         Raises:
-            UserError: as :func:`submit_chain`.
+            UserError: if a stage failed and is not retried, Slurm does not respond, or another process is still
+                submitting a job of the run.
         """
         jobs = self._find_jobs()
         for message in describe_unproven_jobs(jobs):
@@ -209,9 +211,9 @@ class Chain:
     def _needs_submission(self, target: Run, stage: str) -> bool:
         """Return True if a stage of the run or of a sweep point must be submitted.
 
-        A stage that is done is also submitted if a stage on which it depends is not done. A stage is not submitted if
-        an active job will complete it. However, a pending job is replaced if it depends on a stage that is submitted
-        again.
+        A stage that is done is also submitted if a stage on which it depends is submitted or has an active job. A stage
+        is not submitted if an active job will complete it. However, a pending job is replaced if it depends on a stage
+        that is submitted again.
 
         The method also fills `awaited_ids`, `ending_ids`, `incomplete_array_ids` and `ids_without_successor`.
 
@@ -321,6 +323,7 @@ class Chain:
         run = self.run
         points = targets if run not in targets else ()
         if not after:
+            # if a job of this stage is about to end, the new job starts after the end of that job
             keys = [(target.path, stage) for target in targets]
             if ending_ids := [self.ending_ids[key] for key in keys if key in self.ending_ids]:
                 after = ending_ids
@@ -433,7 +436,7 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
     if not any(job.reported_job.reason == NOT_RESPONDING for job in run_jobs):
         try:
             run_jobs = confirm_submissions(targets, messages.append, jobs=run_jobs)
-        except UserError as error:  # another process is still calling sbatch
+        except UserError as error:  # another process is still calling sbatch, or the controller no longer responds
             messages.append(str(error))
     jobs = [job for job in run_jobs if job.reported_job.is_active or job.reported_job.is_unsatisfiable]
     cancel_jobs(job.reported_job for job in jobs if job.reported_job.state == "PENDING" or job.is_stray)

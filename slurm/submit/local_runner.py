@@ -63,8 +63,8 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
     point, the remaining points are not run.
 
     Returns:
-        DONE if all stages are done, otherwise the exit code of the first stage that did not complete. If only sweep
-        points failed, the highest of their exit codes.
+        DONE if all stages are done. If a stage of the run itself does not complete, or the user stops a point, the exit
+        code of that stage. Otherwise, the highest exit code of the sweep points that failed.
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)
@@ -220,13 +220,13 @@ def _describe_event(event: Event) -> str | None:
     return None
 
 
-def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: Console) -> float:
+def follow_stage(run: Run, stage: str, should_follow: Callable[[], bool], console: Console) -> float:
     """Print the progress and new events of a stage while it runs.
 
     Args:
         run: the run.
         stage: the stage.
-        is_running: returns False once the stage has ended, or if this process must stop following the stage.
+        should_follow: returns False once the stage has ended, or if this process must stop following the stage.
         console: where to print.
 
     Returns:
@@ -257,7 +257,7 @@ def follow_stage(run: Run, stage: str, is_running: Callable[[], bool], console: 
                 console.print(f"{stage:9} {message}", soft_wrap=True)
 
     with bar:
-        while is_running():
+        while should_follow():
             print_new_events()
             if time.monotonic() >= next_update_time:
                 next_update_time += LIVE_INTERVAL_S if is_live else PLAIN_INTERVAL_S

@@ -202,8 +202,8 @@ def _build_pickle_lines(folder: Path) -> list[str]:
 def _check_representable(run_path: Path, values: Mapping[str, Any]) -> None:
     """Raise UserError for values that sbatch misreads even if they are quoted (measured on Slurm 22.05).
 
-    A line break ends an option. A backslash is dropped. Text that is not UTF-8 cannot be written. sbatch replaces a `%`
-    in the path of a log by a job property.
+    A line break ends an option; other control characters are rejected as well. A backslash is dropped. Text that is not
+    UTF-8 cannot be written. sbatch replaces a `%` in the path of a log by a job property.
     """
     for key, value in values.items():
         if isinstance(value, str) and (match := re.search(r"[\\\x00-\x1f\x7f\ud800-\udfff]", value)):
@@ -447,6 +447,7 @@ def _call_sbatch(script: Path, key: str, variables: Sequence[str], timeout_s: fl
     if result.returncode > 0 and SBATCH_ERROR.search(message) and not SBATCH_NO_REPLY.search(message):
         raise UserError("slurm.job_refused", f"sbatch refused the job: {_extract_sbatch_reason(message)}")
     output = message or f"exit code {result.returncode}: {result.stdout.strip()}"
+    # the exit code is 0 if sbatch printed no job id, and negative if a signal killed sbatch
     is_lost_reply = result.returncode <= 0 or SBATCH_NO_REPLY.search(output) is not None
     raise _NoReplyError(key, _extract_sbatch_reason(output), is_lost_reply=is_lost_reply)
 
@@ -524,7 +525,7 @@ def record_submission(
         run: the run.
         submitting: the event `submitting` of the submission. Its fields are copied.
         job_id: the id of the job.
-        job_submitted: when the job was submitted, in seconds since 1970; None for now.
+        job_submitted: when the job was submitted, in seconds since 1970; None if it was submitted just now.
     """
     run.append_event(
         Submitted(
@@ -666,10 +667,10 @@ def _recheck_key(job: SubmittedJob) -> str | None:
 def _find_submission_without_job(job: SubmittedJob) -> Submitting | None:
     """Return the `submitting` event of a submission if Slurm shows no job of the submission; otherwise None.
 
+    The result is also None if the submission was made on another cluster, because its jobs cannot be seen here.
+
     Args:
         job: the submission, with the job that was found for it, if any.
-
-    The result is also None if the submission was made on another cluster, because its jobs cannot be seen here.
     """
     event = job.event
     if job.job_id or not isinstance(event, Submitting):

@@ -62,8 +62,9 @@ def check_job_environment(site: SiteConfig, env: Mapping[str, str]) -> None:
         env: the environment in which the job is submitted.
 
     Raises:
-        UserError: if a variable of `site.pass` is not set or empty, or `env` selects another cluster. Also if the file
-            `site.secrets` cannot be found, belongs to another user, or has another mode than 0600 or 0400.
+        UserError: if a variable of `site.pass` is unset or empty, or `env` selects another cluster. Also if
+            `site.secrets` cannot be found, is not a file, belongs to another user, or has a mode other than 0600 and
+            0400.
     """
     require_single_cluster(env)
     if unset := [name for name in site.pass_ if not env.get(name)]:

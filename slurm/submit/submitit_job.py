@@ -2,9 +2,8 @@
 
 submitit pickles a callable and runs it in the job. Sluice passes `exec` with a short program, which replaces submitit's
 process with the stage's supervisor. Signal handlers of submitit therefore do not run in this process: they would save
-from inside the handler. submitit's local executor would also kill a job one second after it interrupts the job. A
-function of this package cannot be passed, because pickle stores only the name of a function. The run's copy of the code
-may come from another version, which may not have a function of this name.
+from inside the handler. A function of this package cannot be passed, because pickle stores only the name of a function.
+The run's copy of the code may come from another version, which may not have a function of this name.
 
 Results of submitit are not used: a stage has succeeded if its outputs validate.
 """
@@ -89,7 +88,8 @@ def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, c
 def submit_locally(run: Run, stage: str) -> submitit.Job[None]:
     """Start the supervisor of a stage on this machine. The supervisor is detached and outlives this process."""
     executor = submitit.LocalExecutor(run.stage_dir(stage))
-    # submitit kills a job at this time limit; the supervisor itself enforces limits, so this one must never be reached
+    # At this time limit, submitit interrupts a job and kills it one second later, which is too short for a save. The
+    # supervisor itself enforces limits, so this limit must never be reached.
     executor.update_parameters(timeout_min=_ONE_YEAR_MIN, stderr_to_stdout=True)
     with _start_processes_detached(make_code_env(os.environ, run.code_dir)):
         job = executor.submit(exec, BECOME_SUPERVISOR, _make_globals(stage, run, run.code_dir))

@@ -1,7 +1,7 @@
 """Determine how an attempt at a stage ended: from the exit codes and reports of its ranks, or later from its events.
 
-Ranks write reports about errors and hangs to the run directory. A rank that is killed, for example
-because it uses too much memory, writes no report. But the other ranks then report a lost connection. Therefore:
+Ranks write reports about errors and hangs to the run directory. A rank that is killed, for example because it uses too
+much memory, writes no report. But the other ranks then report a lost connection. Therefore:
 
 - If a rank was killed, this rank failed first. Otherwise the rank with the earliest report failed first. Reports about
   a lost connection do not count.

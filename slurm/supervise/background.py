@@ -109,7 +109,7 @@ def _stop_followers(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 # ---- evaluations of new checkpoints
 
 
-def evaluates_one_checkpoint(run: Run, job_id: str) -> bool:
+def was_submitted_for_checkpoint(run: Run, job_id: str) -> bool:
     """Return True if :class:`EvaluationSubmitter` submitted this job, and not, for example, the chain.
 
     After a job of EvaluationSubmitter, the outputs of the evaluate stage may still be incomplete, because more

@@ -1,8 +1,8 @@
 """Decide why a stage stopped and what its job does next. The functions of this module are pure: they do no I/O.
 
 The supervisor (slurm/supervise/supervisor.py) gathers the facts and carries out the decision. A cause is an exit code
-(pipeline/base/errors.py). Each cause has a budget (`recovery.budgets`): the number of retries since the user last ran
-`resume` (pipeline/run/attempts.py). If a stage may be retried:
+(pipeline/base/errors.py). Each cause has a budget (`recovery.budgets`): the maximum number of retries since the user
+last ran `resume` (pipeline/run/attempts.py). If a stage may be retried:
 
 - In a batch job, the job is requeued under the same id. The supervisor requests the requeue, unless Slurm requeues the
   job automatically (slurm/query/preemption.py).
@@ -138,6 +138,7 @@ def infer_stop_cause(job: JobFacts) -> ExitCode:
     is_completing = info.state == "COMPLETING"
     if info.is_preempted:
         return ExitCode.CANCELLED if is_completing and job.site.requeue else ExitCode.PREEMPTED
+    # while a job is running, Slurm may already have sent the signal that announces the time limit
     signal_lead_s = 0 if is_completing else job.site.signal_s + SIGNAL_EARLY_S
     if info.time_left_s is not None and info.time_left_s <= signal_lead_s:
         return ExitCode.TIME_LIMIT
@@ -188,8 +189,8 @@ def _determine_slurm_cause(exit_code: ExitCode, job: JobFacts) -> tuple[ExitCode
 def choose_next_action(facts: StopFacts) -> Decision:
     """Return what the supervisor does after an attempt.
 
-    The supervisor calls this function when the ranks have exited. Before a batch job exits to be retried, it calls this
-    function again, because Slurm may have cancelled or requeued the job in the meantime.
+    The supervisor calls this function when the ranks have exited. If a batch job is to be retried, the supervisor calls
+    this function again before the job exits, because Slurm may have cancelled or requeued the job in the meantime.
     """
     if facts.cause in (ExitCode.DONE, ExitCode.CANCELLED) or facts.stop_reason in USER_REQUESTS:
         return Decision(NextAction.END)

@@ -42,6 +42,8 @@ def take_over(run: Run, stage: str, rank_info: RankInfo) -> str | None:
     accept the submission, this job runs the stage nevertheless. The supervisor then submits the successor when this job
     is stopped (:func:`hand_over`).
 
+    If the predecessor was cancelled, this function only writes the event `cancelled` for this job.
+
     Args:
         run: the run.
         stage: the stage.
@@ -162,10 +164,11 @@ def _read_dependency_events(run: Run) -> list[Submitted | TookOver]:
 
 
 def _index_recorded_jobs(run: Run) -> dict[str, RecordedJob]:
-    """Return the jobs of this cluster that the events of the run and of its sweep points record, by job id.
+    """Return the recorded jobs of this cluster, by job id.
 
-    If Slurm has reused a job id, the newest job with this id is returned. A job without a recorded cluster counts as a
-    job of this cluster. If the name of this cluster is unknown, all jobs are returned.
+    These are the jobs in `started` events of the run, and all jobs submitted for the run or its sweep points. If Slurm
+    has reused a job id, the newest job with this id is returned. A job without a recorded cluster counts as a job of
+    this cluster. If the name of this cluster is unknown, all jobs are returned.
     """
     started_jobs = [
         run_jobs.read_recorded_job(run, event) for event in run.read_events(None, Started) if event.slurm_job

@@ -65,7 +65,7 @@ from slurm.supervise.attempt_end import (
     measure_log_sizes,
     read_progress_marker,
 )
-from slurm.supervise.background import EvaluationSubmitter, evaluates_one_checkpoint, run_followers
+from slurm.supervise.background import EvaluationSubmitter, run_followers, was_submitted_for_checkpoint
 from slurm.supervise.decision import (
     JobFacts,
     NextAction,
@@ -128,8 +128,8 @@ class Supervisor:
         self.task = stages.get_array_task(stage, self.rank_info)
         """The index of this Slurm array task; None if the job is not part of an array."""
         self.submitted_job_id = self.rank_info.submitted_as or str(os.getpid())
-        """The id of this job in the records of submit.py: of the Slurm job, or of the local job. If this process was
-        started without a job, the id of the process."""
+        """The id under which submit.py recorded this Slurm job or local job. If this process was started without
+        submit.py, the id of the Slurm job, or outside Slurm the id of the process."""
         self.evaluation_submitter = EvaluationSubmitter(run)
         self.is_batch = self.on_slurm and os.environ.get("ENVIRONMENT") == "BATCH"
         """Whether this is a batch job (sbatch), which Slurm can requeue. Slurm sets ENVIRONMENT=BATCH in batch scripts.
@@ -211,8 +211,8 @@ class Supervisor:
     def _check_start(self) -> tuple[ExitCode, str] | None:
         """Return the exit code and the reason if this job must not start the stage; None if it may start the stage.
 
-        The stage must not start if it is done already, if the predecessor of this job was cancelled, or if the limits
-        for retries forbid another attempt (`end_unfinished_attempt`).
+        The stage must not start if it is done already, if a user stopped it or cancelled the predecessor of this job,
+        or if the limits for retries forbid another attempt (`end_unfinished_attempt`).
         """
         run = self.run
         if (refusal := end_unfinished_attempt(run, self.stage, self.rank_info, self.task)) is not None:
@@ -220,7 +220,8 @@ class Supervisor:
         if self.is_batch and (reason := succession.take_over(run, self.stage, self.rank_info)) is not None:
             return ExitCode.CANCELLED, reason
         if not self._runs_part_of_stage() and self.stage_module.describe_missing_outputs(run) is None:
-            # The stage is done if two jobs were submitted for it, or if the user submitted a job for a finished stage.
+            # The stage may be done if two jobs were submitted for it, or if the user submitted a job for a finished
+            # stage.
             return ExitCode.DONE, self.stage_module.progress(run).description
         return None
 
@@ -229,7 +230,7 @@ class Supervisor:
 
         Such jobs are the tasks of a job array (shard), and evaluate jobs for a new checkpoint.
         """
-        return self.task is not None or evaluates_one_checkpoint(self.run, self.submitted_job_id)
+        return self.task is not None or was_submitted_for_checkpoint(self.run, self.submitted_job_id)
 
     # ---- attempts
 
@@ -266,6 +267,8 @@ class Supervisor:
                 was_signalled=bool(self.stop_flag),
                 job=JobFacts(run.config.site, restart_count=self.rank_info.restart_count),
             )
+            # `facts.job` lacks what Slurm reports about the job. Therefore this call only decides whether to end, fail
+            # or restart in place. `_exit_for_retry` queries Slurm, and chooses among the other actions.
             decision = choose_next_action(facts)
             self._write_end(attempt_end, decision.reason)
             if decision.action in (NextAction.END, NextAction.FAIL):
@@ -600,8 +603,8 @@ class Supervisor:
         elif action is NextAction.END_UNKNOWN_CANCELLATION:
             no_retry_reason = f"Slurm did not report within {query_s:.0f} s whether the job was cancelled"
         elif action is NextAction.HAND_OVER and not self._runs_part_of_stage():
-            # Only jobs that run the whole stage have a successor. Array tasks and evaluate jobs for one checkpoint also
-            # write the event `handed_over`, but `resume` submits the missing part of the stage.
+            # Only jobs that run the whole stage have a successor. Array tasks and evaluate jobs for a new checkpoint
+            # also write the event `handed_over`, but `resume` submits the missing part of the stage.
             no_retry_reason = succession.hand_over(self.run, self.stage, job_id)
         elif action is NextAction.REQUEUE and not current_job.requeue_job(job_id, restarts, exclude):
             is_responding = self._read_job_info() is not None

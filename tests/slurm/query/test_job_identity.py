@@ -410,7 +410,7 @@ def test_an_evaluation_of_a_checkpoint_waits_only_for_jobs_of_its_run(
     submitter.is_enabled = True
     submitter.poll()
     assert dependencies == [["7"] if is_job_of_run else []]
-    assert background.evaluates_one_checkpoint(run, "7")
+    assert background.was_submitted_for_checkpoint(run, "7")
     write_submitted(run, "evaluate", "7")
     # the newest job with the ID 7 is now the evaluate job of the chain
-    assert not background.evaluates_one_checkpoint(run, "7")
+    assert not background.was_submitted_for_checkpoint(run, "7")

@@ -448,7 +448,7 @@ def test_an_evaluation_without_a_record_is_not_submitted_twice(
     submitter = background.EvaluationSubmitter(run_in_training)
     submitter._submit_newest()
     assert len(slurm.list_jobs()) == 4 and submitter._last_submitted_step == 7
-    assert background.evaluates_one_checkpoint(run_in_training, "4")
+    assert background.was_submitted_for_checkpoint(run_in_training, "4")
     monkeypatch.setattr(background, "list_checkpoint_steps", lambda folder: [14])
     submitter._submit_newest()
     assert [job["dependency"] for job in slurm.list_jobs()[4:]] == ["afterany:4"]
