@@ -231,9 +231,9 @@ def _describe_torch() -> Iterator[Finding]:
         yield Finding("torch", f"not importable within {_TIMEOUT_S} s", meaning, "problem")
         return
     version, cuda, gpus = json.loads(output)
-    ranks = f"each rank uses one: up to {len(gpus)} ranks" if gpus else "ranks compute on CPUs: small models only"
+    meaning = f"each rank uses one: up to {len(gpus)} ranks" if gpus else "ranks compute on CPUs: small models only"
     yield Finding("torch", version, f"built for CUDA {cuda}" if cuda else "built for CPUs")
-    yield Finding("GPUs", "; ".join(gpus) or "none that torch can use", ranks)
+    yield Finding("GPUs", "; ".join(gpus) or "none that torch can use", meaning)
 
 
 def check_file_system(folder: Path, nodes: int, file_system: str, sharing_problem: str | None) -> Iterator[Finding]:
@@ -275,9 +275,9 @@ def check_file_system(folder: Path, nodes: int, file_system: str, sharing_proble
 
 
 def check_parent_folders(folder: Path) -> Iterator[Finding]:
-    """Yield a finding for each folder above a run in which other users can replace the run while its jobs are pending.
+    """Yield a finding for each folder on the path to a run in which other users can replace the run or a folder.
 
-    These may be `folder` itself and its parent folders.
+    They could then replace the code of a run whose jobs are pending. `folder` and its parent folders are checked.
     """
     for parent, reason in find_unsafe_ancestors(folder / "RUN"):
         meaning = (

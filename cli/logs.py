@@ -1,8 +1,8 @@
 """`logs RUN STAGE`: print the log of a rank, or of the supervisor, also while the stage runs.
 
 `jobs/STAGE/rank-N.log` contains the output of rank N in all attempts of the stage. In the job array of the stage shard,
-N is the index of the task. The log of a supervisor is the output file of its job, `JOB_0_log.out`. If Slurm requeues
-the job, it appends to this file.
+N is the index of the task. The log of a supervisor is the output file of its job, `JOB_0_log.out`. If the job is
+requeued, Slurm appends to this file.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
         follow: whether to keep printing until the stage ends, also after a requeue or in a successor job.
 
     Raises:
-        UserError: if there is no such stage, `source` is invalid, or there is no log. With `follow`, a missing log is
-            only an error if the stage neither runs nor may still start.
+        UserError: if there is no such stage, the stage runs only in the points of a sweep, `source` is invalid, or
+            there is no log. With `follow`, a missing log is only an error if the stage neither runs nor may still
+            start.
     """
     stages.load_stage_module(stage)  # raises UserError for an unknown stage
     if stage not in stages.list_run_stages(run):
@@ -117,7 +118,7 @@ def _print_from(path: Path, offset: int) -> int:
 
 
 def _can_continue(statuses: list[StageStatus], stage: str) -> bool:
-    """Return True if the stage is active, or waits for another stage that is active."""
+    """Return True if the stage is active, or if it waits and any other stage is active."""
     status = next(status for status in statuses if status.stage == stage)
     return status.is_active or (status.state == "waiting" and any(other.is_active for other in statuses))
 

@@ -81,10 +81,10 @@ class CommandGroup(typer.core.TyperGroup):
         return typer.main.get_command(command)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `submit` before the arguments if the first argument that is not an option is not a command.
+        """Insert `submit` before the arguments if the first argument without a leading hyphen is not a command.
 
         Raises:
-            UserError: if the first of all arguments is neither a command nor a config.
+            UserError: if `args[0]` is probably a mistyped command.
         """
         positional = [arg for arg in args if not arg.startswith("-")]
         if positional and positional[0] not in COMMANDS:
@@ -98,7 +98,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 def _check_is_config(argument: str) -> None:
-    """Raise UserError if an argument is probably a mistyped command: only letters and hyphens, and no such file."""
+    """Raise UserError if `argument` is probably a mistyped command: it has only letters and hyphens, and is no file."""
     from difflib import get_close_matches
 
     if Path(argument).exists() or not argument.replace("-", "").isalpha():
@@ -131,7 +131,7 @@ def handle_global_options(
 
 def main() -> None:
     """Run the command in `sys.argv`. For a user error or a storage error, print a message without a traceback."""
-    gc.disable()  # garbage collection would take a sixth of the import time, and this process is short
+    gc.disable()  # garbage collection would take a sixth of the import time, and this process is short-lived
     try:
         app()
     except (UserError, OSError) as error:

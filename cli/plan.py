@@ -136,7 +136,8 @@ def _print_layout(
         figures = compute_plan_figures(config, machine)
         try:
             _print_lines(describe_plan(config, machine))
-        finally:  # the page is also written if the memory does not suffice, because it shows how much is missing
+        finally:
+            # `describe_plan` raises UserError if the memory does not suffice; the page shows how much is missing
             write_plan_page(config, figures, f"the plan of {path}", html)
             print(f"with figures: {html}", flush=True)
 

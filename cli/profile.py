@@ -48,7 +48,7 @@ def profile(
 
 
 def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
-    """Request profiled steps, wait for them, merge their traces, and yield a description of each step.
+    """Ask the ranks to profile steps, wait until they have, merge the traces, and yield a description of each step.
 
     Args:
         run: the run.
@@ -139,7 +139,7 @@ def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -
     Args:
         trace: the trace of the rank, as the profiler wrote it.
         offset_us: the microseconds to add to all times.
-        last_row: the number of rows that the traces of other ranks use.
+        last_row: the number of rows that the traces of the previous ranks use.
     """
     coordinates = ", ".join(f"{name} {number}" for name, number in trace["place"].items())
     process_id = trace["rank"] + 1

@@ -48,6 +48,7 @@ def resume(
     run.check_owner()
     chosen_executor = choose_executor(executor, run)
     changes = overrides or []
+    # no batch script depends on the section `recovery`, so its changes need no new jobs
     replaces_jobs = any(not change.startswith("recovery.") for change in changes)
     # a second `resume` waits for the lock, and then finds what the first one changed
     with nullcontext() if dry_run else run.lock_exclusively():
@@ -87,13 +88,16 @@ class PreviewChain(Chain):
     """
 
     def __init__(self, run: Run, console: Console, sweep_points: Sequence[Run], replaces_pending: bool) -> None:
-        super().__init__(run, console, True, sweep_points)
+        super().__init__(run, console, resubmit_failed=True, points=sweep_points)
         self.replaces_pending = replaces_pending
         self.planned_jobs: list[tuple[str, int]] = []
         """Stage and number of tasks of each job that would be submitted."""
 
     def _find_jobs(self) -> list[SubmittedJob]:
-        """Return the jobs of the run and its points. Jobs that would be cancelled have the state CANCELLED."""
+        """Return the jobs of the run and its points.
+
+        If `replaces_pending` is set, print the pending jobs, and return them with the state CANCELLED.
+        """
         jobs = find_run_jobs((self.run, *self.points))
         require_response(job.reported_job for job in jobs)
         if not self.replaces_pending:
@@ -169,6 +173,7 @@ def preview_resume(
             for stage in names:
                 stage_module = stages.load_stage_module(stage)
                 state = "done" if stage_module.describe_missing_outputs(each) is None else "would run"
+                # the description is "-" if there is no progress to describe
                 print_lines(f"{prefix}{stage:9} {state}: {stage_module.progress(each).description}".removesuffix(": -"))
     print_lines("", *list_warnings(changed_run, executor), "nothing was written or submitted")
 

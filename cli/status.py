@@ -75,7 +75,7 @@ def status(
 
 
 def print_runs(root: Path, console: Console) -> None:
-    """Print one line for each run below `root`, the last changed run last. Also name runs that cannot be read.
+    """Print one line for each run below `root`, the most recently changed run last. Also name unreadable runs.
 
     Slurm is queried once, for the jobs of all runs that are not done.
 
@@ -145,12 +145,15 @@ def _summarize_run(run: Run, statuses: Sequence[StageStatus]) -> list[str]:
 
 
 def _last_change(run: Run) -> float:
-    """Return when the events of a run were last written, in seconds since 1970; without events, when the config was."""
+    """Return when a run last changed, in seconds since 1970.
+
+    This is the modification time of the file of events or, if there are no events yet, of the config.
+    """
     return (run.events_file if run.events_file.exists() else run.config_file).stat().st_mtime
 
 
 class Screen:
-    """The terminal's alternate screen. On exit, the previous screen and its settings are restored."""
+    """The terminal's alternate screen. On exit, the previous screen and the terminal's settings are restored."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -289,7 +292,7 @@ def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[s
     """Yield the lines below the table: loss, speed, telemetry of the hosts and the last events."""
     yield ""
     if losses := history.values("loss"):
-        count = min(len(losses), max(1, width - 20))
+        count = min(len(losses), max(1, width - 20))  # 20 columns are left for the label and the newest loss
         means = [fmean(losses[n * len(losses) // count : (n + 1) * len(losses) // count]) for n in range(count)]
         low = min(means)
         span = (max(means) - low) or 1.0

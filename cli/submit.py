@@ -188,7 +188,7 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
 def describe_short_time_limit(config: Config, stage: str) -> str | None:
     """Return a description of a stage's time limit if the limit is too short to start and save; otherwise None.
 
-    Only the time before Slurm's signal counts, because the stage then saves and exits (`site.signal_s`).
+    Only the time before Slurm's signal (`site.signal_s`) counts, because the stage saves and exits after the signal.
     """
     signal_s = config.site.signal_s
     remaining_s = parse_time_limit(config.stages.get_resources(stage).time) - signal_s - SIGNAL_EARLY_S
@@ -201,7 +201,7 @@ def describe_short_time_limit(config: Config, stage: str) -> str | None:
 
 
 def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
-    """Yield a warning for each stage that is not done and whose time limit is too short."""
+    """Yield a warning for each stage whose time limit is too short. Except in a sweep, done stages are left out."""
     for stage in run.config.active_stages:
         problem = describe_short_time_limit(run.config, stage)
         if problem and (run.config.sweep or stages.load_stage_module(stage).describe_missing_outputs(run)):
@@ -270,6 +270,7 @@ def print_plan(
     config = Config.model_validate(mask_secrets(config.model_dump(mode="json")))
     run = Run(config.run.root / config.run.name)
     sweep_points = config.sweep.points() if config.sweep else []
+    # `run` has the config before the corrections, so it is unknown which stages are done with the new config
     done_stages = [] if corrections else list(_list_done_stages(run))
     jobs = [job for job in _list_jobs(config, len(sweep_points)) if job.stage not in done_stages]
     on_slurm = executor == "slurm"
@@ -297,7 +298,7 @@ def print_plan(
         *([f"done      {', '.join(done_stages)}"] if done_stages else []),
         *_describe_training(config, run),
         *(
-            line if line.startswith("point ") else f"          {line} points"
+            line if line.startswith("point ") else f"          {line} points"  # the last line may be `and N more`
             for line in limit_lines(point_lines, _MAX_POINTS_SHOWN)
         ),
         *notes,
@@ -364,7 +365,7 @@ def _check_time_limits(config: Config) -> Iterator[str]:
 
 
 def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> Iterator[str]:
-    """Yield a line with the number of jobs, and the largest number of nodes, GPUs and hours that they may use."""
+    """Yield a line with the number of jobs, the nodes and GPUs of the largest job, and the most hours of all jobs."""
     if not jobs:
         yield "jobs      none: all stages are done"
         return

@@ -379,9 +379,9 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
 
 # -- striping on Lustre ----------------------------------------------------------------------------------
 #
-# By default (`site.stripe`) each shard is on one storage target. Every task writes its own files, so many targets work
-# in parallel because there are many files. If a file is striped over several targets, opening it becomes slower. This
-# is only useful if there are so few shards that targets would be idle.
+# By default (`site.stripe`) each shard is on one storage target. There are many shards, and the tasks write them at the
+# same time, so many targets work in parallel. If a file is striped over several targets, opening it becomes slower.
+# Striping is only useful if there are so few shards that targets would be idle.
 
 _LFS_TIMEOUT_S = 60
 """Timeout of `lfs setstripe`."""

@@ -762,7 +762,7 @@ class _CsvLines:
 
 
 def _read_csv_rows(path: str, stream: BinaryIO, delimiters: str, required_column: str | None) -> Iterator[ObjectRecord]:
-    """Yield the rows of a CSV file as objects. The first row has the names of their fields.
+    """Yield the rows of a CSV file as objects. The first row has the names of the fields.
 
     The delimiter is the first of `delimiters` for which the first row contains the required column. If there is none,
     it is the first of `delimiters`. Raises UserError if the required column is missing or a row is too long.
@@ -937,7 +937,7 @@ def _read_rows(batches: Iterable[pyarrow.RecordBatch], names: Sequence[str]) -> 
 def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list[bytes | None]:
     """Return the values of a column as bytes; None for null.
 
-    If they were decoded as strings, one invalid row would fail the whole batch.
+    The values are not decoded here, because one row with invalid UTF-8 would make decoding fail for the whole batch.
     """
     import pyarrow
     import pyarrow.compute
@@ -952,7 +952,10 @@ def _read_column_bytes(batch: pyarrow.RecordBatch, names: Sequence[str]) -> list
 
 
 def _decode_content(content: bytes | None) -> str:
-    """Return the text of a row or of a tar member. Raises RejectedError if it is too long (or None for a member)."""
+    """Return the text of a row or of a tar member. Raises RejectedError if it is too long.
+
+    `content` is None for a member that `read_tar_members` has not read, because it is too long.
+    """
     if content is None or len(content) > MAX_DOCUMENT_BYTES:
         raise RejectedError(describe_too_long())
     return content.decode()

@@ -83,10 +83,14 @@ def stamp_index_files(path: str) -> list[list[str | int]]:
 def find_named_files(data: DataConfig, formats: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
     """Yield path and format of each file that a config names, sorted by path within each item of `data.source`.
 
-    The file name decides the format. Files of documents are opened in these cases only:
-    - The name has no known ending, and a glob matches the file or its folder has no other documents.
+    `data.format` or, without this key, the ending of the file name decides the format. If `data.format` is not set,
+    files of documents are opened in these cases only:
+    - The name has no known ending, and `data.source` names the file itself or has a glob that matches the file. The
+      content then decides the format.
+    - The name has no known ending, and `data.source` names a folder that contains the file. This case requires that no
+      file with a known ending in this folder has documents. The content then decides the format.
     - A JSON, CSV or TSV file is in a folder that `data.source` names. The file may be metadata without documents.
-      Therefore its first record must have `data.text_field`.
+      Therefore its first record must have the field of `data.text_field` or `data.records`.
 
     Args:
         data: the section `data` of the config.
@@ -118,7 +122,7 @@ class _DocumentFiles:
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
-        # Plain text may come from any kind of file (None), records only from files of JSON objects.
+        # Plain text may come from any kind of file (None), records only from files of JSON objects, tokens from none.
         allowed_kinds = {"text": None, "tokens": ()}.get(data.records, ("jsonl", "json"))
         self.endings = {
             ending: file_format
@@ -167,7 +171,7 @@ class _DocumentFiles:
             if first_result is None:  # A CSV file is accepted even if it has only a header.
                 return None if kind in ("csv", "tsv") else "it has no object"
             if not any(field in first_result for field in self.fields):
-                get_field(first_result, self.fields[0])  # This raises RejectedError.
+                get_field(first_result, self.fields[0])  # This raises RejectedError, except for a nested field `a.b`.
         except (UserError, RejectedError) as error:
             return str(error).removeprefix(f"{path}: ")
         return None
@@ -217,7 +221,8 @@ def _select_matches(paths: Sequence[str], recognizer: _DocumentFiles | None, end
     else:
         formats = {path: recognizer.detect_by_name(path) for path in paths}
         unknown_paths = [path for path, name in formats.items() if name is None]
-        formats |= dict.fromkeys(filter(is_mds, paths))  # The index.json of MDS contains no documents.
+        # Files of MDS are refused. Their index.json has a known ending, but contains no documents.
+        formats |= dict.fromkeys(filter(is_mds, paths))
         for path, name in _map_files(recognizer.detect_by_content, unknown_paths).items():
             # An empty file among others is accepted as a file without lines.
             is_empty = name is None and len(paths) > 1 and detect_file_type(path).kind == "empty"
@@ -254,7 +259,7 @@ def _make_no_files_error(
     recognizer: _DocumentFiles | None,
     endings: Mapping[str, str],
 ) -> UserError:
-    """Return the error for an item of `data.source` that names no file or files of unknown format.
+    """Return the error for an item of `data.source` that names no file, or names files of unknown format.
 
     Args:
         source: the item.
@@ -407,7 +412,10 @@ def _raise_list_error(error: OSError) -> None:
 
 
 def _list_stdlib_files(root: str) -> list[str]:
-    """Return the modules of Python's standard library under `root`, without its tests, sorted by relative path."""
+    """Return the modules of Python's standard library in the folder `root`, sorted by relative path.
+
+    Tests and other packages (`_NOT_STDLIB`) are left out.
+    """
     paths = []
     for folder, subfolders, files in os.walk(root, onerror=_raise_list_error):
         subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]

@@ -87,8 +87,8 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
     def prepare_inputs(self, log: Log) -> None:
         """Prepare each source.
 
-        Raises UserError if two sources contain the same file. The run might train on documents that are held out in the
-        other source.
+        Raises UserError if two sources contain the same file. Otherwise the run might train on documents of one source
+        that are held out in the other source.
         """
         source_names: dict[str, str] = {}  # name of the source by the resolved path of a file
         for name, folder in self.sources.items():
@@ -115,10 +115,10 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         return [path for folder in self.sources.values() for path in folder.list_named_files()]
 
     def shard(self, task: int, tasks: int, log: Log, striping: StripeConfig = StripeConfig()) -> None:
-        """Build the missing work units of an array task, which may belong to any source."""
+        """Build the missing work units of an array task. These units may belong to any source."""
         for folder in self.sources.values():
             folder.create_shards_dir(log, striping)
-            folder.array_task = task, tasks
+            folder.array_task = task, tasks  # The folder divides the search for duplicates among the tasks.
         super().shard(task, tasks, log, striping)
 
     def combine_units(self, units: Sequence[UnitManifest], log: Log) -> None:

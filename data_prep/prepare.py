@@ -32,7 +32,7 @@ def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
 
 
 def open_finished_data_folder(run: Run) -> DataFolder[Any, Any]:
-    """Return the data folder of a run for reading only. The keys cover the code in the run directory."""
+    """Return the data folder of a run for reading only. Its keys are computed from the code in the run directory."""
     return open_data_folder(run, run.code_dir / "data_prep")
 
 
@@ -65,8 +65,8 @@ def check_inputs(run: Run) -> None:
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Run the prepare stage. Only rank 0 does the work."""
-    gc.enable()
-    flag.exit_on_signal()
+    gc.enable()  # The program that starts the stages disables garbage collection.
+    flag.exit_on_signal()  # All files are written atomically.
     if rank_info.rank == 0:
         open_data_folder(run).prepare(print_log)
     return ExitCode.DONE

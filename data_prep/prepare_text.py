@@ -41,7 +41,11 @@ from pipeline.data.special_tokens import find_end_of_turn
 _SAMPLE_POINTS = 256
 """Number of ranges of the inputs that contribute to the sample."""
 _MAX_FILTERED_RATIO = 64
-"""Sampling stops early if the user's filter has checked more than this many times the bytes of the sample."""
+"""Limit of the bytes that the user's filter checks in a range, as a multiple of the range's share of the sample.
+
+After this limit, sampling continues with the next range. Before the first document of the sample is found, there is no
+limit.
+"""
 _ESTIMATE_BYTES = 1 << 20
 """Approximate bytes of text from which the bytes per token are estimated."""
 _MAX_UNKNOWN_FRACTION = 0.01
@@ -125,7 +129,7 @@ def _write_tokenizer(data: DataConfig, folder: Path, sample: Sequence[str], log:
     if config.path is None:
         content = train_bpe(sample, config.vocab_size, config.eos_token).encode()
     else:
-        # Load the user's file, not the copy, so that errors name it.
+        # Load the user's file, not the copy, so that errors name the user's file.
         load_encoder(config.path, config.eos_token, data.add_special_tokens)
         content = config.path.read_bytes()
     write_atomic(folder / "tokenizer.json", content)

@@ -156,7 +156,9 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
 
 def check_sample_files(path: str, target: str, folder: str, *others: str) -> None:
     """Raise UserError if a file does not have the arrays that the model `target` in `folder` needs."""
-    _describe_files([Input(file, 0, 0, "hdf5") for file in (path, *others)], find_user_model(target, [Path(folder)]))
+    # Size and modification time are not used.
+    sources = [Input(file, size=0, mtime_ns=0, format="hdf5") for file in (path, *others)]
+    _describe_files(sources, find_user_model(target, [Path(folder)]))
 
 
 def _describe_files(sources: Sequence[Input], model: UserModel) -> tuple[SampleFile, ...]:

@@ -8,7 +8,7 @@
 
 A document ends with the end-of-text token. If a document does not fit into a file, it continues in the next file of the
 work unit. The document is counted only in the file in which it starts. The first tokens of a file may therefore belong
-to an earlier document. A file inside one long document has `documents` = [number of tokens].
+to an earlier document. If no document starts in a file, its `documents` is [number of tokens].
 
 Prompts and dialogues are not split across windows of `data.sequence_length` tokens, so that an answer stays with its
 question. If a record does not fit into the rest of a window, this rest is padded with end-of-text tokens that are not
@@ -92,7 +92,7 @@ class ShardWriter:
 
         Args:
             tokens: tokens of the document with the end-of-text token, shape (n,).
-            text_bytes: size of the document's text in UTF-8.
+            text_bytes: size in UTF-8 of the document's text; if there is a mask, of the learned text; 0 if unknown.
             mask: mask of the document, shape (n,); None if the writer has no windows.
         """
         if self._window is not None:
@@ -112,7 +112,7 @@ class ShardWriter:
                 self._write_file()
 
     def _append_tokens(self, tokens: npt.NDArray[Any], mask: npt.NDArray[np.uint8] | None) -> None:
-        """Append tokens to their temporary file, and as many values of `mask` to its temporary file."""
+        """Append tokens to the temporary file of the tokens, and as many values of `mask` to that of the mask."""
         for name, values in (("tokens", tokens), ("mask", mask)):
             if name in self._buffers and values is not None:
                 file, dtype = self._buffers[name]

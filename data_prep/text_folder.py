@@ -122,7 +122,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         if self.data.has_loss_mask:
             excluded_keys.remove("sequence_length")  # The windows of the shards depend on this key.
         older_values = {key: DataConfig.model_fields[key].default for key in _NEWER_KEYS}
-        older_values["add_special_tokens"] = False
+        older_values["add_special_tokens"] = False  # The default is `auto`, but older versions added no special tokens.
         excluded_keys |= {key for key, value in older_values.items() if getattr(self.data, key) == value}
         config = {**self.data.model_dump(mode="json", exclude=excluded_keys), "source": self.data.sources}
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code_hash})
@@ -432,7 +432,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         filtered: list[int],
         rejected: list[tuple[int, int, str]],
     ) -> Iterator[Document]:
-        """Yield the documents with text of input ranges, in order, and count lines and excluded documents.
+        """Yield each document of input ranges that has text, in order. Also fill the lists that are marked as output.
 
         Args:
             ranges: the input ranges.

@@ -387,7 +387,8 @@ class _MegatronDocumentEnds(DocumentEnds):
         next_sequences = self.check_order(
             self.read_numbers(self._documents_at, start + 1, stop + 1), 0, self._sequences
         )
-        # Read the byte offsets of the sequences from `low` to `high`. The end of the file is the offset after the last.
+        # Read the byte offsets of the sequences from `low` to `high`. The size of the token file is appended, because
+        # the last document ends there.
         low, high = next_sequences[[0, -1]].tolist() if len(next_sequences) else (0, 0)
         offsets = np.append(self.read_numbers(self._offsets_at, low, min(high + 1, self._sequences)), self._data_size)
         return offsets[next_sequences - low] // self._width
@@ -466,7 +467,7 @@ def _inspect_llm_c(path: str) -> TokenFile:
     if (dtype := _LLM_C_TYPES.get((magic, version))) is None:
         raise UserError("data.unsupported_file", f"{path}: version {version} of llm.c's format {magic} is unknown")
     size = read_file_size(path)
-    expected_size = _LLM_C_HEADER_BYTES + tokens * int(dtype[4:]) // 8
+    expected_size = _LLM_C_HEADER_BYTES + tokens * int(dtype[4:]) // 8  # The name of the type ends with its bits.
     if tokens < 0 or size != expected_size:
         raise UserError(
             "data.damaged_file", f"{path} has {size} bytes, but a header and {tokens} tokens need {expected_size}"
@@ -541,7 +542,7 @@ def _read_hdf5_blocks(dataset: Dataset) -> Iterator[Ids]:
 # NAME.ds contains the tokens without a header, and NAME.ds.index a uint64 array (documents,) of document ends.
 # NAME.ds.metadata is text: the first line ends with the bytes per token (`|2` or `|4`), and the second line is the
 # number of tokens (datatrove, pipeline/tokens/tokenizer.py, `TokenizedFile`). Old versions omit the bytes per token.
-# Then this number is computed from the size of NAME.ds and the number of tokens. Shuffled files may have no index.
+# In this case, they are computed from the size of NAME.ds and the number of tokens. Shuffled files may have no index.
 
 _DATATROVE_METADATA = re.compile(rb"[^\n]*?(?:\|([24]))?\r?\n(\d{1,18})(?:\r?\n.*)?", re.DOTALL)
 

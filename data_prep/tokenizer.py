@@ -121,6 +121,7 @@ class Encoder:
             max_tokens: number of tokens after which a record is truncated; None: records are not truncated.
         """
         bos_ids, end_ids = ((), ()) if chat else (self.bos_ids, self.end_ids)
+        # In a dialogue, texts such as `<|im_end|>` become special tokens, because the chat template has written them.
         self.tokenizer.encode_special_tokens = not chat
         encodings = self.tokenizer.encode_batch([record.text for record in records], add_special_tokens=False)
         encoded = []

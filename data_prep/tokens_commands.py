@@ -287,13 +287,13 @@ def _copy_files(
     shards_by_key = _read_notes(folder / _NOTES)
     shards = list[ShardEntry]()
     for number, path in enumerate(files):
-        source = attributes | {"source": path[-1000:]}
+        file_attributes = attributes | {"source": path[-1000:]}  # HDF5 allows 64 KB of attributes.
         prefix = f"tokens-{number:05d}"
-        key = sha256_json([number, source, encoder.eos_id, packed, stamp_file(path), stamp_index_files(path)])
+        key = sha256_json([number, file_attributes, encoder.eos_id, packed, stamp_file(path), stamp_index_files(path)])
         entries = shards_by_key.get(key, [])
         result = "copied before"
         if not entries or not all(_is_intact_shard(folder, entry, prefix) for entry in entries):
-            writer = ShardWriter(folder, prefix, _SHARD_TOKENS, encoder.dtype, source)
+            writer = ShardWriter(folder, prefix, _SHARD_TOKENS, encoder.dtype, file_attributes)
             file = inspect_token_file(path)
             scan_tokens(file, encoder.eos_id, encoder.vocab_size)  # This checks that all ids are in the vocabulary.
             for document in file.iterate_documents(encoder.eos_id):
@@ -301,7 +301,7 @@ def _copy_files(
                     tokens = document.astype(dtype)
                     if not packed and document[-1] != encoder.eos_id:
                         tokens = np.concatenate([tokens, eos])
-                    writer.add(tokens, 0)
+                    writer.add(tokens, text_bytes=0)  # The text is unknown.
             entries = [*writer.close()]
             result = "copied"
             append_line(folder / _NOTES, json.dumps({"key": key, "shards": [entry.model_dump() for entry in entries]}))

@@ -91,7 +91,7 @@ class TokensFolder(TextFolder):
         tokenizer = self.data.tokenizer
         assert tokenizer.path is not None
         inputs = find_inputs(self.data, self.endings)
-        # Load the user's file, not the copy, so that errors name it.
+        # Load the user's file, not the copy, so that errors name the user's file.
         encoder = load_encoder(tokenizer.path, tokenizer.eos_token, self.data.add_special_tokens)
         formats: set[str] = set()
         bos_results: set[bool] = set()
@@ -140,15 +140,17 @@ class TokensFolder(TextFolder):
         assert file.tokens is not None
         count = len(encoder.bos_ids)
         first_tokens = file.read_tokens(0, min(count + 1, file.tokens)).tolist()
-        # Files of llm.c begin with the end-of-text token.
+        # Files of llm.c begin with the end-of-text token. Skip this token unless `bos_ids` also begins with it.
         if first_tokens[:1] == [encoder.eos_id] != list(encoder.bos_ids[:1]):
             first_tokens = first_tokens[1:]
         return tuple(first_tokens[:count]) == encoder.bos_ids
 
     def _choose_bos_ids(self, encoder: Encoder, bos_results: Set[bool], log: Log) -> tuple[int, ...]:
-        """Return the special tokens to put before prompts, and log a warning if files do not start with these tokens.
+        """Return the special tokens to put before prompts, and log a warning if some files do not start with them.
 
-        `bos_results` contains the results of `_starts_with_bos` for all files.
+        If `data.add_special_tokens` is true, these are the tokens that the tokenizer adds before a text. If it is auto,
+        this is only the case if all files start with these tokens; otherwise there are none. `bos_results` contains the
+        results of `_starts_with_bos` for all files.
         """
         setting = self.data.add_special_tokens
         if encoder.bos_ids and (False in bos_results if setting is True else len(bos_results) > 1):
@@ -185,7 +187,7 @@ class TokensFolder(TextFolder):
                 entry, is_held_out = self._describe_range(file, token_range)
                 (held_out if is_held_out else train).append(entry)
         self._check_inputs(ranges)  # If an input has changed meanwhile, the manifest must not be written.
-        self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(ranges))
+        self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(ranges))  # Token files have no lines.
         return True
 
     def _describe_range(self, file: TokenFile, input_range: InputRange) -> tuple[ShardEntry, bool]:
@@ -283,5 +285,6 @@ class TokensFolder(TextFolder):
     def _count_text_bytes(self, tokens: TokenFile) -> int:
         """Return the number of UTF-8 bytes of the text of held-out tokens. Evaluation needs it for bits per byte."""
         decode = self.encoder.tokenizer.decode
+        # Without the index, documents are separated by the end-of-text token, as training separates them.
         documents = tokens._replace(document_ends=None).iterate_documents(self.prepared.eos_id)
         return sum(len(decode(document.tolist(), skip_special_tokens=True).encode()) for document in documents)

@@ -92,7 +92,8 @@ def measure_inputs(inputs: Sequence[Input], text_field: str) -> Weights:
 def split_into_units(inputs: Sequence[Input], weights: Weights, count: int) -> tuple[tuple[InputRange, ...], ...]:
     """Split the inputs into at most `count` work units. Units without a range are omitted.
 
-    The ranges of an input are disjoint and cover the whole input. Empty inputs have no range.
+    The ranges of an input are disjoint and cover the whole input. Inputs without text have no range, except row groups
+    of Parquet files.
     """
     total = sum(map(sum, weights))
     boundaries = [total * unit // count for unit in range(count + 1)]

@@ -117,7 +117,7 @@ class Follower:
                     tracker.rewind(min(changed_steps) - 1)
                 tracker.on_event(event)
                 offset = end
-        finally:  # after an error (such as a rate limit), the tracker does not receive the earlier events again
+        finally:  # if an event fails (such as by a rate limit), the tracker does not receive the events before it again
             if offset > state.events:
                 self._commit(tracker, events=offset)
         while steps := reader.read_steps(state.step):
@@ -185,7 +185,7 @@ def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
         run: the run.
         name: the name of the tracker.
         flag: set when this process receives a signal.
-        once: whether to send what is new only once.
+        once: whether to send the new data and exit, instead of following the run.
     """
     os.nice(10)
     follower = Follower(run, name)
@@ -196,6 +196,8 @@ def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
 
 def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> int:
     """Send trackers what they have not received yet. Each tracker gets a child process.
+
+    A sweep itself, unlike its points, is sent only to trackers that need no package (jsonl, webhook …).
 
     Args:
         run: the run.
@@ -209,7 +211,8 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
         UserError: if `tracker` is None and the config enables no tracker.
     """
     names = [tracker] if tracker else run.config.track.enabled
-    # a sweep has events but no steps, so it is sent only to trackers that need no package (jsonl, webhook …)
+    # A sweep itself has events but no steps. Trackers that need a package are mainly for steps, so they are left out.
+    # Unknown names are kept, because the child process reports them.
     if names and run.config.sweep is not None:
         names = [name for name in names if name not in TRACKERS or TRACKERS[name].package is None]
     elif not names:

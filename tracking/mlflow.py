@@ -112,7 +112,8 @@ class Mlflow(Tracker):
     def on_event(self, event: Line) -> None:
         """Update the status of the run on the server.
 
-        If the event has late results on held-out data for a step that was already sent, send the results.
+        If the event has late results on held-out data for a step that was already sent, send the results, unless the
+        server has them.
         """
         if is_late_held_out(event) and event["step"] <= self.state.step:
             history = self._client.get_metric_history(self._server_run_id, f"{HELD_OUT_PREFIX}loss")

@@ -107,7 +107,8 @@ _MAX_EVEN_VALUES = 6
 """If a swept key has at most this many values, the values are spaced evenly on the axis of the key."""
 _STEP_AXIS = "optimizer step"
 _SLICES = 150
-"""The steps of a run are divided into this many slices. The figure of step times shows the mean of each slice."""
+"""The steps of a run are divided into at most this many slices. The figure of step times shows the mean of each
+slice."""
 _TELEMETRY_BUCKETS = 150
 """Number of averages in a curve of telemetry."""
 _MIN_SHOWN_S = 0.5
@@ -197,8 +198,8 @@ def read_report_data(run: Run, statuses: Iterable[StageStatus]) -> ReportData:
 def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
     """Return a table of the hours by attempt and category.
 
-    Each attempt without a task has a row, and a further row contains the sum of these attempts of a stage. All attempts
-    of the tasks of an array, or of the sweep points, share one row.
+    Each attempt without a task has a row. If a stage has several such attempts, a further row contains their sum. All
+    attempts of the tasks of an array, or of the sweep points, share one row.
     """
     categories = [name for name in CATEGORIES if any(a.seconds[name] >= _MIN_SHOWN_S for a in attempts)] or ["compute"]
     groups: list[tuple[str, str, str, str, Sequence[AttemptTimes]]] = []
@@ -359,7 +360,10 @@ def _describe_training(
 
 
 def pick_time_unit(duration_s: float) -> tuple[str, float]:
-    """Return the unit in which to show a duration, and how many seconds this unit has."""
+    """Return the unit in which to show a duration, and how many seconds this unit has.
+
+    The result is the largest unit of which the duration has more than three; seconds if there is no such unit.
+    """
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next(((name, size) for name, size in units if duration_s > 3 * size), ("seconds", 1.0))
 
@@ -433,7 +437,8 @@ def draw_mesh(layout: Layout) -> str:
         node, position = divmod(rank, per_node)
         title = f"rank {rank}: pipeline {coordinates.pp}, data {coordinates.dp}, tensor {coordinates.tp}"
         label = f"p{coordinates.pp} d{coordinates.dp} t{coordinates.tp}"
-        # the width of a box is less than 1, so that there is a gap between two boxes
+        # The width of a box is less than 1, so that there is a gap between two boxes. GREY is the number of colours
+        # before the grey one, so the colours repeat without it.
         box = Bar(position - 0.48, position + 0.48, coordinates.pp % GREY, title, label)
         lanes.setdefault(f"node {node}", []).append(box)
     keys = [(f"pipeline {rank}", rank % GREY) for rank in range(layout.pp)]
@@ -470,6 +475,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
             ]
             heights = [ticks[distinct_values.index(value)][0] for value in values]
         else:
+            # many numeric values of a key, such as learning rates, are usually swept on a logarithmic scale
             scale = Scale.from_values(values, key, log=key != result_name)
             ticks = [(scale.position(value), text) for value, text in scale.ticks()]
             heights = [scale.position(value) for value in values]

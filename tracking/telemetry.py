@@ -38,7 +38,7 @@ class GpuSampler:
         self._nvml: Any = None
         self._handles: list[Any] = []
         self.event_sets: dict[int, Any] = {}
-        """NVML's event set of each GPU, by index."""
+        """NVML's event set of each GPU that supports Xid events, by the index of the GPU."""
         self._xids: dict[int, list[int]] = defaultdict(list)
         with suppress(ImportError):
             import pynvml

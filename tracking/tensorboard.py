@@ -61,7 +61,10 @@ class TensorBoard(Tracker):
         self._write_scalars(result, flatten_numbers(result), "evaluation")
 
     def rewind(self, step: int) -> None:
-        """Close the file. The session start of the next file removes the events after `step`."""
+        """Forget the steps and evaluations after `step`, and close the file.
+
+        The session start of the next file removes the events of these steps.
+        """
         self.state.step = min(self.state.step, step)
         self.state.evaluations = [evaluated for evaluated in self.state.evaluations if evaluated <= step]
         self.close()

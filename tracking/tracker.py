@@ -176,7 +176,7 @@ class TrackerState:
         self.evaluations: list[int] = []
         """Steps of the checkpoints whose evaluations the tracker has received."""
         self.heard = 0.0
-        """When the tracker last received data, in seconds since 1970."""
+        """When the tracker last received data or reported a stall, in seconds since 1970."""
         self.stall = ""
         """Identifier of the last stall that the tracker reported."""
         self.evaluate_s = 0.0

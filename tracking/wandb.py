@@ -58,7 +58,7 @@ def _read_records(file: Path) -> Iterator[Any]:
         # a header consists of a checksum of 4 bytes, the length of the data (2 bytes) and the type (1 byte)
         length, fragment_type = struct.unpack_from("<HB", data, offset + 4)
         start = offset + _HEADER_BYTES
-        if fragment_type == 0 or start + length > len(data):
+        if fragment_type == 0 or start + length > len(data):  # only zeros follow, or the record is incomplete
             return
         content += data[start : start + length]
         offset = start + length

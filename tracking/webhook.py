@@ -43,7 +43,7 @@ _STALL_STEPS = 10
 """If `recovery.hang_s` is not set, a stall is reported at the earliest after this many times the median duration of a
 step."""
 _SUSPENDED_S = 30.0
-"""If the time between two polls is longer, Slurm had suspended the job of this process (`scontrol suspend`)."""
+"""If the time between two polls is longer than this, Slurm suspended the job of this process (`scontrol suspend`)."""
 
 
 def escape_chat_text(text: str) -> str:
@@ -120,8 +120,8 @@ class Webhook(Tracker):
         recovery = self.run.config.recovery
         # saves and evaluations delay the next step
         pauses = [sum(line.get(key) or 0.0 for key in ("checkpoint_s", "evaluate_s")) for line in steps]
-        usual_s = 0.0 if recovery.hang_s else _STALL_STEPS * median(line["step_time_s"] for line in steps)
-        limit_s = max(hang_s / 2, usual_s) + max(pauses)
+        several_steps_s = 0.0 if recovery.hang_s else _STALL_STEPS * median(line["step_time_s"] for line in steps)
+        limit_s = max(hang_s / 2, several_steps_s) + max(pauses)
         step = steps[0]["step"]
         evaluate_every = self.run.config.train.evaluate_every
         if step % self.run.config.checkpoint.every_steps == 0:  # the ranks save a checkpoint after this step
