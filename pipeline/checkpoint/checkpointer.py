@@ -442,7 +442,7 @@ _ALLOWED_NAMES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }  # fmt: skip
-"""Classes and functions to which `.metadata` may refer, by module. It may also refer to dtypes, such as
+"""Classes and functions to which `.metadata` may refer, by module. The file may also refer to dtypes, such as
 `torch.float32`."""
 
 

@@ -1,7 +1,7 @@
 """The evaluate stage: all ranks together measure checkpoints on held-out data and task files.
 
-An option of the command that starts the ranks selects the checkpoints: `--step N`, `--step newest` or `--step every`.
-The default follows from `evaluate.every`.
+The option `--step` of `python -m pipeline evaluate` selects the checkpoints: `--step N`, `--step newest` or
+`--step every`. The default follows from `evaluate.every`.
 """
 
 from __future__ import annotations

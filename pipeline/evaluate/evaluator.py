@@ -90,7 +90,7 @@ class Evaluator:
         config = run.config
         verify_shards(run, manifest.held_out, self.group, mode=config.data.verify)
         self.identity = compute_identity(config, manifest)
-        if not self.is_in_training:  # A new run writes the description of its initial weights later.
+        if not self.is_in_training:  # In the train stage, `source.json` may not exist yet: a new run writes it later.
             self.identity |= compute_source_identity(run)
         self.task = task = make_task(run, manifest)
         model = task.build(range(config.model.layers))
@@ -103,13 +103,13 @@ class Evaluator:
             apply_fsdp(model, task.fsdp_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
         task.init_weights(self.model, world.device, sample=False)  # Weights are loaded or copied later.
-        self.batch = config.evaluate.batch
+        self.batch_size = config.evaluate.batch
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.train.evaluate_sequences if self.is_in_training else config.evaluate.max_sequences
         if isinstance(manifest, Manifest):
             assert isinstance(task, DecoderTask)
             window_bytes = 4 * config.data.sequence_length * task.vocab_size
-            self.batch = min(self.batch, max(1, LOGITS_BYTES // window_bytes))
+            self.batch_size = min(self.batch_size, max(1, LOGITS_BYTES // window_bytes))
             self.held_out = TextHeldOut(run, task, manifest, limit, world.device)
         else:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
@@ -125,7 +125,7 @@ class Evaluator:
                     tokenizer,
                     eos_id=manifest.eos_id,
                     sequence_length=config.data.sequence_length,
-                    batch=self.batch,
+                    sequences_per_pass=self.batch_size,
                     answer_tokens=config.evaluate.answer_tokens,
                     is_sharded=self.is_sharded,
                     bos_ids=manifest.bos_ids,
@@ -179,7 +179,8 @@ class Evaluator:
         """
         result: dict[str, Any] = {"step": step}
         is_stopped = False
-        for dataset, batch_size in [(self.held_out, self.batch), *((task, task.batch) for task in self.tasks)]:
+        datasets_and_sizes = [(self.held_out, self.batch_size), *((task, task.batch_size) for task in self.tasks)]
+        for dataset, batch_size in datasets_and_sizes:
             sums = self._sum_batches(dataset, batch_size, step, ignore_stop)
             is_stopped = sums is None
             if sums is None:
@@ -202,10 +203,10 @@ class Evaluator:
             start_time = time.monotonic()
             self.watchdog.enter_phase(step, "batch")
             self.coordinator.start_exchange()
-            batch = first_batch + self.world.rank
-            if batch < batch_count:
-                stop = min((batch + 1) * batch_size, dataset.count)
-                sums_of_rank[batch] = dataset.compute_sums(self.model, batch * batch_size, stop)
+            batch_index = first_batch + self.world.rank
+            if batch_index < batch_count:
+                stop = min((batch_index + 1) * batch_size, dataset.count)
+                sums_of_rank[batch_index] = dataset.compute_sums(self.model, batch_index * batch_size, stop)
             elif self.is_sharded:  # The other ranks need this rank's shards of the weights.
                 dataset.compute_sums(self.model, 0, 1)
             if self.coordinator.finish_exchange() and not ignore_stop:
@@ -217,7 +218,7 @@ class Evaluator:
         sums: dict[int, dict[str, float]] = {}
         for rank_sums in groups.all_gather_results(self.group, lambda: sums_of_rank):
             sums |= rank_sums
-        return [sums[batch] for batch in range(batch_count)]
+        return [sums[batch_index] for batch_index in range(batch_count)]
 
 
 _COUNTED_TOKENS = 1 << 24
@@ -412,7 +413,7 @@ class TaskFile:
         *,
         eos_id: int,
         sequence_length: int,
-        batch: int,
+        sequences_per_pass: int,
         answer_tokens: int,
         is_sharded: bool,
         bos_ids: Sequence[int] = (),
@@ -425,7 +426,7 @@ class TaskFile:
             tokenizer: the tokenizer of the model.
             eos_id: the ID of the token that ends a text.
             sequence_length: the maximum number of tokens of a sequence.
-            batch: the number of sequences in one forward pass.
+            sequences_per_pass: the maximum number of sequences in one forward pass.
             answer_tokens: the maximum number of tokens of a free answer.
             is_sharded: whether the model is sharded. All ranks must then call the model the same number of times.
             bos_ids: the IDs of the special tokens before each prompt.
@@ -438,12 +439,12 @@ class TaskFile:
         self.sequence_length = sequence_length
         self.is_sharded = is_sharded
         self.answer_tokens = answer_tokens
-        self.sequences_per_pass = batch
+        self.sequences_per_pass = sequences_per_pass
         self.bos_ids = bos_ids
         self.end_ids = {eos_id, *end_ids}
         self.max_choices = max(1, *(len(item.choices) for item in self.items))
         self.count = len(self.items)
-        self.batch = max(1, batch // self.max_choices)
+        self.batch_size = max(1, sequences_per_pass // self.max_choices)
         """Number of items that are evaluated together."""
         if not self.items[0].choices and answer_tokens >= sequence_length:
             raise UserError(
@@ -511,7 +512,7 @@ class TaskFile:
         """
         encoded_choices = [choice for choices in self._choices[start:stop] for choice in choices]
         scores: list[float] = []
-        for first in range(0, self.batch * self.max_choices, self.sequences_per_pass):
+        for first in range(0, self.batch_size * self.max_choices, self.sequences_per_pass):
             sequences = encoded_choices[first : first + self.sequences_per_pass]
             if not sequences and not self.is_sharded:
                 break

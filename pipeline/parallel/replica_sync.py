@@ -339,7 +339,7 @@ class LocalSgd(ReplicaSync):
             self.parameters[name].grad = mean
 
     def combine_norms(self, norm: Tensor) -> Tensor:
-        """Return the root mean square of the replicas' gradient norms. It is finite only if all norms are."""
+        """Return the root mean square of the replicas' gradient norms. The result is finite only if all norms are."""
         square = norm.double().square()
         dist.all_reduce(square)
         return (square / self.replicas).sqrt().to(norm)

@@ -84,7 +84,8 @@ class BadStepGuard(Callback):
     Args:
         run: the run.
         decisions: the lines of decisions.jsonl, the same on all ranks.
-        metrics: the lines of metrics.jsonl up to the step of the restored checkpoint, the same on all ranks.
+        metrics: the last lines of metrics.jsonl (:func:`select_recent_metrics`), the same on all ranks. The last of
+            these lines belongs to the step of the restored checkpoint.
         writes_decisions: whether this rank writes decisions.jsonl and events.
     """
 

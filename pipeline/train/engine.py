@@ -74,8 +74,8 @@ class Engine:
         world: the process group of all ranks.
         task: builds the model and computes its loss.
         compute_timer: a context manager that is entered around each forward pass, to measure this rank's compute time.
-        from_scratch: whether the run starts without a checkpoint. Otherwise no initial weights are sampled, because the
-            caller loads a checkpoint next.
+        from_scratch: whether the run starts without a checkpoint. Otherwise the caller loads a checkpoint next, so
+            initial weights are sampled only if a custom optimizer or a gradient hook may read them before.
         source: weights to start from instead of sampled ones.
     """
 
@@ -503,8 +503,8 @@ class Engine:
     ) -> str | None:
         """Restore the state that `state_dict` does not contain.
 
-        This is the state of replicas (`ReplicaSync`). If a rank of a V schedule has both copies of a tied embedding, it
-        is also the second copy, with its optimizer state.
+        `state_dict` does not contain the state of replicas (`ReplicaSync`). If a rank of a V schedule has both copies
+        of a tied embedding, `state_dict` also lacks the second copy and the optimizer state of this copy.
 
         Call this method after the tensors of `state_dict` were filled from a checkpoint.
 

@@ -167,7 +167,7 @@ class Profiler(Callback):
         self._annotation.__enter__()
 
     def end_step(self, step: int, *, save: bool) -> dict[str, Any]:
-        """Stop recording `step`. If no rank is recording this step, return {}.
+        """Stop recording `step`. If this step is not being profiled, return {}.
 
         Args:
             step: the number of the step.

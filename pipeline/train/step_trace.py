@@ -54,8 +54,8 @@ def parse_trace(events: Sequence[Mapping[str, Any]]) -> tuple[float, float, list
         events: the complete events (`ph` is X) of the trace.
 
     Returns:
-        The start of the step by the clock of the trace and its duration, both in microseconds, and its spans. Events
-        that begin before or end after the step are clipped to it.
+        The start of the step by the clock of the trace, the duration of the step, both in microseconds, and the spans
+        of the step. Events that begin before the step or end after it are clipped to the step.
 
     Raises:
         ValueError: if the trace does not contain the step.

@@ -497,6 +497,7 @@ class Trainer:
                     f"the checkpoints in {self.run.checkpoints_dir} disappeared during the start; try again",
                 )
             self.engine.reset_custom_optimizer()
+            # Earlier attempts had checkpoints, but the user removed them to restart from scratch.
             if self.world.is_rank0 and self.run.read_events("train", Saved, Restored):
                 self.run.append_event(RestartedFromScratch(stage="train"))
         else:

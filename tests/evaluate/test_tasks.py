@@ -58,7 +58,14 @@ def write_tasks(folder: Path) -> tuple[Path, Path]:
 def make_task(file: Path, tokenizer: Tokenizer, eos_id: int, bos_ids: tuple[int, ...] = ()) -> TaskFile:
     """Return a task for sequences of 32 tokens and answers of 3 tokens."""
     return TaskFile(
-        file, tokenizer, eos_id=eos_id, sequence_length=32, batch=8, answer_tokens=3, is_sharded=False, bos_ids=bos_ids
+        file,
+        tokenizer,
+        eos_id=eos_id,
+        sequence_length=32,
+        sequences_per_pass=8,
+        answer_tokens=3,
+        is_sharded=False,
+        bos_ids=bos_ids,
     )
 
 
