@@ -4,7 +4,8 @@
 
 If srun, mpirun or torchrun starts this command, each process is one rank. If you start it yourself, it starts the
 config's ranks: through srun inside an allocation, otherwise on this machine. The command takes a few minutes and needs
-no data. With `--machine`, it adds a timed step of this config's layout to a machine file that it wrote earlier.
+no data. With `--machine`, it only times a step of this config's layout. `--out` then gets the timings of the earlier
+machine file and this step.
 
 All ranks measure at the same time, so that they share resources as in a run. A timing is the median of several
 repetitions on the slowest rank. `fit_machine` then computes rates from the operators, and latency and bandwidth of
@@ -65,6 +66,8 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _MIN_LATENCY_S = 1e-9
 """Smallest latency of a link. It is used if the timings show no latency."""
+_MIN_SECONDS_PER_BYTE = _MIN_LATENCY_S**2
+"""Smallest inverse bandwidth of a link. It is used if the timings do not depend on the size."""
 _EAGER_RANGE = (0.1, 50.0)
 """Range in which the fit searches the overhead `Overheads.eager`."""
 _CALL_RANGE_S = (1e-7, 0.1)
@@ -147,9 +150,9 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
         per_node: Number of ranks per node.
     """
     node, local_rank = divmod(world.rank, per_node)
-    inside = [range(first, first + per_node) for first in range(0, world.size, per_node)]
-    between = [range(first, world.size, per_node) for first in range(per_node)]
-    for members_of_groups, group_number in ((inside, node), (between, local_rank)):
+    groups_inside_nodes = [range(first, first + per_node) for first in range(0, world.size, per_node)]
+    groups_between_nodes = [range(first, world.size, per_node) for first in range(per_node)]
+    for members_of_groups, group_number in ((groups_inside_nodes, node), (groups_between_nodes, local_rank)):
         # Every rank must create every group.
         group = [dist.new_group(list(members)) for members in members_of_groups][group_number]
         members = members_of_groups[group_number]
@@ -167,7 +170,7 @@ def time_exchanges(world: World, per_node: int) -> Iterator[Exchange]:
             for kind, call in calls.items():
                 # `_send_and_receive` transfers two messages, one after the other.
                 seconds = median_time_s(world.device, call) / (2 if kind == "send" else 1)
-                is_between = members_of_groups is between
+                is_between = members_of_groups is groups_between_nodes
                 values = {"kind": kind, "ranks": ranks, "between": is_between, "seconds": seconds}
                 yield Exchange.model_validate({**values, "size": whole.nbytes})
 
@@ -280,7 +283,7 @@ def fit_link(exchanges: Iterable[Exchange], ranks_per_core: float = 1.0) -> Link
     if not rows:
         return None
     latency, seconds_per_byte = fit_line(rows)
-    return Link(latency=max(_MIN_LATENCY_S, latency), bandwidth=1 / max(_MIN_LATENCY_S**2, seconds_per_byte))
+    return Link(latency=max(_MIN_LATENCY_S, latency), bandwidth=1 / max(_MIN_SECONDS_PER_BYTE, seconds_per_byte))
 
 
 def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: int, cores: int | None) -> Machine:
@@ -303,14 +306,16 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
     copied_bytes, copy_s = timings.copied
     inside = fit_link((exchange for exchange in timings.exchanges if not exchange.between), ranks_per_core)
     between = fit_link((exchange for exchange in timings.exchanges if exchange.between), ranks_per_core)
-    no_link = Link(latency=_MIN_LATENCY_S, bandwidth=1 / _MIN_LATENCY_S**2)
+    no_link = Link(latency=_MIN_LATENCY_S, bandwidth=1 / _MIN_SECONDS_PER_BYTE)
+    memory_bandwidth = 2 * copied_bytes * ranks_per_core / copy_s  # A copy reads and writes each byte.
     machine = Machine(
-        gpu=gpu, memory_gib=memory_gib, bandwidth=2 * copied_bytes * ranks_per_core / copy_s,
+        gpu=gpu, memory_gib=memory_gib, bandwidth=memory_bandwidth,
         multiprocessors=multiprocessors, peak={work.precision: max(rate, peak)}, achievable={work.precision: rate},
         attention=Attention(portable=1.0, native=1.0), gpus_per_node=per_node, inside=inside or between or no_link,
         between=between or inside or no_link, cores=cores,
         measured=Overheads(eager=1.0, call=0.0), timings=timings,
     )  # fmt: skip
+    # At 1 FLOP/s, the predicted seconds are the number of FLOPs of the timed attention.
     attention = ranks_per_core * make_rank_model(work, machine).attention_time() / timings.attention
     machine = machine.model_copy(update={"attention": Attention(portable=attention, native=attention)})
     return machine.model_copy(update={"measured": _fit_overheads(machine, timings)})
@@ -449,7 +454,10 @@ def run_rank(config: Config, out: Path, previous: Machine | None, rank_info: Ran
 
 
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
-    """Start the config's ranks with the same arguments, through srun inside an allocation. Return the exit code."""
+    """Start the config's ranks with the same arguments, and return the exit code.
+
+    Inside an allocation, srun starts the ranks. Otherwise they start on this machine.
+    """
     train = config.stages.train
     command = [sys.executable, "-m", "planning.calibrate", *arguments]
     if os.environ.get("SLURM_JOB_ID"):
@@ -483,7 +491,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the machine file to write")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="a machine file of this command to extend")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="an earlier machine file: use its timings and add a timed step"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the config")
     options = parser.parse_intermixed_args(arguments)
     try:

@@ -237,9 +237,11 @@ def effective_ratio(job: JobConditions, interval_s: float) -> float:
     p_end_in_cycle = -math.expm1(-rate * cycle)
     failure_share = job.failure_rate / rate  # share of attempts that end by a failure, not by a preemption
     saved_s = failure_share * interval_s * math.exp(-rate * (interval_s + job.save_s)) / p_end_in_cycle
-    first_interval_s = -math.expm1(-rate * interval_s) / rate
-    preempted_cycles = 1 + math.exp(-rate * (interval_s + job.blocked_s)) / p_end_in_cycle
-    saved_s += (1 - failure_share) * first_interval_s * preempted_cycles
+    # All work before a preemption is saved. It is the expected work in an interval that an attempt starts (the attempt
+    # may end in this interval), times the expected number of such intervals.
+    work_per_interval_s = -math.expm1(-rate * interval_s) / rate
+    started_intervals = 1 + math.exp(-rate * (interval_s + job.blocked_s)) / p_end_in_cycle
+    saved_s += (1 - failure_share) * work_per_interval_s * started_intervals
     starts = math.exp(rate * job.restart_s)  # expected number of starts until a restart succeeds
     wait_s = failure_share * job.wait_s + (1 - failure_share) * job.preempted_s
     return saved_s / (starts * (1 / rate + wait_s) + (1 - failure_share) * job.save_s)
@@ -351,7 +353,7 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
 
     This is a discrete-event simulation: the clock jumps from one event (a failure, a preemption, a repair) to the next,
     and the work saved in between is computed. Failures have a constant rate, so one random number gives the time of the
-    next failure of all nodes, even of 16,384. To simulate a run of 54 days with 5,700 failures takes about 20
+    next failure of all nodes, even of 16,384. Simulating a run of 54 days with 5,700 failures takes about 20
     milliseconds. Repair times are distributed exponentially.
 
     Args:
@@ -399,6 +401,7 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
         lost_s = lost_s + worked_s - valid_saves * interval_s
         clock += job.wait_s
         if pool.spares is not None:
+            # The repairs start at the failure, not after the wait, which is already added to `clock`.
             for _ in range(pool.nodes_together if random.random() < pool.together else 1):
                 spares -= 1
                 repair_s = random.expovariate(1 / pool.repair_s) if pool.repair_s else 0.0
@@ -421,6 +424,7 @@ def simulate_runs(
 
     The other arguments are those of `simulate_run`.
     """
+    # With this factor, calls with different seeds share no seed of a run.
     simulated = [simulate_run(job, interval_s, work_s, pool, seed * 1_000_003 + number) for number in range(runs)]
     ratios = [work_s / run.seconds for run in simulated]
     durations = [run.seconds for run in simulated]
@@ -520,7 +524,7 @@ def collect_goodput_figures(
     assumed_blocked = GoodputFigure(_ASYNC_BLOCKED_SHARE * save_s, "assumed: 5 %, with checkpoint.mode async")
     figures.setdefault("blocked_s", assumed_blocked)
     if figures["blocked_s"].value > save_s:  # This can happen if the two figures have different sources.
-        figures["save_s"] = GoodputFigure(figures["blocked_s"].value, "as long as it blocks")
+        figures["save_s"] = GoodputFigure(figures["blocked_s"].value, "raised to the seconds that block the training")
     steps = config.train.steps
     if "gpu_hours" not in figures and "step_s" in figures and steps is not None:
         ranks = config.stages.train.ranks
@@ -549,7 +553,7 @@ def print_goodput(
     Args:
         target: A config or a run directory. The ledger of a run provides measured inputs.
         overrides: Changes to the config as `KEY=VALUE`, and assumptions as `goodput.KEY=VALUE`.
-        nodes: Numbers of nodes such as `16,2048` or `2..64`; None for 1, 4, 16 and 64 times the config's.
+        nodes: Numbers of nodes such as `16,2048` or `2..64`; None for 1, 4, 16 and 64 times the config's number.
         console: Where to print.
         assumptions_file: A file with the keys of `GoodputAssumptions`.
 
@@ -630,7 +634,7 @@ def _explain_columns(config: Config, figures: Mapping[str, GoodputFigure], node_
     if "step_s" in figures and configured_nodes in node_counts:
         yield f"as configured: the ratio with checkpoint.every_steps {config.checkpoint.every_steps:,}"
     if "gpu_hours" not in figures:
-        yield "whole training: of 30 days; for its own days and cost, set gpu_hours or step_s, or name a run"
+        yield "whole training: of 30 days; for the days and cost of your run, set gpu_hours or step_s, or name a run"
     elif any(count != configured_nodes for count in node_counts):
         yield "days: assuming that twice the nodes are twice as fast; `plan --best` predicts how much faster they are"
 

@@ -141,7 +141,8 @@ class Machine(Section):
     def with_gpus_per_node(self, ranks: int) -> Machine:
         """Return the machine with `ranks` GPUs per node.
 
-        If the links inside connect more than 8 GPUs, this is a rack of several nodes, and it is returned unchanged.
+        If the links inside connect more than 8 GPUs, the machine is a rack of several nodes and is returned unchanged.
+        This does not apply to CPUs.
         """
         is_rack = self.gpus_per_node > 8 and self.cores is None
         return self if is_rack else self.model_copy(update={"gpus_per_node": ranks})

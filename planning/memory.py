@@ -61,7 +61,7 @@ class RankMemory:
     """Weights that FSDP gathers during a step. Without FSDP: the low-precision copies that autocast makes."""
     gradients: int
     optimizer: int
-    """Moments, and the state of replicas: residuals of gradient compression, or the weights at the last average."""
+    """Moments, and the state of replicas: residuals of gradient compression, or local SGD's outer optimizer."""
     activations: int
     """All other memory at the peak of a step, estimated."""
 
@@ -435,7 +435,7 @@ class _RankEstimate:
         return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained_parameters), default=0))
 
     def _add_replica_state(self, values: int, state: int, peak: int) -> tuple[int, int]:
-        """Add the state of data-parallel replicas: residuals of gradient compression, or weights of local SGD.
+        """Add the state of data-parallel replicas: residuals of gradient compression, or of local SGD.
 
         Args:
             values: Number of trained values on this rank.
@@ -451,5 +451,6 @@ class _RankEstimate:
         if parallel.local_sgd is None:
             return peak, 0
         has_outer_optimizer = parallel.local_sgd.outer_lr != 1 or parallel.local_sgd.outer_momentum > 0
-        # The peak may be at a save, which averages the whole state.
+        # The outer optimizer stores the weights at the last average, and a momentum: 4 bytes per value each. The peak
+        # may be at a save, which averages the whole state.
         return max(peak, state), 8 * values * has_outer_optimizer

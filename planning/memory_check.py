@@ -68,7 +68,8 @@ def estimate_host_memory(
         on_gpu: Whether ranks compute on GPUs.
         one_machine: Whether all ranks run on one machine, regardless of the config's number of nodes.
     """
-    # Without actions, the estimate contains no activations. On GPUs, activations are not in host memory.
+    # Without actions, the estimate contains no activations. On GPUs, activations are not in host memory. On CPUs,
+    # activations are not counted if computing the actions needs torch.
     no_actions: list[list[Action]] = [[] for _ in range(layout.pp)]
     actions_of_ranks = no_actions if needs_torch(layout) or on_gpu else rank_actions(layout)
     # Bytes of a rank's samples of one step. A token id has 8 bytes.

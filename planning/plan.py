@@ -277,7 +277,7 @@ class PlanFigures:
     gpu_memory: float | None
     """GB of a GPU; None if unknown."""
     timeline: list[list[TimedAction]]
-    """Actions of each pipeline rank in the first rounds of a step."""
+    """Actions of each pipeline rank in the first rounds of micro-batches of a step (`REPLAYED_ROUNDS`)."""
     step: StepPrediction | None
     """The predicted step; None without a machine."""
     operators: dict[str, tuple[float, float]]
@@ -340,7 +340,7 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
 def _compute_timeline(
     work: Workload, forward: tuple[float, ...], backward: tuple[float, ...]
 ) -> list[list[TimedAction]]:
-    """Return the actions of each pipeline rank in the first rounds of a step.
+    """Return the actions of each pipeline rank in the first rounds of micro-batches of a step (`REPLAYED_ROUNDS`).
 
     Args:
         work: The workload.
@@ -433,8 +433,9 @@ def draw_roofline(operators: Mapping[str, tuple[float, float]], roof: tuple[floa
     rate, bandwidth = roof
     ridge = rate / bandwidth
     intensities = [intensity for intensity, _ in operators.values()]
-    ends = min(ridge / 100, *intensities), ridge, max(ridge * 10, *intensities)
-    points = {"limit of the machine": [(intensity, min(rate, intensity * bandwidth) / 1e12) for intensity in ends]}
+    limit_intensities = min(ridge / 100, *intensities), ridge, max(ridge * 10, *intensities)
+    limit = [(intensity, min(rate, intensity * bandwidth) / 1e12) for intensity in limit_intensities]
+    points = {"limit of the machine": limit}
     points |= {name: [(intensity, flops / 1e12)] for name, (intensity, flops) in operators.items()}
     return draw_curves("Operators of a forward", "FLOPs per byte of memory traffic", "TFLOP/s", points, log="xy")
 

@@ -76,7 +76,10 @@ def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float
 
 
 REPLAYED_ROUNDS = 2
-"""Rounds of micro-batches (one per pipeline rank) that are replayed. Further rounds repeat the steady state."""
+"""Number of rounds that are replayed. A round has about one micro-batch for each pipeline rank.
+
+Further rounds repeat the steady state.
+"""
 TILE = 128 * 256
 """Number of output values of a matrix product that one multiprocessor computes at a time."""
 
@@ -349,7 +352,7 @@ def replay_step(
     forward: tuple[float, ...],
     backward: tuple[float, ...],
 ) -> tuple[list[list[tuple[Action, float]]], Callable[[Action], float], int]:
-    """Replay the first rounds of a step.
+    """Replay the first rounds of micro-batches of a step (`REPLAYED_ROUNDS`).
 
     Args:
         schedule: Name of the pipeline schedule.
@@ -386,7 +389,7 @@ def _pipeline_span(
     forward: tuple[float, ...],
     backward: tuple[float, ...],
 ) -> tuple[float, float]:
-    """Return the seconds from the first forward pass to the last backward pass, and the seconds of the busiest rank.
+    """Return two times of a step in seconds: from the first forward to the last backward, and work of the busiest rank.
 
     Arguments are those of `replay_step`.
     """

@@ -159,8 +159,8 @@ class TensorAccount(TorchDispatchMode):
     def takes_memory(self, tensor: Tensor) -> bool:
         """Return whether a tensor takes memory.
 
-        Wrapper subclasses such as DTensor take no memory of their own. Fake tensors, with which DTensor infers shapes,
-        take no memory either.
+        Tensors on the `meta` device and wrapper subclasses such as DTensor take no memory of their own. Fake tensors,
+        with which DTensor infers shapes, take no memory either.
         """
         return not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor))
 
@@ -285,16 +285,17 @@ def _replace_functions_for_rehearsal(account: _FakeAccount, config: Config, layo
             )
         )
         stack.enter_context(_replace_function(device_mesh, dist.new_group, create_group_of_this_rank))
+        # DDP would rebuild its buckets in an order that rank 0 broadcasts.
         stack.enter_context(_replace_function(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
         if layout.pp > 1:
             stack.enter_context(_replace_shape_messages(config, layout))
-        chunk_entries = optimizer_module._NORM_CHUNK_SIZE
+        original_chunk_size = optimizer_module._NORM_CHUNK_SIZE
         # Gradients are not split into chunks, because splitting them needs values.
         optimizer_module._NORM_CHUNK_SIZE = 1 << 62
         try:
             yield
         finally:
-            optimizer_module._NORM_CHUNK_SIZE = chunk_entries
+            optimizer_module._NORM_CHUNK_SIZE = original_chunk_size
 
 
 @contextmanager
@@ -480,7 +481,8 @@ def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     """Rehearse a rank and yield the lines of `plan --rehearse`.
 
     Raises:
-        UserError: The run would fail, or the rank needs more than `site.gpu_memory_gib`.
+        UserError: The run would fail, or the rank needs more than `site.gpu_memory_gib`. With `parallel.offload`, the
+            needed memory is not compared.
     """
     start = time.monotonic()
     layout = resolve_layout(config)

@@ -162,8 +162,8 @@ def search_layouts(
 ) -> tuple[list[str], LayoutChoice]:
     """Return the lines of `plan --best`, and the layout with the most tokens per second on all GPUs.
 
-    For one number of nodes, list the `MAX_SHOWN` fastest layouts that fit, and some that do not fit. For several
-    numbers of nodes, list the fastest layout for each number.
+    For one number of nodes, list the `MAX_SHOWN` fastest layouts that fit. Of the layouts that are as fast but do not
+    fit, list those that need least memory. For several numbers of nodes, list the fastest layout for each number.
 
     Args:
         config: The config.
@@ -225,7 +225,10 @@ def _format_line(choice: LayoutChoice) -> str:
 
 
 def parse_node_counts(text: str) -> list[int]:
-    """Parse numbers of nodes: `16,2048`, or `2..64` for 2, 4, 8, …, 64. Raises UserError for malformed text."""
+    """Parse numbers of nodes: `16,2048`, or `2..64` for 2, 4, 8, …, 64. The last number is always included.
+
+    Raises UserError for malformed text.
+    """
     counts: list[int] = []
     for part in text.split(","):
         ends = re.fullmatch(r"\s*(\d{1,9})(?:\.\.(\d{1,9}))?\s*", part)

@@ -130,8 +130,8 @@ class Workload:
     def stages(self) -> tuple[int, ...]:
         """Number of blocks of each pipeline-parallel stage.
 
-        If the blocks cannot be divided equally, stages in the middle have one block more, because the first and the
-        last stage also have the embedding and the output layer.
+        If the blocks cannot be divided equally, some stages have one block more: first those in the middle, then the
+        last one. The reason is that the first and the last stage also have the embedding and the output layer.
         """
         if self.stage_layers:
             return self.stage_layers

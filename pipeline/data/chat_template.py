@@ -51,7 +51,8 @@ class ChatTemplateError(ValueError):
 class UnusableTemplateError(ChatTemplateError):
     """Error for a template that cannot be used for any dialogue.
 
-    The source is not a template, the text would change between calls, or the limits of time or memory are exceeded.
+    The reason is one of these: the source is not a template, the text would change between calls, or the limits of time
+    or memory are exceeded.
     """
 
 

@@ -148,7 +148,7 @@ class _Generation(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which the text of a template cannot change between calls.
 
-    Each value that a template computes by an attribute, an index, a call, a filter or `-` passes `_wrap_value`.
+    Each value that a template computes by an attribute, an index, a call, a filter or `-` is passed to `_wrap_value`.
     """
 
     intercepted_binops = frozenset(["-"])

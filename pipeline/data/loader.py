@@ -44,8 +44,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
 
     The background thread hands over blocks of batches, because waking the consumer costs more than reading a small
     batch. The first block has one batch. Each further block has twice as many, up to `BLOCK_BYTES`. At least `DEPTH`
-    blocks are read ahead. More blocks are read ahead if the consumer needs less than `AHEAD_S` for them, because a read
-    from shared storage may take seconds.
+    blocks are read ahead. If the consumer needs less than `AHEAD_S` for them, more blocks are read ahead, up to
+    `AHEAD_BYTES`, because a read from shared storage may take seconds.
 
     The consumer copies each batch to the device and converts the tokens there. If reading fails, `next` raises the
     error in place of the failed block. Iteration ends when a finite sampler ends. Use the loader as a context manager,
@@ -67,7 +67,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
     AHEAD_S = 10.0
     """The loader reads as many batches ahead as the consumer needs in this time, in seconds."""
     AHEAD_BYTES = 1 << 28
-    """Maximum size of the batches that are read ahead beyond `DEPTH` blocks."""
+    """Maximum size of the batches that are read ahead. `DEPTH` blocks are read ahead even if they are larger."""
 
     def __init__(self, dataset: MappedDataset, sampler: Iterable[Int64Array], device: torch.device) -> None:
         self.data_wait_s = 0.0
@@ -83,7 +83,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"], Iterator[Batch]):
         self._waiting_blocks = 0  # blocks that were read, but not taken by the consumer
         self._waiting_batches = 0  # batches in these blocks
         self._target_ahead = 0.0  # number of batches to read ahead, computed from the consumer's speed
-        self._max_ahead = 0  # maximum number of batches to read ahead beyond `DEPTH` blocks
+        self._max_ahead = 0  # number of batches that fit into `AHEAD_BYTES`
         self._last_taken_time = 0.0  # when the consumer took its last block, in seconds of `time.perf_counter`
         self._last_taken_batches = 0  # number of batches in this block
         self._is_closed = False

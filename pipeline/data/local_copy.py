@@ -1,9 +1,9 @@
 """Copy the training data to a local disk of each node (`site.local_disk`) while training runs.
 
 Training starts with the files on shared storage. On each node, the first rank copies one file after another. A copy
-gets its final name when it is complete and has the hash of the manifest. Once per second, every rank of the node looks
-for new copies. From then on, the rank reads the copies instead of the originals. If copying fails, an event reports the
-error and training continues with the originals.
+gets its final name when it is complete and has the hash of the manifest. Once per second, the other ranks of the node
+look for new copies. When a rank has found a copy, it reads the copy instead of the original. If copying fails, an event
+reports the error and training continues with the originals.
 
     DISK/sluice-KEY/users          lock file; every rank holds a shared lock, and only an unlocked folder is removed
     DISK/sluice-KEY/SHA256-START   copy of the bytes of a file from START on, with a hole before START, so that the
@@ -129,7 +129,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
                 _remove_unused(folder)
 
     def _use_copy(self, name: str) -> None:
-        """Make the dataset read the complete copy `name`; do nothing if it already does or if `name` is no copy."""
+        """Make the dataset read the copy `name`. Do nothing if it already reads the copy, or if `name` is no copy."""
         for entry_index in self._pending.pop(name, ()):
             self._dataset.remap_file(entry_index, self._folder / name)
 

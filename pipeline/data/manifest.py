@@ -301,7 +301,8 @@ def read_manifest_file(path: Path, kind: type[T], remedy: str = RERUN_SHARD_HINT
     """Read a manifest of the type `kind`.
 
     Raises InputError with the file and `remedy` if the manifest is missing, incomplete or of another type, or if its
-    checksum is missing or wrong.
+    checksum is missing or wrong. If the manifest is missing and the prepare stage is not done, the message has
+    `RUN_PREPARE_HINT` instead of `remedy`.
     """
     try:
         values = read_json(path)
@@ -355,9 +356,10 @@ def count_training_steps(config: Config, data_dir: Path) -> int | None:
 
 
 def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
-    """Return the amount of data read after `step` steps: `, 819,200 tokens, 0.24 epochs`; "" without a manifest.
+    """Return the amount of data read after `step` steps: `, 819,200 tokens, 0.24 epochs`.
 
-    For files of samples, the text has the number of samples instead of tokens.
+    Return "" if the manifest is missing or damaged. For files of samples, the text has the number of samples instead of
+    tokens.
     """
     samples = step * config.train.global_batch
     length = config.data.sequence_length
@@ -370,7 +372,10 @@ def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
 
 
 def format_training_length(config: Config, data_dir: Path) -> str:
-    """Return the length of the run as text: `200 steps`, or `2 epochs (480 steps)` if `train.epochs` is set."""
+    """Return the length of the run as text: `200 steps`, or `2 epochs (480 steps)` if `train.epochs` is set.
+
+    If `train.epochs` is set but the manifest is missing or damaged, the text is `2 epochs (steps known after shard)`.
+    """
     steps = count_training_steps(config, data_dir)
     epochs = config.train.epochs
     if epochs is None:

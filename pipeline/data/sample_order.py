@@ -75,7 +75,9 @@ def permute(seed: int, epoch: int, positions: Int64Array, n: int) -> Int64Array:
     if not 1 <= n <= 2**62:
         raise ValueError(f"a permutation needs 1 <= n <= 2**62, not n = {n}")
     if positions.size and (int(positions.min()) < 0 or int(positions.max()) >= n):
-        raise ValueError(f"positions {positions.min()} to {positions.max()} are out of range: allowed are 0 to {n - 1}")
+        raise ValueError(
+            f"positions {positions.min()} to {positions.max()} are out of range: the range is 0 to {n - 1}"
+        )
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = _compute_round_keys(seed, epoch)
     values = _apply_feistel(positions.astype(np.uint64).ravel(), keys, half_bits)
@@ -145,7 +147,10 @@ def compute_index_range(seed: int, start: int, count: int, n: int) -> Int64Array
 # -- several sources -----------------------------------------------------------------------------------------
 
 WEIGHT_SCALE = 1 << 20
-"""Sum of the integer weights. For sample numbers below 2**41, products with weights fit into 64 bits and are exact."""
+"""Weights are scaled to this sum and then rounded to integers.
+
+For sample numbers below 2**41, products with weights fit into 64 bits and are exact.
+"""
 
 
 class Mixture:
@@ -161,7 +166,8 @@ class Mixture:
     The source seed depends on the run's seed and on the source's name. Each source therefore has separate epochs and an
     independent order.
 
-    If the weights change at a step, the counts of all earlier steps stay, and the new weights apply to later samples.
+    If the weights change at a step, the counts of all earlier steps stay the same. The new weights apply to later
+    samples.
 
     Dataset indices number the samples of all sources, in the order of the manifest.
 

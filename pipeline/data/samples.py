@@ -31,7 +31,7 @@ from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, Shard
 from pipeline.data.sample_order import IndexedDataset, Int64Array, permute
 
 Arrays = dict[str, Any]
-"""numpy arrays by name, of shape (B, …)."""
+"""numpy arrays by name: of one sample, or of several samples along the first dimension."""
 Transform = Callable[[Arrays, Generator | None], Arrays]
 """Function that computes a sample from its arrays in the file (pipeline/config/user_model.py).
 
@@ -56,7 +56,7 @@ def map_arrays(
         path: the file that the entry names, or a copy of this file.
         map_file: function that maps a file; it may return the same map for several entries of a large file.
 
-    Raises InputError with the path if the file is missing or too short.
+    Raises InputError with the path if the file is missing or too short, and StorageError if too many files are open.
     """
     try:
         mapped_file = map_file(path)
@@ -145,8 +145,8 @@ class MappedDataset(IndexedDataset):
                 for name, example in self._examples.items()
             }
         locations = self._locate(indices)
-        # Rows are copied one by one, because a shuffled batch has few rows of each file. This takes a half to a third
-        # of the time of one numpy index operation per file.
+        # Rows are copied one by one, because a shuffled batch has few rows of each file. This takes a third to a
+        # half of the time that one numpy index operation per file would take.
         for name, rows in out.items():
             arrays = self._arrays[name]
             if rows[:1].size > _MAX_COPIED_WITH_GIL:
@@ -234,7 +234,7 @@ class SampleDataset(MappedDataset):
         self._seed = seed
         self.needs_positions = transform is not None and not held_out
         if transform is not None:
-            first_sample = self._apply_transform(transform, 0, 0, None, index=0)
+            first_sample = self._apply_transform(transform, file=0, row=0, position=None, index=0)
             self._examples = {name: np.asarray(array)[None] for name, array in first_sample.items()}
             self._dtypes = {name: array.dtype for name, array in self._examples.items()}
             self._check_arrays(first_sample, 0, manifest.train[0].arrays)

@@ -143,7 +143,7 @@ def _find_end_token(
         tokenizer: the tokenizer that encodes the dialogue.
         text: the rendered dialogue without marks.
         learned_spans: the marked character spans [start, end), which the model learns. None if the template has no
-            marks. The model then learns every token that ends after the answer.
+            marks. In that case, the model learns all text that the template writes for the answer's message.
         answer: the content of the answer's message.
 
     Returns:

@@ -32,12 +32,15 @@ def load_run_manifest(run: Run) -> Manifest | SampleManifest:
 def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: dist.ProcessGroup, *, mode: str) -> None:
     """Compare files with their manifest entries. Each rank of `group` checks different files.
 
+    Sizes and, depending on `mode`, hashes are compared. For HDF5 files, the arrays are also compared. A shard with the
+    wrong size or hash is renamed to `NAME.damaged`.
+
     Args:
         run: the run, which gets an event if a shard is damaged.
         shards: entries of the shards or files of samples to check.
         group: process group of all ranks that call this.
-        mode: value of `data.verify`. `sizes` compares sizes only, other values also hashes. With `cached`, a file with
-            a correct hash is not hashed again while its size, modification time and inode stay the same.
+        mode: value of `data.verify`. With `sizes`, no hashes are compared. With `cached`, a file with a correct hash is
+            not hashed again while its size, modification time and inode stay the same.
 
     Raises InputError with the file on all ranks if a file is damaged.
     """
@@ -47,7 +50,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
     verified_before: dict[str, Any] = {}
 
     def check_shards_of_rank() -> dict[str, Any]:
-        """Check this rank's share of the files. Return what the cache stores about each file, by the entry's name."""
+        """Check this rank's share of the files. Return size, time, inode and hash of each file, by the entry's name."""
         with suppress(OSError):  # An unreadable cache counts as empty.
             if mode == "cached" and has_valid_checksum(cached := read_json(cache_file)):
                 verified_before.update(cached)

@@ -69,9 +69,9 @@ class RotaryEmbedding(nn.Module):
         second half of each row repeats the angles of the first half, as transformers' `rotate_half` expects.
         """
         length, head_size = self.cos_TK.shape
-        doubled_pairs = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu")
+        exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size  # 2i/K of each pair i
         positions = torch.arange(length, dtype=torch.float32, device="cpu")
-        frequencies = 1.0 / self.theta ** (doubled_pairs / head_size)
+        frequencies = 1.0 / self.theta**exponents
         if self.scaling is not None:
             frequencies = _scale_frequencies(frequencies, self.scaling)
         angles = torch.outer(positions, frequencies).repeat(1, 2)
@@ -195,8 +195,8 @@ class Attention(nn.Module):
             v_BHTK = torch.cat((self.past[1], v_BHTK), dim=2)
             self.past = k_BHTK, v_BHTK
         # CUDA's flash kernels support grouped heads (enable_gqa). CUDA's kernels for fp32 and for masks do not: torch
-        # would silently fall back to the kernel that stores all T x T scores. For these kernels, key and value heads
-        # are therefore repeated.
+        # would silently fall back to the kernel that stores all T x T scores. For these kernels, and on CPUs, key and
+        # value heads are therefore repeated.
         mask = rotary.mask_B1TT
         enable_gqa = self.group_size > 1 and mask is None and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
         if self.group_size > 1 and not enable_gqa:
@@ -474,7 +474,7 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def init_weights(model: Decoder, seed: int | None, std: float, device: torch.device | str = "cpu") -> None:
-    """Set all parameters and the rotary tables in place. Of a DTensor, only this rank's shard is set.
+    """Set all parameters and the rotary tables in place. If a parameter is a DTensor, set only this rank's shard.
 
     Norm weights are 1 and biases are 0. Other weights are sampled from a normal distribution with mean 0 and standard
     deviation `std`. Projections that write to the residual stream have the standard deviation std / sqrt(2 * layers),
@@ -483,8 +483,8 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
 
     Initial weights depend only on the seed, the parameter's name and the position in the parameter. Each parameter is
     sampled separately and whole, by a generator that is seeded with the seed and the name (:func:`parameter_seed`). A
-    model part therefore gets the same numbers as the whole model. They are the same on all CPUs, and on all GPUs of the
-    same model.
+    model part therefore gets the same values as the whole model. These values are the same on all CPUs, and on all
+    GPUs of the same model.
 
     Args:
         model: the decoder or a part of it, on any device.
@@ -520,7 +520,7 @@ def parameter_seed(seed: int, name: str) -> int:
 
 
 def write_parameter(values: Tensor, parameter: Tensor) -> None:
-    """Copy the `values` of a whole parameter into `parameter`. Of a DTensor, only this rank's shard is set."""
+    """Copy the `values` of a whole parameter into `parameter`. If it is a DTensor, set only this rank's shard."""
     if isinstance(parameter, DTensor):
         parameter.to_local().copy_(select_local_part(values, parameter))
     else:
@@ -528,7 +528,10 @@ def write_parameter(values: Tensor, parameter: Tensor) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor gathered from all its ranks, which must all call this; return any other tensor unchanged."""
+    """Return the whole tensor of a DTensor; return any other tensor unchanged.
+
+    All ranks of the DTensor must call this, because its shards are gathered from them.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

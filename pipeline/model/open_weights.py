@@ -174,9 +174,10 @@ def match_tensors(
         folder: the model folder.
         specs: tensors of each file.
         parameters: parameters of the whole model, by name.
-        is_tied: whether the output layer shares the embedding. A tensor of the output layer is then ignored.
+        is_tied: whether the output layer shares the embedding. If so, a tensor of the output layer is ignored.
 
-    Raises UserError if a tensor is missing, repeated or unexpected, or has the wrong shape or type.
+    Raises UserError if a tensor is missing, repeated or unexpected, or has the wrong shape or type. Tensors with
+    `_UNUSED_SUFFIX` are not unexpected.
     """
     files: dict[str, str] = {}
     tensors: TensorSpecs = {}
@@ -211,7 +212,7 @@ def match_tensors(
     if unexpected and not (is_tied and unexpected == [LM_HEAD]):
         raise UserError(
             "model.unexpected_tensor",
-            f"{folder}: no parameter of the model that {CONFIG_FILE} describes belongs to tensor {unexpected[0]}, so "
-            "the loaded model would differ from the original",
+            f"{folder}: the model that {CONFIG_FILE} describes has no parameter for tensor {unexpected[0]}, so the "
+            "loaded model would differ from the original",
         )
     return OpenWeights(folder, files)

@@ -135,10 +135,10 @@ def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_lengt
 
 
 def block_multiplications_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the number of multiplications per token in one block's forward pass: of its matrices and of attention.
+    """Return the number of multiplications per token in one block's forward pass, for matrix products and attention.
 
-    Because of the causal mask, a token attends to half the sequence on average. Attention multiplies twice for each
-    pair of tokens: once for the score and once for the value.
+    For each pair of tokens, attention multiplies twice per channel of the query: once for the score and once for the
+    value. Because of the causal mask, a token attends to half the sequence on average.
     """
     return count_block_parameters(model, matrices_only=True) + query_width(model) * sequence_length
 

@@ -54,7 +54,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 With `fp8`, pipeline/parallel/float8.py also converts some linear layers.
 """
 _MAX_CHECKED_SAMPLES = 8
-"""Maximum number of samples that are used to check whether a loss is a sum."""
+"""Maximum number of different samples that are used to check whether a loss is a sum."""
 _SUM_TOLERANCE = 0.05
 """Relative tolerance for sums in bfloat16. The mean of two equal losses differs from their sum by 50 %."""
 _EQUAL_TOLERANCE = 0.005
@@ -65,7 +65,7 @@ _ACROSS_SAMPLES = (
 )
 """Explanation in messages about a loss that depends on several samples."""
 _ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples."
-"""Explanation in messages about a loss that fails for another number of samples than `train.micro_batch`."""
+"""Explanation in messages about a loss that fails for a number of samples other than `train.micro_batch`."""
 
 
 class Task(ABC):
@@ -96,10 +96,10 @@ class Task(ABC):
 
     @abstractmethod
     def blocks(self, part: Any) -> Sequence[nn.Module]:
-        """Return the modules to which activation checkpointing and compilation are applied one at a time."""
+        """Return the blocks of the part. Activation checkpointing is applied to one block at a time."""
 
     def modules_to_compile(self, part: Any, layout: Layout) -> Sequence[nn.Module]:
-        """Return the modules that are compiled one at a time."""
+        """Return the modules that are compiled one at a time: the blocks, unless a subclass selects other modules."""
         return self.blocks(part)
 
     @abstractmethod
@@ -133,9 +133,10 @@ class Task(ABC):
 
     @abstractmethod
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return how many entries (tokens or samples) this batch's summed loss has, as an int64 scalar.
+        """Return the number by which the summed loss of this batch must be divided for a mean, as an int64 scalar.
 
-        Return None if a global batch always has `units_per_step` entries.
+        Each token or sample with a loss counts 1. A sample with a length counts its length. Return None if the number
+        for a global batch is always `units_per_step`.
         """
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Task(ABC):
     def smallest_batch(self, device: torch.device) -> Batch:
         """Return the smallest batch of zeros that a forward pass accepts.
 
-        The batch has one sample. With `train.compile` it has `train.micro_batch` samples, because compiled shapes are
+        The batch has one sample or, with `train.compile`, `train.micro_batch` samples, because compiled shapes are
         fixed.
         """
         rows = self.config.train.micro_batch if self.config.train.compile else 1
@@ -186,7 +187,8 @@ class DecoderTask(Task):
     Args:
         config: the run's config.
         vocab_size: number of ids of the tokenizer. `model.vocab_size` has priority.
-        eos_id: id of the token that ends a document. `data.document_mask` uses it for data without a mask.
+        eos_id: id of the token that ends a document. For data without a mask, `data.document_mask` finds documents by
+            this id.
         eos_starts_next: whether `eos_id` is also the first token of the next document, because the tokenizer has one
             token for the end and the beginning of documents.
     """
@@ -234,6 +236,8 @@ class DecoderTask(Task):
     def fsdp_groups(self, part: Decoder) -> Iterable[tuple[list[nn.Module], bool]]:
         """Return one group per block, one for the embedding, and one for the last norm and the output layer.
 
+        The last group is not freed after the forward pass, because the backward pass starts with it.
+
         Tied weights must be in one group. They therefore stay in the root group, together with the last norm.
         """
         yield from (([block], True) for block in self.blocks(part))
@@ -244,7 +248,11 @@ class DecoderTask(Task):
                 yield [part.model.norm, part.lm_head], False
 
     def apply_tensor_parallel(self, part: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
-        """Parallelize the part over `mesh`, in place. Logits stay sharded if the loss can use sharded logits."""
+        """Parallelize the part over `mesh`, in place.
+
+        With `parallel.loss_parallel`, logits stay sharded, unless `train.loss_chunk` is set. In that case, the output
+        layer computes the loss without returning logits.
+        """
         shard_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
         apply_tensor_parallel(part, mesh, sequence_parallel=layout.sequence_parallel, shard_logits=shard_logits)
 
@@ -569,7 +577,7 @@ class CustomModelTask(Task):
             location = f"{file.relative_to(folder) if folder in file.parents else file}" + (f":{line}" if line else "")
             arguments = f"1 of the {count} samples of a micro-batch"
             if samples > 1:
-                arguments = f"{samples} samples (a micro-batch of {count}, some of them twice)"
+                arguments = f"{samples} samples (from a micro-batch of {count}, some of them twice)"
             message = (
                 f"loss of {self.user_model.target} fails at {location}: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. Sluice called it with {arguments}, to check that it is a sum over "

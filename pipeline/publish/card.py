@@ -115,7 +115,7 @@ def _format_list(heading: str, entries: Sequence[str]) -> str:
 
 
 def _describe_training(run: Run, step_lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return descriptions of the code, seed, steps, time, energy and initial weights of the run.
+    """Return descriptions of the code, seed, precision, steps, time, energy and initial weights of the run.
 
     Args:
         run: the run.

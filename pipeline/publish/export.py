@@ -97,7 +97,11 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str) -> s
 
 
 def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequence[str]:
-    """Write config.json and the files of the tokenizer for a decoder, and return notes for the user."""
+    """Write the files other than weights for a decoder, and return notes for the user.
+
+    These files are config.json, generation_config.json, the files of the tokenizer and, if there is one, the chat
+    template.
+    """
     config = run.config
     manifest = load_run_manifest(run)
     assert isinstance(manifest, Manifest)
@@ -124,7 +128,7 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
 
 
 def _make_compatible(text: str) -> str:
-    """Return the content of a tokenizer's side file with keys that both transformers 4 and 5 know.
+    """Return the content of a tokenizer's side file with names that both transformers 4 and 5 know.
 
     If the text is not a JSON object, or has neither `extra_special_tokens` nor `TokenizersBackend`, it is returned
     unchanged.

@@ -201,12 +201,15 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int
 
 
 def _encode_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], find_template: Callable[[], ChatTemplate]
+    tokenizer: Tokenizer, prompt: Prompt, bos_ids: Sequence[int], get_template: Callable[[], ChatTemplate]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the token IDs of a prompt, and the IDs of tokens that end an answer of a dialogue; () for a text."""
+    """Return the token IDs of a prompt, and the IDs of tokens that end an answer of a dialogue; () for a text.
+
+    `get_template` returns the chat template. It is called only for a dialogue.
+    """
     if isinstance(prompt, str):
         return encode_prompt(tokenizer, prompt, bos_ids), ()
-    template = find_template()
+    template = get_template()
     return encode_chat_prompt(tokenizer, template, prompt), find_end_of_turn(template, tokenizer).ids
 
 
@@ -269,7 +272,8 @@ def _find_end_ids(config: Any, files: Mapping[str, str]) -> list[Any]:
 def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_tokens: int) -> Decoder:
     """Return the decoder, built on the meta device.
 
-    Raises UserError if the prompt is empty, has token IDs outside the vocabulary, or is too long with the new tokens.
+    Raises UserError if the prompt is empty, has token IDs outside the vocabulary, or is longer than the sliding window
+    together with the new tokens.
     """
     length = len(ids) + max_tokens
     if not ids or max(ids) >= vocab_size:

@@ -124,9 +124,9 @@ def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: S
     version = _version_path(run, step)
     if problem := _find_version_problem(run, step):
         raise UserError("publish.version_conflict", problem)
-    if problem is None:
+    if problem is None:  # The version exists and contains this checkpoint.
         _verify_checksums(version)
-    else:
+    else:  # "": the version does not exist.
         _write_version(run, step, version)
     _record_verification(run, version)
     for key, state in _list_remaining_actions(run, step).items():
@@ -345,7 +345,7 @@ def _read_reference_metric(run_dir: Path) -> tuple[str, float]:
 
 
 def _check_rules(settings: PublishConfig, result: Mapping[str, Any] | None, step: int) -> list[str]:
-    """Return a description of every rule, with the values that were compared.
+    """Return a description of every rule, with the values that were compared; [] if there are no rules.
 
     Args:
         settings: the section `publish` of the config.
