@@ -241,22 +241,23 @@ def read_device_info(world: World, threads: int, per_node: int) -> DeviceInfo:
 
 def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     """Fit seconds = a·x + b·y to rows (x, y, seconds) by least squares of relative errors. Return a ≥ 0 and b ≥ 0."""
+    # Divided by `seconds`, a row must fit 1 = a·x + b·y. The sums are those of the normal equations.
     scaled = [(x / seconds, y / seconds) for x, y, seconds in rows]
-    xx = math.fsum(row[0] ** 2 for row in scaled)
-    yy = math.fsum(row[1] ** 2 for row in scaled)
-    xy = math.fsum(a * b for a, b in scaled)
-    x = math.fsum(a for a, _ in scaled)
-    y = math.fsum(b for _, b in scaled)
-    determinant = xx * yy - xy * xy
-    if determinant > 1e-12 * xx * yy:
-        a = (x * yy - y * xy) / determinant
-        b = (y * xx - x * xy) / determinant
-    else:
+    sum_xx = math.fsum(x**2 for x, _ in scaled)
+    sum_yy = math.fsum(y**2 for _, y in scaled)
+    sum_xy = math.fsum(x * y for x, y in scaled)
+    sum_x = math.fsum(x for x, _ in scaled)
+    sum_y = math.fsum(y for _, y in scaled)
+    determinant = sum_xx * sum_yy - sum_xy * sum_xy
+    if determinant > 1e-12 * sum_xx * sum_yy:
+        a = (sum_x * sum_yy - sum_y * sum_xy) / determinant
+        b = (sum_y * sum_xx - sum_x * sum_xy) / determinant
+    else:  # All rows have about the same ratio of x and y, so the fit cannot distinguish a and b.
         a = 0.0
-        b = y / yy
+        b = sum_y / sum_yy
     if b <= 0:
-        return (x / xx, 0.0)
-    return (a, b) if a >= 0 else (0.0, y / yy)
+        return (sum_x / sum_xx, 0.0)
+    return (a, b) if a >= 0 else (0.0, sum_y / sum_yy)
 
 
 def count_hops_and_bytes(exchange: Exchange) -> tuple[float, float]:

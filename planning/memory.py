@@ -202,7 +202,7 @@ class _RankEstimate:
         )
 
     def _per_block(self, numels: Iterable[int]) -> int:
-        """Return the average bytes per block of parameters with these numbers of elements, in compute precision."""
+        """Return the bytes of these numbers of elements in compute precision, divided by the number of blocks."""
         return self.compute_bytes * sum(numels) // max(1, self.block_count)
 
     def estimate(self, actions: Sequence[Action]) -> RankMemory:

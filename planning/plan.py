@@ -182,7 +182,7 @@ def describe_prediction(config: Config, layout: Layout, vocab: int, machine: Mac
     yield f"{total:,.0f} in all; MFU {100 * step.mfu:.1f} % (full attention counted); accuracy: docs/planning.md"
     names = ("compute", "tensor", "pipeline", "data", "bubble", "optimizer")
     shares = {name: getattr(step, name) / step.step for name in names}
-    shares["the slowest rank"] = 1 - sum(shares.values())
+    shares["the slowest rank"] = 1 - sum(shares.values())  # the remainder is the wait for the slowest rank
     listed = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if share >= 5e-4)
     yield f"the step is {listed} (tensor, pipeline, data: exposed communication)"
 

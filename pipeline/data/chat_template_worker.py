@@ -213,7 +213,7 @@ def _compile(source: str) -> Template:
     for node in environment.parse(source).find_all(nodes.Filter):
         if node.name in _CHANGING_FILTERS:
             raise _ChangingTextError(
-                f"line {node.lineno} uses the filter {node.name}, whose text changes between calls: {_REMEDY}"
+                f"line {node.lineno} uses the filter {node.name}, whose result changes between calls: {_REMEDY}"
             )
     return environment.from_string(source)
 

@@ -188,7 +188,7 @@ def _copy_name(entry: ShardEntry | SampleFile) -> str:
 def _lock_shared(folder: Path) -> int:
     """Create a folder of copies if needed, take a shared lock, and return the file descriptor of the lock.
 
-    Raises UserError if the folder belongs to another user.
+    Raises UserError if another user owns or may write to the folder.
     """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)

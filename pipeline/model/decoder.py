@@ -180,7 +180,10 @@ class Attention(nn.Module):
         """Key-value cache: keys and values of the previous tokens during generation. None during training."""
 
     def forward(self, x_BTD: Tensor, rotary: RotaryEmbedding | PackedRotaryEmbedding) -> Tensor:
-        """Let each position attend to itself and to the previous positions of its document."""
+        """Let each position attend to itself and to all previous positions.
+
+        With `PackedRotaryEmbedding`, these are only positions of the same document.
+        """
         q_BHTK = self._split_heads(self.q_proj(x_BTD))
         k_BHTK = self._split_heads(self.k_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
@@ -272,7 +275,7 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
         """Map token ids to hidden states `x_BTD`, or hidden states to hidden states if this is not the first part.
 
-        The last part also applies the last norm.
+        The last part also applies the last norm. `starts_BT` is explained in :meth:`Decoder.forward`.
         """
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
         rotary = self.rotary if starts_BT is None else PackedRotaryEmbedding(self.rotary, starts_BT)

@@ -135,7 +135,8 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:
     """Write `source.json`: the folder, and the SHA-256 of its config and weight files.
 
-    If the run uses the tokenizer of the folder, also write the tokenizer's files and the ids of its special tokens.
+    If the run uses the tokenizer of the folder, also write the tokenizer's files (key `along`) and the ids of its
+    special tokens.
     """
     uses_tokenizer_of_folder = run.config.data.tokenizer.path == folder / TOKENIZER_FILE
     files = {CONFIG_FILE: run.config.metadata.model.init_sha256, **hashes}

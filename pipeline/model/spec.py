@@ -49,7 +49,7 @@ class ParameterSpec(NamedTuple):
         """Whether the parameter is a matrix inside a block. The embedding and the output layer are outside blocks."""
         return self.is_matrix and self.layer >= 0
 
-    def local(self, tp: int) -> ParameterSpec:
+    def local_shard(self, tp: int) -> ParameterSpec:
         """Return the shard of one tensor-parallel rank out of `tp`. `tp` must divide the sharded dimension."""
         if self.tp_dim is None:
             return self

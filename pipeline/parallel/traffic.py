@@ -31,7 +31,7 @@ def list_rank_parameters(config: Config, layout: Layout, pp_rank: int, vocab: in
     """Yield the parameters of a rank at position `pp_rank` of the pipeline, as tensor parallelism shards them."""
     for stage in layout.stages_on_pipeline_rank(pp_rank):
         for parameter in decoder_parameters(config.model, vocab, layout.stage_layers[stage]):
-            yield parameter.local(layout.tp)
+            yield parameter.local_shard(layout.tp)
 
 
 class AxisTraffic(NamedTuple):

@@ -77,7 +77,7 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
         f"Licence of the model: {settings.license or 'not given'}. "
         f"Licence of the data: {settings.data_license or 'not given'}.",
         "## Evaluation", _format_metrics_table(result, metrics) if result else "Not evaluated.",
-        _format_list("Rules that it passed:", rules),
+        _format_list("Rules that the evaluation passed:", rules),
         "## Training", _format_list("", _describe_training(run, step_lines)), _write_loss_plot(folder, step_lines),
         "## Data", _format_list("", _describe_data(run)),
         "## Config", f"Values that differ from the defaults:\n\n```yaml\n{dump_yaml(mask_secrets(sections))}```",

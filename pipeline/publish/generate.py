@@ -216,7 +216,7 @@ def _encode_prompt(
 def _find_template_of_run(run: Run) -> ChatTemplate:
     """Return the chat template of a run's dialogues; if the run has no dialogues, the template of its initial model.
 
-    Raises UserError if there is no template.
+    Raises UserError if the run has no dialogues and its initial model has no usable template.
     """
     if run.config.data.records == "messages":
         chat = read_json(run.data_dir / CHAT_FILE)
