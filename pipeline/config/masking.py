@@ -89,7 +89,8 @@ def mask_secrets(values: Any, prefix: str = "") -> Any:
 def mask_unknown_key(value: Any, path: Sequence[str], similar_keys: Sequence[str]) -> Any:
     """Return the value of an unknown key for an error message, masked if it may be a secret.
 
-    The user probably misspelt the name of another key, and the value of that key may be secret.
+    The user probably misspelt the name of another key, and the value of that key may be secret. Numbers, booleans and
+    null are returned unchanged.
 
     Args:
         value: The value as parsed from YAML.

@@ -876,7 +876,8 @@ class Config(Section):
 def _find_conflicts(config: Config) -> Iterator[str]:
     """Yield a message for each conflict between keys of different sections.
 
-    pipeline/parallel/mesh.py checks conflicts that concern the layout.
+    Raises ValueError if a key of `data` is set that has no effect with a custom model. pipeline/parallel/mesh.py
+    checks conflicts that concern the layout.
     """
     data = config.data
     model = config.model

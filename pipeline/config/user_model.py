@@ -137,7 +137,8 @@ class UserModel:
 def find_user_model(target: str, folders: Sequence[Path]) -> UserModel:
     """Find the module `target` in `folders`, then on the Python path, without importing it.
 
-    Raises UserError if the module does not exist, is not Python source, or lacks a required name.
+    Raises UserError if the module does not exist, has the name of a module of the standard library, is not Python
+    source, or lacks a required name.
     """
     top_name, *inner_names = target.split(".")
     folder_names = [str(folder) for folder in folders]

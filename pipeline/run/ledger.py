@@ -114,6 +114,8 @@ def build_ledger(
 ) -> list[AttemptTimes]:
     """Return the accounts of all attempts, in the order of `stages`. Within a stage, they are ordered by array task.
 
+    The attempts of the job after an array follow those of its array tasks.
+
     Args:
         events: all events of the run.
         metrics: the lines of metrics.jsonl.
