@@ -1,11 +1,11 @@
 # make run            set up .venv and run the quickstart, from documents to an evaluated model
-# make test           run before each commit: make check, unit tests, one story
-# make test-cluster   test whole runs, most on a real Slurm (root, Debian); run it and make test before you merge a change
-# make test-long      run the full test matrices, then test-mpich and test-debian13; takes hours
+# make test           run before each commit: make check, unit tests, one whole run on a Slurm cluster
+# make test-cluster   test whole runs, most of them on a real Slurm (root, Debian); run before you merge a change
+# make test-long      run the tests with all combinations of parameters, then test-mpich and test-debian13; takes hours
 # make install        set up .venv only
 # make check          ruff and mypy
 # make format         let ruff format
-# make generated      write files that are generated from the config's sections (configs/schema.json, docs/config.md)
+# make generated      write the files that are generated from pipeline/config (configs/schema.json, docs/config.md)
 # make cluster        start a Slurm of four nodes on this machine (root, Debian); make cluster-down stops it
 # make count          count lines and files of each package, config keys and commands
 # make bench          run the benchmarks, which write tables to benchmarks/results/
@@ -74,7 +74,8 @@ test-gpu-fake: $(VENV)/.tests $(if $(CUDA_PYTHON),,.venv-cuda/.installed)
 test-mpich: check .venv-mpich/.installed
 	.venv-mpich/bin/python -m pytest -m "not gpu_fake" tests/mpi tests/slurm/supervise/test_mpi_launch.py
 
-# These environments add one package to .venv: another MPI (found beside the Python), or lm-eval.
+# Each of these environments uses the packages of .venv and one more package: mpich or lm-eval. mpi4py finds the MPI
+# library in the environment of its Python, and therefore uses mpich in .venv-mpich.
 .venv-mpich/.installed: INSTALL = --no-deps mpich==5.0.2
 .venv-lm-eval/.installed: INSTALL = -c constraints.txt lm-eval[hf]==0.4.13
 .venv-mpich/.installed .venv-lm-eval/.installed: $(VENV)/.tests
@@ -84,7 +85,7 @@ test-mpich: check .venv-mpich/.installed
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/pip install --quiet $(INSTALL)
 	touch $@
 
-# The oldest supported torch, from the index that has its CUDA build.
+# Install the CUDA build of the oldest supported torch. The default package index has this build.
 .venv-cuda/.installed: setup.cfg
 	$(PYTHON) -m venv .venv-cuda
 	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-cuda/bin/pip install --quiet torch==2.11.0 -e '.[mpi]'

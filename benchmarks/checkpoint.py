@@ -1,6 +1,6 @@
 """Measure how much a save slows down training, with synchronous and asynchronous checkpoints.
 
-    python -m benchmarks.checkpoint [--steps 24] [--rounds 4]
+    python -m benchmarks.checkpoint [--steps 28] [--rounds 4]
 
 Two ranks train a model with about 300 MB of state, and save every 8 steps. The stall of a save is the time that it adds
 to the run: 8 × the difference between the mean step times with and without saves. The stall includes the call of
@@ -25,11 +25,15 @@ SAVE_EVERY_STEPS = 8
 WARM_UP_STEPS = 4
 
 
-def train_rank(rank_info: RankInfo, run_path: Path, mode: str, steps: int) -> tuple[float, float]:
+def train_rank(rank_info: RankInfo, run_path: Path, mode: str) -> tuple[float, float]:
     """Train on this rank. Return the mean seconds per step, and the mean seconds of a call of `save`.
 
-    Warm-up steps and the first save do not count. With the mode `none`, no checkpoint is saved, and the second value
-    is 0.
+    Warm-up steps and the first save do not count.
+
+    Args:
+        rank_info: this rank.
+        run_path: the run directory.
+        mode: `sync`, `async`, or `none`: no checkpoint is saved, and the second value is 0.
     """
     from pipeline.base.signals import StopFlag
     from pipeline.comm import groups
@@ -76,6 +80,7 @@ def main() -> None:
         data = make_run(folder, "data", arguments.steps)
         for number in range(arguments.rounds):
             for mode in results:
+                # With the mode `none`, `train_rank` replaces the method that saves, so this value has no effect.
                 overrides = [
                     f"checkpoint.mode={'sync' if mode == 'none' else mode}",
                     f"checkpoint.every_steps={SAVE_EVERY_STEPS}",
@@ -83,8 +88,8 @@ def main() -> None:
                     *("train.global_batch=4", "optimizer.warmup_steps=1"),
                 ]
                 run_dir = make_run(folder, f"{mode}-{number}", arguments.steps, data, overrides)
-                rank_results = run_ranks(2, train_rank, run_dir, mode, arguments.steps, timeout=600)
-                results[mode].append(max(rank_results))
+                rank_results = run_ranks(2, train_rank, run_dir, mode, timeout=600)
+                results[mode].append(max(rank_results))  # of the slower rank
                 print(number, mode, rank_results, flush=True)
     steps_without_saves = [step_s for step_s, _ in results["none"]]
     rows = []

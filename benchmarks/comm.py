@@ -3,9 +3,10 @@
     python -m benchmarks.comm [ranks …]         # 2 and 4 by default; writes comm.md and hooks.md
     python -m benchmarks.comm hooks [ranks …]   # only one of the two tables: hooks or backends
 
-The same processes use both backends in turn, so that other load of the machine affects both backends. Results are
-medians of pairs. The DDP step trains the quickstart's model (20 MB of gradients) on one short sequence per rank, so
-that little computation hides communication. Set `parallel.bucket_mb` to the fastest bucket size on your machine.
+The same processes use both backends in turn, so that other load of the machine affects both backends. The table has
+the medians over all rounds. The DDP step trains the quickstart's model (20 MB of gradients) on one short sequence per
+rank, so that little computation hides communication. Set `parallel.bucket_mb` to the fastest bucket size on your
+machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.table import write_table
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL_REDUCE_SIZES = {"4 B": 1, "64 KiB": 1 << 14, "1 MiB": 1 << 18, "25 MiB": 25 << 18}
-"""Numbers of fp32 values of the measured all-reduces, by name."""
+"""Numbers of fp32 values (4 bytes each) of the measured all-reduces, by the name in the table."""
 BUCKETS_MB = (1, 5, 25, 100)
 """Bucket sizes of DDP with which the backends are compared."""
 HOOKS: dict[str, dict[str, Any]] = {
@@ -106,7 +107,11 @@ def write_backends_table(rank_counts: list[int]) -> None:
 
 
 def format_pairs(pairs: list[tuple[float, float]]) -> list[str]:
-    """Return the medians of both backends in ms, the median of their ratio, and the quartiles of the ratio."""
+    """Return the cells of a row: the median ms of MPI and Gloo, the median of the ratio MPI / Gloo, and its quartiles.
+
+    Args:
+        pairs: seconds with MPI and with Gloo, for each round.
+    """
     ratios = sorted(mpi_s / gloo_s for mpi_s, gloo_s in pairs)
     quartiles = statistics.quantiles(ratios, n=4)
     medians = [statistics.median(pair[i] for pair in pairs) * 1e3 for i in (0, 1)]
@@ -136,7 +141,7 @@ def run_benchmark(ranks: int, option: str) -> Any:
 
 
 def measure_rank(measures_hooks: bool) -> None:
-    """Measure in one rank, either the hooks or the backends. Rank 0 prints the result as JSON."""
+    """Measure the hooks (True) or the backends (False) on this rank. Rank 0 prints the result as JSON."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -155,9 +160,13 @@ def measure_rank(measures_hooks: bool) -> None:
     groups: dict[str, Any] = {"mpi": dist.group.WORLD, "gloo": gloo}
 
     def measure(repetitions: int, calls: Mapping[str, Callable[[], object]]) -> list[tuple[float, ...]]:
-        """Return, for each round, the seconds and the CPU seconds per call of each backend, one after the other.
+        """Return a tuple for each round: for each backend, first the seconds and then the CPU seconds per call.
 
-        A round before the measured rounds warms up.
+        One more round, before the others, warms up and is not returned.
+
+        Args:
+            repetitions: number of calls of each backend in a round.
+            calls: the measured function of each backend.
         """
         rounds = []
         for _ in range(ROUNDS + 1):
@@ -173,7 +182,8 @@ def measure_rank(measures_hooks: bool) -> None:
             rounds.append(tuple(times))
         return rounds[1:]
 
-    # Seconds of the MPI group's communication thread, by activity. They are summed over all measured steps.
+    # Seconds of the MPI group's communication thread, by activity. They are summed over all calls, also those of the
+    # warm-up round.
     thread_s = {"waiting for ranks": 0.0, "transfer": 0.0}
     wait_for_all_ranks = CollectiveThread._wait_for_all_ranks
 
@@ -238,6 +248,7 @@ def measure_rank(measures_hooks: bool) -> None:
     for bucket in () if measures_hooks else BUCKETS_MB:
         thread_s.update(dict.fromkeys(thread_s, 0.0))
         measured = measure(4, {backend: make_step(group, bucket) for backend, group in groups.items()})
+        # Divide by the number of steps: four in each round, and the first round warms up.
         result["parts"][bucket] = {name: seconds / (4 * (ROUNDS + 1)) for name, seconds in thread_s.items()}
         result["ddp"][bucket] = [(times[0], times[2]) for times in measured]
         result["cpu"][bucket] = [(times[1], times[3]) for times in measured]  # CPU seconds with MPI and with Gloo

@@ -1,7 +1,9 @@
 """Compare the held-out loss of the quickstart with variants that send less data, or store less state.
 
     python -m benchmarks.convergence             # 40 minutes; writes benchmarks/results/convergence.md
-    python -m benchmarks.convergence states      # 25 minutes; writes the first table of benchmarks/results/states.md
+    python -m benchmarks.convergence states      # 25 minutes; writes benchmarks/results/states.md
+
+In states.md, the text after the first table was written by hand. The second command removes this text.
 
 All variants train on two ranks with the data, model and learning rate of the quickstart, on the same samples in the
 same order, for 200 steps. They are evaluated on the same held-out text. After 200 steps, the loss of Top-K at 5 % and

@@ -5,7 +5,8 @@
 The model is a Llama 3.2 3B with random bf16 weights (6.4 GB, largest tensor 0.79 GB). The import does what the
 train stage does before its first step: it checks and hashes the files, and fills the bf16 weights of one rank. Then a
 checkpoint of the weights is saved. The export reads this checkpoint, hashes it and writes the exported directory.
-Import and export run in separate processes. Their peak memory is the increase of VmHWM (proc(5)).
+Import and export run in separate processes. The peak memory increase of each is VmHWM at its end minus VmRSS at its
+start (proc(5)).
 
 The times are compared with plain I/O: reading the bytes of the source, and writing the same number of bytes in chunks
 of 16 MB with one fsync. Plain I/O is measured before and after each import and export. The files are removed from the
@@ -104,7 +105,7 @@ def measure_block(results: dict[str, float], name: str) -> Iterator[None]:
 
 
 def import_and_save(path: Path, results: dict[str, float]) -> None:
-    """Import the open model of a run, save a checkpoint of its weights, and add both measurements to `results`."""
+    """Import the open model of a run, then save a checkpoint of its weights. Add both measurements to `results`."""
     import torch
 
     from pipeline.checkpoint.checkpointer import Checkpointer
@@ -152,7 +153,7 @@ MEASUREMENTS: dict[str, Callable[[Path, dict[str, float]], None]] = {"import": i
 def run_child(name: str, run: Path) -> dict[str, float]:
     """Run a function of MEASUREMENTS in a new process, and return the results that it adds."""
     command = [sys.executable, "-m", "benchmarks.convert", "--child", name, "--run", str(run)]
-    # pipeline/__main__.py sets the same value.
+    # The command `export` sets 1 (cli/export.py), so that torch allocates huge pages. The train stage does not set 1.
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1" if name == "export" else "0"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800, env=environment)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -170,7 +171,7 @@ def drop_page_cache(folder: Path) -> int:
 
 
 def measure_plain_io(source: Path, scratch: Path, write: bool) -> tuple[float, float]:
-    """Read all files of `source`. Return the seconds and the CPU seconds.
+    """Read all files of `source`, and write as many bytes if `write` is set. Return the seconds and the CPU seconds.
 
     Args:
         source: the folder to read.
@@ -217,13 +218,14 @@ def main() -> None:
         make_source(source, arguments.layers)
         run = make_run(folder, source)
         for action, input_folder in (("import", source), ("export", run / "checkpoints")):
-            read_and_write_times = [measure_plain_io(input_folder, scratch, True)]
-            read_times = [measure_plain_io(input_folder, scratch, False)]
+            read_and_write_times = [measure_plain_io(input_folder, scratch, write=True)]
+            read_times = [measure_plain_io(input_folder, scratch, write=False)]
             size = drop_page_cache(input_folder)
             results = run_child(action, run)
-            read_and_write_times.append(measure_plain_io(input_folder, scratch, True))
-            read_times.append(measure_plain_io(input_folder, scratch, False))
+            read_and_write_times.append(measure_plain_io(input_folder, scratch, write=True))
+            read_times.append(measure_plain_io(input_folder, scratch, write=False))
             print(action, size, results, read_and_write_times, read_times, flush=True)
+            # For each row of the table, the times of the plain I/O with which the row is compared.
             plain_times = {"export": read_and_write_times}
             if action == "import":
                 plain_times = {"import": read_times, "save": [], "import, save": read_and_write_times}

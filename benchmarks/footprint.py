@@ -1,8 +1,8 @@
 """Estimate the memory of the rank that needs most memory, for published runs of other frameworks and models.
 
 For Sluice's own decoder, planning/memory.py is more exact. This module assumes that weights, gradients and Adam's
-moments are in fp32, and that each rank also has a copy of the weights in the low precision. Activations are those that
-each operator saves for the backward pass (Korthikanti et al., arXiv 2205.05198, section 4). Attention is fused and
+moments are in fp32. Each rank also has a copy of weights in the precision of the matrix products. Activations are those
+that each operator saves for the backward pass (Korthikanti et al., arXiv 2205.05198, section 4). Attention is fused and
 saves no scores, unless `Workload.scores` is set.
 """
 
@@ -24,7 +24,11 @@ class Footprint:
     weights: float
     """Weights in fp32."""
     gathered: float
-    """Copies of weights in the low precision: of two blocks with ZeRO 3, otherwise of all weights."""
+    """Copies of weights in the precision of the matrix products.
+
+    If blocks are gathered one by one (`Workload.gathers_blocks`, for example with ZeRO 3), the copies of two blocks
+    exist at a time. Otherwise the copies of all weights exist.
+    """
     gradients: float
     optimizer: float
     """The two moments of Adam."""
@@ -41,6 +45,7 @@ class Footprint:
 
 def estimate_footprint(work: Workload) -> Footprint:
     """Return the footprint of the pipeline rank that needs most memory: the first, the second or the last rank."""
+    # A longer schedule takes longer to build. Except with gpipe, it does not change the peak.
     orders = build_schedule(
         work.schedule, work.pipeline, work.virtual_stages, min(work.micro_batches, 4 * work.pipeline)
     )
@@ -54,16 +59,18 @@ def _estimate_rank(work: Workload, rank: int, order: Sequence[Action]) -> Footpr
     experts = work.expert_weights * max(1, work.experts) / work.expert
     block = (work.attention_weights + experts) / work.tensor
     # A rank has the embedding, the output layer, both or neither. A tied output layer counts as the embedding.
-    table_count = 2 if work.pipeline == 1 and not work.tied else rank in (0, work.pipeline - 1)
+    table_count = 2 if work.pipeline == 1 and not work.tied else int(rank in (0, work.pipeline - 1))
     tables = work.vocab * work.hidden / work.tensor * table_count
     rank_stages = {action.stage for action in order}
     weights = sum(work.stages[stage] for stage in rank_stages) * block + tables
     shards = work.shard * work.context if work.zero else 1
     tokens = work.micro_batch * work.sequence / work.context
-    # A forward pass saves the activations of its blocks, and the end of the backward pass frees them.
+    # A forward pass (F) saves the activations of its blocks, and the end of the backward pass frees them. The backward
+    # pass is one action (B), or two: gradients of inputs (I), then gradients of weights (W).
     saved_change = {"F": 1, "B": -1, "I": 0, "W": -1}
     max_blocks = max(accumulate(saved_change[action.kind] * work.stages[action.stage] for action in order))
     recomputed = count_saved_values(work, "none") if work.recompute != "none" else 0.0
+    # Bytes of a logit with its gradient: 8 with kernels that are written for this GPU, otherwise 12.
     logits = tokens * work.vocab / work.tensor * (8 if work.native else 12)
     return Footprint(
         weights=weights * 4 / shards,
@@ -83,6 +90,7 @@ def count_saved_values(work: Workload, recompute: str) -> float:
     stream = work.hidden / (work.tensor if work.split_sequence else 1)
     query, key_value = (heads * work.head / work.tensor for heads in (work.heads, work.kv_heads))
     inner = work.ffn * work.active / work.tensor
+    # Saved values of the MLP for each value of its hidden layer: an MLP with a gate has three matrices, else two.
     gated = (3 if work.fused else 4) if work.matrices == 3 else 2
     whole = (4 if work.fused else 6) * stream + 2 * query + 2 * key_value + gated * inner
     # Autograd saves the gathered inputs of the matrix products. Fused kernels gather these inputs again.

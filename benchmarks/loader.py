@@ -5,8 +5,8 @@
 The data is 20,480 samples of 2,048 uint16 tokens (plus the last target) in batches of 8. Sluice reads 8 HDF5 shards,
 and the other loaders read one flat file. The benchmark checks that all loaders read the same samples in the same order.
 CPU seconds are user and system time of all threads, with a warm page cache. Each round measures each loader once. A
-ratio is the median of the ratios of all rounds. A loader is compared with the raw loop with the same result: uint16
-arrays, or pairs of int64 tensors (inputs, targets).
+ratio is the median of the ratios of all rounds. A loader is compared with the raw loops that return the same kind of
+batch: uint16 arrays, or pairs of int64 tensors (inputs, targets).
 
 In the rows of the table, the batches are not used. This is the worst case for a thread that reads ahead. The note above
 the table has the relevant result, with a step of 1 ms after each batch, as during training. It also has the system
@@ -143,8 +143,8 @@ def measure_with_steps(
     """Measure an epoch in which a step that sleeps follows each batch.
 
     Returns:
-        CPU seconds of the raw loop and of Sluice, without the CPU seconds of a loop that only sleeps. They are medians
-        of the repetitions. The first epoch does not count, because it allocates Sluice's buffers.
+        Median CPU seconds of the raw loop and of Sluice, minus the median of a loop that only sleeps. The first
+        repetition does not count, because Sluice allocates its buffers in it.
     """
     dataset = TokenDataset(entries, LENGTH)
     sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
@@ -198,10 +198,10 @@ with BatchLoader(dataset, sampler, torch.device("cpu")) as reader:
 
 
 def measure_first_batches(folder: Path, pairs: int = 40) -> tuple[float, float, float]:
-    """Measure the first batch, including the creation of the sampler.
+    """Measure the first batch at 0 and at 90 % of an epoch of 10⁹ tokens, including the creation of the sampler.
 
     Returns:
-        CPU seconds at 0 and at 90 % of an epoch of 10⁹ tokens, and the median of their ratios.
+        The median CPU seconds at 0 %, the median CPU seconds at 90 %, and the median of the ratios of all pairs.
     """
     path = folder / "sparse.h5"
     tokens = 10**9 + 1
@@ -231,7 +231,7 @@ def measure_peers(python: str, folder: Path, flat_file: Path) -> dict[str, float
     Args:
         python: path of a Python that has these libraries.
         folder: where the libraries write the samples in their formats.
-        flat: the flat file with the samples.
+        flat_file: the flat file with the samples.
     """
     seconds = {}
     for name in PEERS:

@@ -134,7 +134,7 @@ def main() -> None:
     for _ in range(2):  # The first epoch warms the page cache.
         start = time.process_time()
         count = 0
-        # An iterator yields only one epoch.
+        # An iterator (Hugging Face datasets) yields only one epoch, so each epoch needs a new one.
         for inputs, _targets in loader if not isinstance(loader, Iterator) else make_loader(Path(folder)):
             count += len(inputs)
             assert inputs.shape[1] == LENGTH and inputs.dtype == torch.int64

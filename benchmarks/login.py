@@ -32,6 +32,7 @@ def make_import_program() -> str:
     listed = subprocess.run(
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
+    # Keep only the modules from outside the project. `__main__` is the dry run itself.
     names = [
         name
         for name in listed.stdout.split()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.measure [ROUNDS]   # default 7: ten minutes on two idle cores; writes measure.md
 
-First, `python -m planning.calibrate` measures the machine, as a user would. Then the steps of every layout are timed in
+First, `python -m planning.calibrate` measures the machine. Then the steps of every layout are timed in
 rounds. Each round times all layouts in turn, in new processes. The result of a layout is the median of its rounds. If a
 layout has more ranks than the machine has cores, ranks share cores.
 """
@@ -47,7 +47,7 @@ def load_quickstart(ranks: int, overrides: tuple[str, ...]) -> Config:
 
 
 def time_step_on_rank(rank_info: RankInfo, config: Config) -> float:
-    """Return the seconds of a real step. All ranks of the layout must call this."""
+    """Return the seconds of a real step. All ranks of the layout must call this function."""
     from pipeline.comm import groups
     from planning.calibrate import time_step
 
@@ -76,24 +76,25 @@ def main() -> None:
     cases = (*MEASURED, *PREDICTED)
     load = os.getloadavg()[0]
     machine = measure_machine()
-    timed: dict[int, list[float]] = {number: [] for number in range(len(cases))}
+    step_times: dict[int, list[float]] = {number: [] for number in range(len(cases))}
     for _ in range(ROUNDS):
         for number, case in enumerate(cases):
-            timed[number].append(run_ranks(case[0], time_step_on_rank, load_quickstart(*case), timeout=LIMIT_S)[0])
+            rank_times = run_ranks(case[0], time_step_on_rank, load_quickstart(*case), timeout=LIMIT_S)
+            step_times[number].append(rank_times[0])
     rows: list[list[str]] = []
     errors: list[float] = []
     for number, (ranks, overrides) in enumerate(cases):
         config = load_quickstart(ranks, overrides)
         layout = resolve_layout(config)
         work = workload_from_config(config, layout, config.data.tokenizer.vocab_size)
-        measured = statistics.median(timed[number])
+        measured = statistics.median(step_times[number])
         predicted = predict_step(work, machine.with_gpus_per_node(layout.ranks_per_node)).step
         error = predicted / measured - 1
         was_calibrated = number < len(MEASURED)
         if not was_calibrated:
             errors.append(abs(error))
         name = ", ".join(override.split(".", 1)[1].replace("=", " ") for override in overrides) or "data parallel"
-        spread = f"{min(timed[number]):.3f} – {max(timed[number]):.3f}"
+        spread = f"{min(step_times[number]):.3f} – {max(step_times[number]):.3f}"
         error_text = f"{100 * error:+.0f} %" + (" (calibrated)" if was_calibrated else "")
         rows.append([f"{ranks}", name, f"{measured:.3f}", spread, f"{predicted:.3f}", error_text])
     note = (

@@ -4,8 +4,8 @@
 
 A model of 27 M parameters runs on each number of ranks, with two micro-batches per step. The results are the bytes of
 existing tensors. Weights and optimizer state are measured between steps. Gradients and gathered weights are measured
-between the two micro-batches. The peak memory of a CPU process would not be useful, because the code that it loads
-needs much more memory than these tensors.
+between the two micro-batches. The peak memory of a CPU process would not be useful, because loaded libraries need
+much more memory than these tensors.
 """
 
 from __future__ import annotations
@@ -72,15 +72,17 @@ def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, 
     phase_bytes: list[tuple[int, int]] = []
     """Bytes of gradients and of gathered weights at the start of each phase."""
 
+    # Modules that were sharded together share one FSDP state, which counts once.
     modules = {id(m._get_fsdp_state()): m for m in engine.model.modules() if isinstance(m, FSDPModule)}
     parameter_groups = [module._get_fsdp_state()._fsdp_param_group for module in modules.values()]
-    sharded = [parameter for group in parameter_groups if group is not None for parameter in group.fsdp_params]
+    fsdp_parameters = [parameter for group in parameter_groups if group is not None for parameter in group.fsdp_params]
 
     def record_phase(phase: str) -> None:
         """Record the bytes of gradients and gathered weights. The engine calls this at the start of each phase."""
-        gradients = 0 if sharded else sum(count_local_bytes(p.grad) for p in engine.model.parameters())
+        # Without ZeRO, there are no FSDP parameters, and the gradients are those of the model's parameters.
+        gradients = 0 if fsdp_parameters else sum(count_local_bytes(p.grad) for p in engine.model.parameters())
         gathered = 0
-        for parameter in sharded:
+        for parameter in fsdp_parameters:
             gradients += count_local_bytes(parameter.sharded_param.grad) + count_local_bytes(
                 parameter.unsharded_accumulated_grad
             )

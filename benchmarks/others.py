@@ -31,7 +31,8 @@ def ring_attention_time(rank: RankModel) -> float:
     """Return the seconds of exposed communication of keys and values in a block's forward pass.
 
     In each of `context` ring steps, a rank computes attention to one part of the keys and values. Meanwhile, this part
-    is sent to the next rank, except in the last ring step. Communication that takes longer is exposed.
+    is sent to the next rank, except in the last ring step. Communication that takes longer than the computation of its
+    ring step is exposed.
     """
     work = rank.work
     group = rank.group(work.context, work.tensor)
@@ -45,7 +46,8 @@ def expert_exchange_time(rank: RankModel) -> float:
     work = rank.work
     size = rank.tokens * work.active * work.hidden * work.low_bytes / work.tensor
     group = rank.group(work.expert, work.tensor)
-    time = 2 * all_to_all_time(size, group, rank.machine, rank.constants.link, work.active) * (work.expert > 1)
+    exchanges = 2 if work.expert > 1 else 0  # to the experts and back
+    time = exchanges * all_to_all_time(size, group, rank.machine, share=rank.constants.link, copies=work.active)
     return time * (1 - rank.constants.hidden if work.hide_tensor else 1)
 
 

@@ -27,6 +27,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_training import STEPS, change_layouts_on_rank, tiny_config, train_configs
 
 ALL = {"pipeline": 2, "tensor": 2}
+"""All kinds of parallelism: on 8 ranks, there are also two data-parallel ranks."""
 CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         *({"zero": zero} for zero in range(4)),
@@ -80,7 +81,8 @@ def main() -> None:
             rows.append([f"{ranks}", format_layout(case), *differences, ""])
     first, *others = [make_layout_config(parallel, {}) for parallel in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (first, [*others, first], Path(folder), 3, STEPS)
+        first_steps = 3  # before the first change of the layout
+        arguments = (first, [*others, first], Path(folder), first_steps, STEPS)
         (digest, expected_steps), *changes = run_ranks(4, change_layouts_on_rank, *arguments, timeout=LIMIT_S)[0]
     for before, after, (saved_digest, steps) in zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], changes, strict=True):
         result = "equal" if saved_digest == digest else "DIFFERENT"

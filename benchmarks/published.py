@@ -42,6 +42,8 @@ class Row:
     """Published memory of the fullest rank in GiB; None if it is missing."""
 
 
+DEFAULT_VOCAB = 50304
+"""Vocabulary of a row that states none: that of GPT-2, padded to a multiple of 128."""
 GPUS = (
     (r"GB300", "gb300"), (r"GB200", "gb200"), (r"B200|B100|B300", "b200"), (r"H200|GH200", "h200"), (r"H20\b", "h20"),
     (r"H800", "h800"), (r"H100.*(96GB|HBM2e)", "h100-96"), (r"H100.*PCI", "h100-pcie"), (r"H100", "h100"),
@@ -110,6 +112,8 @@ def _find_machine(row: dict[str, str]) -> Machine:
     machine = load_machine(str(other_file) if other_file.exists() else name)
     inside = _parse_number(row, "intra_bw_GBps", machine.inside.bandwidth / 1e9) * 1e9
     between = _parse_number(row, "inter_bw_GBps_per_gpu", machine.between.bandwidth / 1e9) * 1e9
+    # In machine files with more than 8 GPUs per node (GB200, TPUs), the links inside a node connect several hosts. A
+    # row for such a machine may state only the GPUs of one host.
     node_size = int(_parse_number(row, "gpus_per_node", machine.gpus_per_node))
     return machine.model_copy(
         update={
@@ -129,9 +133,9 @@ def parse_precision(text: str) -> str:
     text = text.lower().replace("bfloat", "bf").replace("float", "fp")
     other_uses = r"grad|master|optim|state|reduc|accum|comm|gather|all"
     precisions = re.findall(r"(fp4|fp8|fp16|bf16|fp32)[\s_-]*(\w*)", text)
-    of_products = [name for name, use in precisions if not re.match(other_uses, use)]
+    product_precisions = [name for name, use in precisions if not re.match(other_uses, use)]
     order = ("fp4", "fp8", "fp16", "bf16", "fp32")
-    return min(of_products or [name for name, _ in precisions] or ["bf16"], key=order.index)
+    return min(product_precisions or [name for name, _ in precisions] or ["bf16"], key=order.index)
 
 
 def _parse_schedule(text: str, virtual_stages: int) -> str:
@@ -153,7 +157,8 @@ def _parse_experts(row: dict[str, str], layers: int, hidden: int, attention_weig
     """Return the fields of `Workload` that describe a mixture of experts; empty for a dense model.
 
     The number of experts comes from the notes or the name of the model. The width of an expert follows from the total
-    number of weights and from the number of weights that one token uses.
+    number of weights and from the number of weights that one token uses. Defaults: 64 experts. A token uses two of them
+    if their number is known but the number of used weights is not.
     """
     notes = f"{row.get('moe_notes') or ''} {row.get('notes') or ''}"
     is_named_mixture = re.search(r"\d+x\d+b|moe|a\d+b\b", row["model"], re.I)
@@ -164,7 +169,7 @@ def _parse_experts(row: dict[str, str], layers: int, hidden: int, attention_weig
     if not row.get("n_matmul_b") and count_match:  # The MLP width in the row is then the width of one expert.
         active = int(active_match.group(1)) if active_match else 2
         return {"experts": int(count_match.group(1)), "active": active}
-    embedding_weights = _parse_number(row, "vocab", 50304) * hidden
+    embedding_weights = _parse_number(row, "vocab", DEFAULT_VOCAB) * hidden
     all_weights = _parse_number(row, "params_b") * 1e9 - 2 * embedding_weights - layers * attention_weights
     used_weights = _parse_number(row, "n_matmul_b") * 1e9 - embedding_weights - layers * attention_weights
     count = int(count_match.group(1)) if count_match else 64
@@ -249,15 +254,17 @@ def parse_row(row: dict[str, str]) -> Row:
     ffn = int(_parse_number(row, "ffn", 8 / 3 * hidden if matrices == 3 else 4 * hidden))
     attention_weights = hidden * (hidden // heads) * 2 * (heads + kv_heads)
     traits["hide_tensor"] = traits.get("hide_tensor", False) or "AsyncTP" in notes
+    # Assume that runs until 2022 have no fused attention.
     if _parse_number(row, "year", 2024) <= 2022:
         traits["scores"] = True
+    # The mixed precision mode PURE of llm-foundry reduces gradients in 16 bits.
     if "mp mode pure" in notes.lower():
         traits["reduce_bytes"] = 2
     traits |= _parse_experts(row, layers, hidden, attention_weights)
     work = Workload(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn,
-        vocab=int(_parse_number(row, "vocab", 50304)), sequence=int(_parse_number(row, "seq_len")), micro_batch=micro,
-        global_batch=batch, matrices=matrices, tied=row.get("tied_embeddings") == "1", tensor=tensor,
+        vocab=int(_parse_number(row, "vocab", DEFAULT_VOCAB)), sequence=int(_parse_number(row, "seq_len")),
+        micro_batch=micro, global_batch=batch, matrices=matrices, tied=row.get("tied_embeddings") == "1", tensor=tensor,
         pipeline=pipeline, context=context, expert=int(_parse_number(row, "ep", 1)), replicate=max(1, data // shard),
         shard=shard, zero=zero, schedule=_parse_schedule(schedule, virtual_stages), virtual_stages=virtual_stages,
         precision=parse_precision(row.get("precision") or "bf16"),

@@ -127,7 +127,10 @@ def write_agreement_table(steps: int) -> None:
 
 
 def read_restarts(run: Run) -> list[dict[str, float]]:
-    """Return, for each start after a requeue, the seconds of each part of the start by the name of the part."""
+    """Return the seconds of each part of a start, by the name of the part, for each start after a requeue.
+
+    Such a start has four events in a row: requeued, started, restored, ready.
+    """
     events = run.read_events("train", Requeued, Started, Restored, Ready)
     lines = {line["step"]: line for line in read_jsonl(run.metrics_file)}
     restarts = []
@@ -157,7 +160,7 @@ def write_restart_table(requeues: int) -> None:
     cluster_dir = Path(tempfile.mkdtemp(prefix="sluice-cluster-", dir="/tmp"))
     options = Options(grace=1, user_signal=False, slurmd_timeout=5)
     with mount_small_disk() as folder, Cluster(cluster_dir).up(options) as cluster:
-        chaos_run = ChaosRun(cluster, folder, 1, requeues)
+        chaos_run = ChaosRun(cluster, folder, seed=1, count=requeues)
         chaos_run.run_faults([faults.preempt] * requeues)
         restarts = read_restarts(chaos_run.run)
     names = list(restarts[0])

@@ -53,7 +53,7 @@ steps = [JsonlReader(folder, glob_pattern="text.jsonl"),
 def cpu():
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-steps[1].tokenizer
+steps[1].tokenizer  # Load the tokenizer before the measurement.
 before = cpu()
 data = None
 for step in steps:
@@ -122,6 +122,7 @@ def run_array_task(folder: Path, out: Path, task: int, tasks: int, **fields: Any
     import data_prep.shard_writer
 
     data = TextFolder(make_config(folder, **fields), out)
+    # Load the module, the tokenizer and the plan before the measurement.
     assert data_prep.shard_writer and data.encoder and data.plan
     cpu_start = read_cpu_seconds()
     data.shard(task, tasks, lambda _: None)
@@ -230,8 +231,8 @@ def measure_memory(folder: Path, megabytes: int) -> list[str]:
 def measure_many_files(folder: Path) -> list[list[str]]:
     """Return the table rows about many input files and many work units.
 
-    They have the time to plan the files, to read the progress of the work units, and to finalize the work units. Only
-    the first work unit is tokenized. The others are links to its files.
+    The rows have the time to list the files and split them into work units, to read the progress of the work units, and
+    to finalize the shards. Only the first work unit is tokenized. The other work units are links to its files.
     """
     cpu_start = 0.0
     wall_start = 0.0

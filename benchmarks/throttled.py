@@ -80,10 +80,10 @@ def create_run_on_mount(mount: SlowMount, folder: Path, name: str, tokens: int, 
 
 
 def start_training(mount: SlowMount, run: Run, log: Path) -> subprocess.Popen[bytes]:
-    """Start the train stage with the run's copy of the code. The read bandwidth from the mount is limited.
+    """Start the train stage with the run's copy of the code, in the control group that limits reads from the mount.
 
     Args:
-        mount: the slow file system. The process joins its control group.
+        mount: the slow file system, with its control group.
         run: the run.
         log: file for the output of the process.
     """
@@ -124,7 +124,7 @@ def measure_training(
     try:
         while process.poll() is None and time.monotonic() < deadline:
             if not steps_until_copied and has_complete_copies(run):
-                steps_until_copied = len(read_steps(run)) + 1
+                steps_until_copied = len(read_steps(run)) + 1  # including the step that is running now
                 mount.drop_page_cache()
                 bytes_until_copied = mount.count_bytes_read()
             time.sleep(0.02)

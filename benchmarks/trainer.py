@@ -44,12 +44,12 @@ def main() -> None:
 
 
 def compare(folder: Path, steps: int, pairs: int) -> None:
-    """Run `pairs` pairs of runs, and write the table.
+    """Measure pairs of runs, one with Sluice and one with the bare loop, and write the table.
 
     Args:
         folder: where the runs are created.
         steps: number of steps of each run.
-        pairs: number of pairs.
+        pairs: number of measured pairs. One more pair runs first, to warm the page cache.
     """
     from pipeline.base.dist_env import make_local_rank_env
 

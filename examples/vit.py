@@ -21,7 +21,7 @@ from pipeline.parallel.tensor_parallel import Replicated
 
 ARRAYS = ("images", "labels")
 INPUTS = ("images",)
-CUTS = True
+CUTS = True  # `build` can return a part of the model, for pipeline parallelism
 
 
 class Patches(nn.Module):

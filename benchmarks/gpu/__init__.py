@@ -5,13 +5,14 @@
     python -m benchmarks.gpu 1b --out FOLDER          speed of 1.5 billion parameters, in turn with torchtitan
     python -m benchmarks.gpu table --out FOLDER       write benchmarks/results/gpu.md from the results in FOLDER
 
-Each of the first three commands is a suite of rows and ends within 540 s (`--limit`). A row is one benchmark or
-check. It runs in a separate process, so that an out-of-memory error does not affect other rows. Its result is appended
-to FOLDER/SEQUENCE.jsonl. The output of a failed row is in FOLDER/ROW.log. If you repeat a command, it runs only the
-rows that are missing, that failed, or that ran on another kind of GPU.
+Each of the first three commands runs a suite of rows and ends within 540 s (`--limit`). A row is one benchmark or
+check. A row runs in a separate process, so that an out-of-memory error does not affect other rows. The result of a row
+is appended to FOLDER/SUITE.jsonl. The output of a failed row is in FOLDER/ROW.log. If you repeat a command, it runs
+only the rows that are missing, that failed, or that ran on another kind of GPU.
 
-`key=value` applies to all rows. Without a C compiler, use `train.compile=false`. `--model small` runs a rehearsal with
-a small model, also on a CPU. `python -m benchmarks.gpu.pack FOLDER` downloads packages for a machine without network.
+Config overrides (`key=value`) apply to all rows. Without a C compiler, use `train.compile=false`. With `--model small`,
+you can try out a suite with a small model, also on a CPU. `python -m benchmarks.gpu.pack FOLDER` downloads packages for
+a machine without network.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SMALL_MODEL = (
     "model.dim=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=64",
     "data.tokenizer.vocab_size=300", "data.sequence_length=32", "train.threads=1",
 )  # fmt: skip
-"""Overrides of a small model for rehearsals."""
+"""Overrides of the model of `--model small`."""
 
 
 def get_peak_tflops(name: str) -> float | None:

@@ -31,8 +31,8 @@ MIN_ROW_S = 25.0
 DEFAULT_ENV = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/sluice-graphs"}
 """Environment variables of each row, unless they are already set."""
 if not IS_FAKE_GPU:
-    # With 119 GiB of tensors, fragmentation may fill the remaining memory of the card. torchtitan's rows have the same
-    # setting.
+    # The first row of the suite `8b` needs 119 GiB for tensors. On a GPU with 141 GB, fragmentation could fill the
+    # remaining memory. This setting reduces fragmentation. It also applies to torchtitan.
     DEFAULT_ENV["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 NVIDIA_SMI_FIELDS = {"clocks.sm": "clock_mhz", "power.draw": "power_w", "temperature.gpu": "temperature_c"}
@@ -83,7 +83,7 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
               "train.fp8_scales=tensorwise")  # fmt: skip
     yield make_row("weights fp32, moments bf16, selective, loss in one chunk, micro-batch 1", "train.loss_chunk=null",
               "train.micro_batch=1")  # fmt: skip
-    # Two of the rows above fit into a card of 80 GB. All following rows also fit.
+    # Two of the rows above fit into a GPU with 80 GB. All following rows also fit.
     least_memory = (BF16, f"{ACTIVATION_CHECKPOINTING}=full")
     yield Row("through the trainer: all bf16, full", "trainer_speed", (str(steps), CONFIG_8B, *model, *least_memory))
     yield make_row("all bf16, full, again", *least_memory)
@@ -121,7 +121,7 @@ def rows_correct(small: bool, overrides: tuple[str, ...]) -> Iterator[Row]:
     """Yield the rows of the suite `correct`, which check correctness.
 
     Args:
-        small: whether to use a small model for rehearsals.
+        small: whether to use a small model, to try out the suite.
         overrides: config overrides of all rows.
     """
     for name in ("ceilings", "products", "layouts", "stops", "stops-compiled", "chain", "saves"):
@@ -134,7 +134,7 @@ def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
     Args:
         row: the row.
         limit_s: seconds after which the process is killed.
-        folder: where the output of a failed row is written.
+        folder: folder where the output of a failed row is written.
 
     Returns:
         The JSON object that the process printed, with the seconds of the process and the medians of the GPU's samples.
@@ -161,8 +161,9 @@ def measure_row(row: Row, limit_s: float, folder: Path) -> dict[str, Any]:
     for line in reversed(stdout.splitlines()):
         with contextlib.suppress(ValueError):
             if isinstance(result := json.loads(line), dict):
-                between = result.pop("between", (0.0, 0.0))
-                return result | duration | summarize_samples(samples, *between)
+                # `between` has the start and the end of the measured steps.
+                start_time, end_time = result.pop("between", (0.0, 0.0))
+                return result | duration | summarize_samples(samples, start_time, end_time)
     log = folder / f"{re.sub(r'[^A-Za-z0-9._]+', '-', row.name)}.log"
     log.write_text(f"{stdout}\n{stderr}")
     if timed_out:
@@ -265,7 +266,7 @@ def run_rows(rows: Iterable[Row], file: Path, limit_s: float, device: str) -> bo
 
 
 def read_results(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the last result of each row on each device, by the names of the row and the device."""
+    """Return the last result of each row on each device, by (name of the row, name of the device)."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {(result["row"], result["device"]): result for result in map(json.loads, lines)}
 
@@ -285,7 +286,7 @@ def _format_result(result: dict[str, Any]) -> str:
 def write_gpu_table(folder: Path) -> None:
     """Write benchmarks/results/gpu.md from the results of all suites in the folder."""
     rows = []
-    names = set()
+    devices = set()
     for file in sorted(folder.glob("*.jsonl")):
         for result in read_results(file).values():
             if "median_s" not in result:
@@ -293,7 +294,7 @@ def write_gpu_table(folder: Path) -> None:
                 description = result.get("failed") or json.dumps(values)
                 rows.append([result["device"], file.stem, result["row"], description, *[""] * 9])
                 continue
-            names.add(f"{result['device']}, torch {result['torch']}")
+            devices.add(f"{result['device']}, torch {result['torch']}")
             peak = get_peak_tflops(result["device"]) or float("nan")
             rows.append([
                 result["device"], file.stem, result["row"], f"{result['tokens_per_s']:,.0f}",
@@ -304,7 +305,8 @@ def write_gpu_table(folder: Path) -> None:
             ])  # fmt: skip
     header = ["device", "suite", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
     header += ["retries", *UNITS_BY_FIELD.values()]
-    write_table("gpu", "One GPU", f"{'; '.join(sorted(names))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
+    # `write_table` appends the description of this machine to the note.
+    write_table("gpu", "One GPU", f"{'; '.join(sorted(devices))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
 
 
 def main() -> None:

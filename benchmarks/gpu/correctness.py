@@ -4,11 +4,11 @@
 
 - `ceilings`: measure the peak rates of the device with bf16 products of 8192 × 8192 matrices and copies in its memory.
 - `products`: compare loss and gradients with fp64 on the CPU. The models are a small decoder in fp32 and bf16, and a
-  wider decoder with the heads, the attention and the compiled blocks of the timed rows.
-- `layouts`: compare five steps of one model with each option on one GPU: recomputation, compilation, loss in chunks,
-  offloading, smaller state and fp8.
+  wider decoder. Heads, attention and compiled blocks of the wider decoder are like those of the suite `8b`.
+- `layouts`: compare the losses of five steps with and without each option on one GPU: recomputation, compilation, loss
+  in chunks, offloading, smaller state and fp8.
 - `saves`: check that an asynchronous save during steps contains exactly the weights of its step. With `small`, use a
-  model for rehearsals instead of 1.2 billion parameters.
+  small model instead of 1.2 billion parameters.
 - `stops`: check that a stopped and resumed run has the same digest as an uninterrupted run, with fp32 weights.
 - `stops-compiled`: do the same as `stops` with bf16 and torch.compile.
 - `chain`: run the stages prepare, shard, train and evaluate with `python -m pipeline`.
@@ -112,7 +112,7 @@ def make_engine(*overrides: str, config_file: str = CONFIG_1B) -> tuple[Any, Any
 
     config = load_config(ROOT / config_file, [*ONE_GPU_OVERRIDES, *overrides, *COMMAND_LINE_OVERRIDES])
     groups.configure_determinism(config)
-    # This setting is per process. Each engine must have the kernels that it would have in its own process.
+    # This setting is per process, and the previous engine may have had another value.
     torch.use_deterministic_algorithms(config.train.deterministic)
     if "world" not in _shared_world:
         _shared_world["world"] = groups.join_process_group(read_rank_info(os.environ), config)
@@ -177,7 +177,9 @@ def check_products() -> dict[str, Any]:
 
 
 def check_layouts() -> dict[str, Any]:
-    """Compare the losses of five steps with each option. Return the losses and the relative errors.
+    """Compare the losses of five steps with each option to those without options.
+
+    Return the losses without options, and the largest relative error with each option.
 
     Raises WrongResultError if an error is larger than the tolerance, or if the loss does not decrease.
     """
@@ -293,8 +295,9 @@ def _stop_at(run_dir: Path, step: int) -> None:
 def check_saves(small: bool = False) -> dict[str, Any]:
     """Save after steps 2 and 4, with two more steps while each save is written, and check the second save.
 
-    The first save pins host memory, which waits for the device. Before the update of step 4, the device is kept busy
-    for a second. If the copy of the second save did not wait for this update, it would contain the old weights.
+    The first save pins host memory and thereby waits for the device. Therefore only the second save can copy tensors
+    too early. Before the update of step 4, the device is kept busy for a second. If the copy of the second save did not
+    wait for this update, it would contain the old weights.
 
     Raises WrongResultError if a saved tensor differs.
 

@@ -1,10 +1,10 @@
 """Download wheels for a GPU machine without network, at most 60 MB in total.
 
-    python -m benchmarks.gpu.pack wheels                                   here; git ignores the folder `wheels`
-    pip install --no-index --no-deps --target /tmp/site wheels/*.whl       there; then set PYTHONPATH=/tmp/site
+    python -m benchmarks.gpu.pack wheels                                 on this machine (git ignores `wheels`)
+    pip install --no-index --no-deps --target /tmp/site wheels/*.whl     on the GPU machine
 
-PACKAGES are the packages that a machine with PyTorch usually does not have. The GPU machine must have torch, numpy and
-h5py.
+On the GPU machine, set PYTHONPATH=/tmp/site. PACKAGES are the packages that a machine with PyTorch usually does not
+have. The GPU machine must have torch, numpy and h5py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ PACKAGES = (
     "einops==0.8.2",
 )  # fmt: skip
 PYTHON = "3.12"
+"""Python version of the GPU machine."""
 PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
 MAX_BYTES = 60_000_000
 

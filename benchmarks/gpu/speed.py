@@ -4,8 +4,8 @@
 
 `--flash`: disable cuDNN's attention, so that torch uses FlashAttention.
 
-It calls pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW), on one rank with 32,768
-random tokens per step. A step ends when its loss is read, which waits for the device.
+This module calls pipeline/train/engine.py as the trainer does (forward, backward, clipping, AdamW), on one rank with
+32,768 random tokens per step (on a CPU: four samples). A step ends when its loss is read, which waits for the device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TOKENS = 32_768
 WARM_UP = 3
 """Number of steps at the start that are not measured."""
 MIN_DURATION_S = 15.0
-"""Minimum duration of the measurement on a GPU. After compilation a GPU is cool, and for a while faster than later."""
+"""Minimum duration of the measurement on a GPU. After compilation, a GPU is cool, and for a while it runs faster."""
 MAX_STEPS = 64
-"""Number of measured steps after which the measurement ends before MIN_DURATION_S."""
+"""Maximum number of measured steps, even if they take less than MIN_DURATION_S. STEPS may be larger."""
 
 
 def time_steps(step: Any, steps: int) -> dict[str, Any]:
-    """Measure steps and return the result, with the device.
+    """Measure steps and return the result: times, losses, the device, and start and end of the measurement.
 
     Args:
         step: function that runs a step and returns its loss. Its argument is the number of the step, from 1.
@@ -106,7 +106,7 @@ def check_fits_gpu(config: Any, layout: Any, vocab: int, gpu_bytes: float) -> No
     memory = estimate_memory(config, layout, 0, vocab, rank_actions(layout)[0])
     required = memory.on_gpu(config) + reserved_gpu_bytes(layout)
     if required > gpu_bytes:
-        raise MemoryError(f"it takes {required / 2**30:.0f} GiB, and the GPU has {gpu_bytes / 2**30:.0f}")
+        raise MemoryError(f"a step takes {required / 2**30:.0f} GiB, and the GPU has {gpu_bytes / 2**30:.0f} GiB")
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Measure the same steps with torchtitan 0.2.2: its model, loss, optimizer, activation checkpointing and compilation.
+"""Measure training steps of torchtitan 0.2.2, for a comparison with the steps of Sluice (benchmarks/gpu/speed.py).
 
     python -m benchmarks.gpu.titan STEPS MICRO_BATCH none|selective|full [key=value …]     print one measurement as JSON
 
-This module combines the parts as torchtitan's trainer does on one GPU (torchtitan/train.py, `forward_backward_step` and
-`train_step`). The shapes are those of configs/lm-1b.yaml. Embeddings are not tied, because torchtitan's model does not
-support this. By torchtitan's default, weights and moments are fp32, and matrix products are bf16 (autocast).
+This module uses the model, loss, optimizer, activation checkpointing and compilation of torchtitan. It combines them as
+torchtitan's trainer does on one GPU (torchtitan/train.py, `forward_backward_step` and `train_step`). The shapes are
+those of configs/lm-1b.yaml. Embeddings are not tied, because torchtitan's model does not support this. By torchtitan's
+default, weights and moments are fp32, and matrix products are bf16 (autocast).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def import_torchtitan(name: str) -> Any:
 
 
 def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Measure torchtitan's steps in this process and return the result.
+    """Measure torchtitan's steps in this process. Return the result, as `time_steps` and `add_rates` return it.
 
     Args:
         micro: samples of a micro-batch.

@@ -1,4 +1,4 @@
-"""Measure the same steps with the real stages: prepare, shard and `python -m pipeline train`.
+"""Measure the steps of benchmarks/gpu/speed.py in a real run: prepare, shard and `python -m pipeline train`.
 
     python -m benchmarks.gpu.trainer_speed STEPS CONFIG [key=value …]     print one measurement as JSON
 
@@ -33,7 +33,11 @@ QUERY_GPU += "print(torch.cuda.mem_get_info()[1] if torch.cuda.is_available() el
 
 
 def write_text_and_tokenizer(folder: Path, vocab: int, tokens: int) -> list[str]:
-    """Write a text of `tokens` words and a tokenizer of `vocab` tokens; return the overrides that name both."""
+    """Write a text of at least `tokens` words, and a tokenizer of `vocab` tokens, in which each word is one token.
+
+    Returns:
+        Config overrides: the paths of the text and the tokenizer, and the directory of the run, `FOLDER/runs/trained`.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     end = "<|endoftext|>"
@@ -60,7 +64,7 @@ def write_text_and_tokenizer(folder: Path, vocab: int, tokens: int) -> list[str]
 def run_stage(
     name: str, config: str | Path, *overrides: str, limit_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run a stage in a process. Raises RuntimeError with the end of its output if the stage fails.
+    """Run a stage in a process. Raises RuntimeError with the end of the output if the stage fails.
 
     Args:
         name: name of the stage.
@@ -76,7 +80,7 @@ def run_stage(
 
 
 def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    """Run the train stage in a separate process, and return the result of its first steps."""
+    """Run the train stage in a separate process, and return the result of `steps` steps after WARM_UP steps."""
     from pipeline.config.read import load_config
     from pipeline.parallel.mesh import resolve_layout
 
@@ -119,7 +123,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
                     raise RuntimeError(f"only {len(lines)} steps completed\n{training.communicate()[0][-3000:]}")
                 start_time = start_time or (time.time() if len(lines) >= WARM_UP else 0.0)
                 time.sleep(0.2)
-            between = [start_time, time.time()]
+            measured_interval = [start_time, time.time()]
         finally:
             training.kill()
             training.wait(60)
@@ -128,7 +132,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
 
     result = {
         "device": device, "torch": torch.__version__,
-        "between": between, "step_s": counted, "median_s": statistics.median(counted),
+        "between": measured_interval, "step_s": counted, "median_s": statistics.median(counted),
         "spread": (max(counted) - min(counted)) / statistics.median(counted),
         "losses": [lines[0]["loss"], lines[step_count - 1]["loss"]],
         "data_wait_s": max(line["data_wait_s"] for line in lines[WARM_UP:step_count]),
