@@ -51,10 +51,12 @@ def train_rank(rank_info: RankInfo, run_path: Path, mode: str) -> tuple[float, f
     save = trainer.save
 
     def step_and_record(number, batch):  # type: ignore[no-untyped-def]
+        """Record the start time of a step, and run the step."""
         step_starts.append(time.perf_counter())
         return step(number, batch)
 
     def save_and_record(number: int) -> None:
+        """Save a checkpoint, and record the duration of the call. With the mode `none`, do nothing."""
         if mode == "none":
             return
         start = time.perf_counter()
@@ -70,6 +72,7 @@ def train_rank(rank_info: RankInfo, run_path: Path, mode: str) -> tuple[float, f
 
 
 def main() -> None:
+    """Measure the runs of all rounds, and write benchmarks/results/checkpoint.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=WARM_UP_STEPS + 24)
     parser.add_argument("--rounds", type=int, default=4)

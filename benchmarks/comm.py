@@ -45,6 +45,7 @@ ROUNDS = 11
 
 
 def main() -> None:
+    """Write the tables that the command line names; both tables if it names none."""
     arguments = sys.argv[1:]
     rank_counts = [int(argument) for argument in arguments if argument.isdigit()] or [2, 4]
     tables = {"hooks": write_hooks_table, "backends": write_backends_table}
@@ -188,12 +189,14 @@ def measure_rank(measures_hooks: bool) -> None:
     wait_for_all_ranks = CollectiveThread._wait_for_all_ranks
 
     def wait_and_record(thread: CollectiveThread, item: Any) -> None:
+        """Wait for all ranks, as the original method does, and record the wait and the transfer in `thread_s`."""
         finish = item.work.finish
         start = time.perf_counter()
         wait_for_all_ranks(thread, item)
         transfer_start = time.perf_counter()
 
         def finish_and_record(error: BaseException | None = None) -> None:
+            """Finish the collective, and record the time of its transfer."""
             thread_s["transfer"] += time.perf_counter() - transfer_start
             finish(error)
 
@@ -228,6 +231,7 @@ def measure_rank(measures_hooks: bool) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
         def step() -> None:
+            """Run one DDP step: forward, backward with all-reduces, update."""
             logits = ddp(tokens[:, :-1])
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()

@@ -199,6 +199,7 @@ def measure_plain_io(source: Path, scratch: Path, write: bool) -> tuple[float, f
 
 
 def main() -> None:
+    """Measure import and export, and write benchmarks/results/convert.md. With `--child`, run one of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))

@@ -86,6 +86,7 @@ class SampleDataset(Dataset[Pair]):
         self.tokens = tokens
 
     def __getitem__(self, i: int) -> Pair:
+        """Return the inputs and targets of sample `i`."""
         return convert_to_pair(self.tokens[i * LENGTH : i * LENGTH + LENGTH + 1])
 
 
@@ -93,6 +94,7 @@ class BatchDataset(SampleDataset):
     """A dataset with one index operation per batch, as DataLoader's `__getitems__` allows."""
 
     def __getitems__(self, indices: list[int]) -> Pair:
+        """Return the inputs and targets of a batch."""
         return convert_to_pair(self.tokens[np.array(indices)[:, None] * LENGTH + np.arange(LENGTH + 1)])
 
 
@@ -105,10 +107,12 @@ def make_loaders(entries: list[ShardEntry], flat_file: Path) -> dict[tuple[str, 
     batch_dataset = BatchDataset(tokens)
 
     def stack_samples(indices: np.ndarray) -> Pair:
+        """Read the samples with these indices one by one, and return them as a batch."""
         inputs, targets = zip(*(sample_dataset[i] for i in indices), strict=True)
         return torch.stack(inputs), torch.stack(targets)
 
     def read_with_sluice() -> Iterator[Pair]:
+        """Yield the batches of one epoch, as the trainer reads them."""
         sampler = GlobalOrderSampler(dataset, global_batch=BATCH, seed=1, num_replicas=1, rank=0)
         with BatchLoader(dataset, sampler, CPU) as reader:
             for batch in islice(reader, len(sampler)):
@@ -244,6 +248,7 @@ def measure_peers(python: str, folder: Path, flat_file: Path) -> dict[str, float
 
 
 def main() -> None:
+    """Check that all loaders return the same samples, measure them, and write benchmarks/results/loader.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--peers")

@@ -124,6 +124,7 @@ yields the batches of one shuffled epoch from this folder.
 
 
 def main() -> None:
+    """Write the samples in the format of a library (`make`), or print the CPU seconds of its loader (`read`)."""
     action, name, folder, flat_file = sys.argv[1:]
     torch.set_num_threads(1)
     write_samples, make_loader = PEERS[name]

@@ -52,6 +52,7 @@ def measure_cpu_seconds(command: list[str]) -> float:
 
 
 def main() -> None:
+    """Measure both kinds of processes in pairs, and write benchmarks/results/login.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=15)
     pairs = parser.parse_args().pairs

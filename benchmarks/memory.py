@@ -105,6 +105,7 @@ def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, 
 
 
 def main() -> None:
+    """Measure each ZeRO level on each number of ranks, and write benchmarks/results/memory.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     rows = []

@@ -69,8 +69,10 @@ def format_largest_differences(
 
 
 def main() -> None:
+    """Train all layouts and one run that changes its layout, and write benchmarks/results/parity.md."""
     rows = []
     for ranks, cases in CASES.items():
+        # Layouts with tensor parallelism train on fewer and larger micro-batches, as in test_parallel.py.
         train_sections = [FEW_BATCHES if "tensor" in case else {} for case in cases]
         configs = [
             tiny_config(ranks, parallel=case, train=train) for case, train in zip(cases, train_sections, strict=True)

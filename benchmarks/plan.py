@@ -192,6 +192,7 @@ def format_errors(errors: Sequence[float], errors_without: Sequence[float]) -> l
 
 
 def main() -> None:
+    """Print or write the table of errors by source, the largest errors and the rows that are not supported."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--fit", action="store_true")

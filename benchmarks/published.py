@@ -224,6 +224,7 @@ def parse_row(row: dict[str, str]) -> Row:
     pipeline, tensor, context = (int(_parse_number(row, key, 1)) for key in ("pp", "tp", "cp"))
     gpus = int(_parse_number(row, "gpus"))
     data = int(_parse_number(row, "dp_total", gpus / pipeline / tensor / context))
+    # Assume ZeRO 1 for runs in bf16 or fp8 that state no ZeRO level.
     zero = int(_parse_number(row, "zero_stage", 1 if row.get("precision") in ("fp8", "bf16") else 0))
     shard = int(_parse_number(row, "dp_shard_degree", data if zero else 1))
     if zero == 3 and context > 1 and shard == data * context:  # The row counts context-parallel ranks as shards.
@@ -234,7 +235,7 @@ def parse_row(row: dict[str, str]) -> Row:
     micro = int(_parse_number(row, "micro_batch", zero3_pipeline_batch if zero == 3 and pipeline > 1 else 1))
     default_batch = data * micro * (8 * pipeline if pipeline > 1 else 1)
     batch = int(_parse_number(row, "global_batch_seqs", default_batch))
-    batch = max(1, batch // (data * micro)) * data * micro
+    batch = max(1, batch // (data * micro)) * data * micro  # whole micro-batches on each data-parallel rank
     source = f"{row['source']} {row.get('id') or ''}"
     if "megatron" in source.lower() and _parse_number(row, "year", 2024) >= 2024:
         # Since 2024, Megatron uses Transformer Engine and overlaps communication, as NeMo does. With "mlperf", the

@@ -185,6 +185,7 @@ def write_restart_table(requeues: int) -> None:
 
 
 def main() -> None:
+    """Write benchmarks/results/agreement.md and benchmarks/results/restart.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--requeues", type=int, default=6)

@@ -236,6 +236,7 @@ def _format_spread(values: Sequence[float], unit: str) -> str:
 
 
 def main() -> None:
+    """Measure CPU shares, overhead and profiled steps, and write benchmarks/results/seeing.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60, help="duration of the measurement of the CPU shares")
     parser.add_argument("--turn", type=float, default=5, help="seconds of an interval with or without followers")

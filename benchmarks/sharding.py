@@ -299,6 +299,7 @@ def measure_many_files(folder: Path) -> list[list[str]]:
 
 
 def main() -> None:
+    """Measure everything and write benchmarks/results/sharding.md. With `--child`, do the work of a child process."""
     parser = argparse.ArgumentParser()
     for name, kind, default in (
         ("mb", int, 64), ("repetitions", int, 3), ("datatrove", str, None), ("memory-mb", int, 2048),

@@ -50,6 +50,7 @@ def make_row(name: str, submit_s: list[float], sbatch_s: list[float], target: st
 
 
 def main() -> None:
+    """Measure the rows in interleaved pairs, and write benchmarks/results/submit.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=15)
     pairs = parser.parse_args().pairs
@@ -72,6 +73,7 @@ def main() -> None:
             run_number = 0
 
             def make_submit_command() -> list[str]:
+                """Return the command that submits the chain of a new run."""
                 nonlocal run_number
                 run_number += 1
                 overrides = ["site.sbatch.hold=true", f"run.root={folder}", f"run.name=r{run_number}"]

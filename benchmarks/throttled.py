@@ -138,6 +138,7 @@ def measure_training(
 
 
 def main() -> None:
+    """Measure a run without and a run with copies on the local disk, and write benchmarks/results/throttled.md."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=8, help="MB/s")

@@ -30,6 +30,7 @@ WARM_UP_STEPS = 5
 
 
 def main() -> None:
+    """Compare the trainer with the bare loop. With `--child`, train one rank of a measured run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=4)
@@ -37,7 +38,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path)
     arguments = parser.parse_args()
     if arguments.child:
-        (train_with_sluice if arguments.child == "sluice" else train_bare)(arguments.run, arguments.steps)
+        train = train_with_sluice if arguments.child == "sluice" else train_bare
+        train(arguments.run, arguments.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
         compare(Path(folder), arguments.steps, arguments.pairs)
@@ -159,9 +161,10 @@ def train_with_sluice(run_dir: Path, steps: int) -> None:
         step = Trainer.step
 
         def step_and_record(self: Trainer, *arguments: Any) -> Any:
-            record = step(self, *arguments)
+            """Run a step, and record the CPU time of the process after the step."""
+            result = step(self, *arguments)
             cpu_times.append(time.process_time())
-            return record
+            return result
 
         Trainer.step = step_and_record  # type: ignore
         return load(name)

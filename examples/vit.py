@@ -31,7 +31,7 @@ class Patches(nn.Module):
         super().__init__()
         self.patch = patch
         self.proj = nn.Linear(channels * patch * patch, width)
-        self.place = nn.Parameter(torch.empty((size // patch) ** 2, width))
+        self.place = nn.Parameter(torch.empty((size // patch) ** 2, width))  # the positions of the patches
 
     def forward(self, images: Tensor) -> Tensor:
         """Divide the images into patches, flatten and project them, and add the positions."""
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.head = width // heads
+        self.head_width = width // heads
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
@@ -60,7 +60,7 @@ class Block(nn.Module):
         The number of heads follows from the shape, because each tensor-parallel rank has only a part of the heads.
         """
         y = self.norm1(x)
-        q, k, v = (layer(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         x = x + self.dropout(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
         hidden: Tensor = self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
         return x + hidden

@@ -61,6 +61,7 @@ def rows_8b(steps: int, model: tuple[str, ...]) -> Iterator[Row]:
     """
 
     def make_row(name: str, *overrides: str) -> Row:
+        """Return a row that measures the config of 8.03 billion parameters with `overrides`."""
         return Row(name, "speed", (str(steps), CONFIG_8B, *model, *overrides))
 
     first = make_row("weights fp32, moments bf16, selective")
@@ -194,6 +195,7 @@ def sample_gpu(samples: list[tuple[float, list[str]]]) -> Iterator[None]:
     stop = threading.Event()
 
     def sample_until_stopped() -> None:
+        """Append a sample every half second. Return at the end of the block, or if `nvidia-smi` does not work."""
         while not stop.wait(0.5):
             try:
                 output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
@@ -310,6 +312,7 @@ def write_gpu_table(folder: Path) -> None:
 
 
 def main() -> None:
+    """Run a suite or write the table. The exit code is 0 if all rows of the suite have good results."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu")
     parser.add_argument("suite", choices=["correct", "8b", "1b", "table"])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")

@@ -155,19 +155,19 @@ def check_products() -> dict[str, Any]:
         loss = engine.backward(batch, 1).item()
         vocab = config.data.tokenizer.vocab_size
         length = config.data.sequence_length
-        exact = Decoder(config.model, vocab, length, range(config.model.layers)).double()
+        fp64_model = Decoder(config.model, vocab, length, range(config.model.layers)).double()
         weights = {key: value.detach().cpu().double() for key, value in engine.task.named_weights(engine.parts[0])}
-        exact.load_state_dict(weights, strict=False)
+        fp64_model.load_state_dict(weights, strict=False)
         tokens_BT1 = batch["tokens"].cpu()
-        outputs = exact(tokens_BT1[:, :-1])
-        total = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), tokens_BT1[:, 1:].flatten(), reduction="mean")
-        total.backward()
-        expected = {key: value.grad for key, value in exact.named_parameters() if value.grad is not None}
+        outputs = fp64_model(tokens_BT1[:, :-1])
+        fp64_loss = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), tokens_BT1[:, 1:].flatten())
+        fp64_loss.backward()
+        fp64_gradients = {key: value.grad for key, value in fp64_model.named_parameters() if value.grad is not None}
         gradient_error = find_largest(
-            float((value.grad.cpu().double() - expected[key]).norm() / expected[key].norm())
+            float((value.grad.cpu().double() - fp64_gradients[key]).norm() / fp64_gradients[key].norm())
             for key, value in engine.task.named_weights(engine.parts[0])
         )
-        loss_error = relative_difference(loss, total.item())
+        loss_error = relative_difference(loss, fp64_loss.item())
         result |= {f"{name}_loss_off": loss_error, f"{name}_worst_gradient_off": gradient_error}
         check_result(
             loss_error < tolerance and gradient_error < tolerance,

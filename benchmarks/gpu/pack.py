@@ -29,6 +29,7 @@ MAX_BYTES = 60_000_000
 
 
 def main() -> None:
+    """Download the wheels of PACKAGES to a folder. Exits with an error if they are larger than MAX_BYTES."""
     folder = Path(sys.argv[1])
     for package in PACKAGES:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",

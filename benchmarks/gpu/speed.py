@@ -136,6 +136,7 @@ def measure(config_file: str, overrides: list[str], steps: int) -> dict[str, Any
     tokens_BT1 = tokens_BT1.to(world.device)
 
     def step(number: int) -> float:
+        """Run a training step and return its loss."""
         loss = engine.backward({"tokens": tokens_BT1}, number)
         norm = engine.clip_gradients(config.optimizer.clip_norm)
         values: list[float] = torch.stack([loss, norm.double()]).tolist()

@@ -90,6 +90,7 @@ def measure(micro: int, recompute: str, overrides: list[str], steps: int) -> dic
     tokens_BT1 = torch.randint(0, vocab, (batch, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
 
     def step(_: int) -> float:
+        """Run a training step and return its loss. The number of the step is not used."""
         optimizers.zero_grad()
         total = torch.zeros((), device=device)
         for micro_batch_BT1 in tokens_BT1.split(micro):
