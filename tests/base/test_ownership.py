@@ -48,7 +48,7 @@ AS_NOBODY = [
 def run_with_detector(tmp_path: Path) -> Run:
     """Return a run with a checkpoint. The run's code creates the file `executed` when any part of it is executed."""
     run = Run.create(load_config(write_config(tmp_path), ["run.sharing=all"]))
-    run_ranks(1, save_on_rank, run.checkpoints_dir, False)
+    run_ranks(1, save_on_rank, run.checkpoints_dir, False)  # False: not in the background
     for entry in ("pipeline/__init__.py", "slurm/__init__.py", "submit.py"):
         (run.code_dir / entry).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     return run

@@ -53,7 +53,7 @@ from tests.support.user_mistakes import (
 
 
 class FakeRunner:
-    """A replacement for `local_runner`, which runs a stage as one forked rank."""
+    """A replacement for `local_runner.run_stage_locally`. It runs a stage as one forked rank."""
 
     runs_stages = False
     """If False, stages are not run and count as done."""
@@ -62,7 +62,7 @@ class FakeRunner:
 
     @classmethod
     def run_stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
-        """Run a stage. Replaces `local_runner.run_stage_locally`."""
+        """Run a stage unless it is done, report its end, and return the exit code."""
         cls.was_called = True
         if not cls.runs_stages or stages.load_stage_module(stage).describe_missing_outputs(run) is None:
             return ExitCode.DONE

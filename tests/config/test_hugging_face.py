@@ -414,8 +414,8 @@ def test_a_tokenizer_file_that_is_a_link_out_of_the_folder_or_a_pipe_is_rejected
 def test_a_file_that_is_replaced_after_the_check_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a link replaces the file after it was opened, the opened file is read.
 
-    The file is checked after it was opened. A check before, here a `realpath` that never leaves the folder, must not
-    count.
+    A check by path is not enough. The test replaces `realpath`, so that it reports the folder for each path in it. The
+    link must be rejected nevertheless, because the opened file is outside of the folder.
     """
     (tmp_path / "secret").write_text('{"model_type": "secret"}')
     folder = write_model_folder(tmp_path / "open")

@@ -129,15 +129,17 @@ def test_every_exit_code_has_a_budget() -> None:
 
 
 def test_the_reason_against_a_retry_names_the_missing_progress() -> None:
-    assert explain_no_retry(StageState(), ExitCode.STORAGE, True, RecoveryConfig()) == "", (
-        "no reason must be given, because only a user can repair the storage"
+    """`explain_no_retry` returns None if the stage is retried, and "" if the budget of the cause is 0."""
+    limits = RecoveryConfig()
+    assert explain_no_retry(StageState(), ExitCode.STORAGE, has_progress=True, limits=limits) == "", (
+        "the stage must not be retried, because only a user can repair the storage"
     )
-    assert explain_no_retry(StageState(), ExitCode.PREEMPTED, False, RecoveryConfig()) is None
+    assert explain_no_retry(StageState(), ExitCode.PREEMPTED, has_progress=False, limits=limits) is None
     state = read_stage_state([make_event("started")])
-    reason = explain_no_retry(state, ExitCode.TIME_LIMIT, False, RecoveryConfig()) or ""
+    reason = explain_no_retry(state, ExitCode.TIME_LIMIT, has_progress=False, limits=limits) or ""
     assert "no new checkpoint" in reason and "stages.train.time" in reason
     state = read_stage_state([make_event("started", "publish")])
-    reason = explain_no_retry(state, ExitCode.CRASHED, False, RecoveryConfig()) or ""
+    reason = explain_no_retry(state, ExitCode.CRASHED, has_progress=False, limits=limits) or ""
     assert "nothing new" in reason and "checkpoint" not in reason
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,11 @@ def test_the_states_of_very_many_jobs_are_found(tmp_path: Path, monkeypatch: pyt
     squeue is therefore called without IDs and prints all jobs. sacct is called several times.
     """
     ids = [str(10_000_000 + number) for number in range(14_600)]
-    jobs = [RecordedJob(job_id, ("sluice /r",), "here", 1000, "r-train", 1.0) for job_id in ids]
+    submit_time = "2026-11-22T11:51:43"
+    timestamp = datetime.fromisoformat(submit_time).timestamp()
+    jobs = [RecordedJob(job_id, ("sluice /r",), "here", 1000, "r-train", timestamp) for job_id in ids]
     state = "RUNNING" if command == "squeue" else "COMPLETED"
-    row = f"|{state}|None|n1|here|1000|1970-01-01T00:00:01|r-train|sluice /r"
-    if command == "sacct":
-        monkeypatch.setenv("TZ", "UTC")
-        monkeypatch.setattr(slurm_commands, "parse_slurm_time", lambda text: 1.0)
+    row = f"|{state}|None|n1|here|1000|{submit_time}|r-train|sluice /r"
     # squeue also prints a job that is not queried, job 7
     print_all = f"for job in [*range({ids[0]}, {ids[-1]} + 1), 7]:\n    print(f'{{job}}{row}')\n"
     print_queried = f"for job in sys.argv[sys.argv.index('-j') + 1].split(','):\n    print(f'{{job}}{row}')\n"

@@ -198,9 +198,9 @@ def test_all_commands_of_a_query_share_one_time_limit(fake_commands: Path, monke
 def test_a_cluster_that_does_not_respond_is_not_replaced_by_this_machine(
     fake_commands: Path, ping_output: str | None, is_responding: bool | None
 ) -> None:
-    """`is_responding` None: expect an error, because a silent controller is not a reason to run on this machine.
+    """If the controller does not respond, expect an error, because the stages must not run on this machine instead.
 
-    `ping_output` is the output of `scontrol ping`; None: the command hangs.
+    `ping_output` is the output of `scontrol ping`; None: the command hangs. `is_responding` None: expect the error.
     """
     if ping_output is not None:
         set_output(fake_commands, "scontrol", ping_output, int(not is_responding))

@@ -249,9 +249,9 @@ def test_running_work_is_listed_by_lock_or_by_job(tmp_path: Path, run: Run, queu
 
 
 def test_resume_checks_its_change_against_the_config_that_a_concurrent_resume_wrote(tmp_path: Path) -> None:
-    """While this process has the lock of the run and sets train.steps to 50, a `resume` wants to set it to 40.
+    """While this process has the lock of the run and sets train.steps to 50, a process `resume` tries to set 40.
 
-    The `resume` has read a config with 30 steps. It must compare 40 with 50 and fail, because steps must not decrease.
+    That process has read a config with 30 steps. It must compare 40 with 50 and fail, because steps must not decrease.
     """
     run = Run.create(load_config(write_config(tmp_path)))
     (run.checkpoints_dir / "step-00000007").mkdir()  # without a checkpoint, `resume` may reduce train.steps

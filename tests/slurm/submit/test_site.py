@@ -297,7 +297,10 @@ def test_a_dry_run_shows_the_script_of_the_successor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("time", "training_time"), [("00:03:00", "20 s"), ("00:01:00", "0 s"), ("00:04:00", None)])
 def test_a_dry_run_reports_a_time_limit_that_is_too_short(tmp_path: Path, time: str, training_time: str | None) -> None:
-    """The message names the time until the signal of Slurm, 90 s before the time limit or up to 70 s earlier."""
+    """The message names the time that remains for the start and the training before the signal of Slurm.
+
+    Slurm sends the signal 90 s before the time limit, or up to 70 s earlier.
+    """
     output = io.StringIO()
     print_plan(make_config(tmp_path, f"stages.train.time='{time}'"), "slurm", PlainConsole(file=output, width=200))
     reported = re.findall(rf"^problem +stages.train.time: {time} .* 90 s .* (\d+ s)", output.getvalue(), re.M)

@@ -93,7 +93,7 @@ def read_status(run: Run) -> str:
 def kill_at_sbatch_call(call_number: int, *, is_accepted: bool) -> Iterator[None]:
     """Interrupt the block, as SIGKILL would, at call number `call_number` of sbatch.
 
-    If `is_accepted`, Slurm accepts the job of this call before.
+    If `is_accepted`, Slurm accepts the job of this call before the interruption.
     """
     call_sbatch = sbatch._call_sbatch
     call_count = 0

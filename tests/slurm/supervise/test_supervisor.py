@@ -451,7 +451,7 @@ RUNNING_JOB = JobInfo("RUNNING", restarts=0, is_preempted=False, time_left_s=Non
         (36000.0, 30000.0, "requeued", ""), (36000.0, math.inf, "failed", "for 357"),
     ],
 )  # fmt: skip
-def test_silent_controller_is_queried_for_an_hour_or_until_the_time_limit(
+def test_controller_that_does_not_respond_is_queried_for_an_hour_or_until_the_time_limit(
     run: Run, monkeypatch: pytest.MonkeyPatch, time_left_s: float | None, recovery_time: float, event_name: str,
     message: str,
 ) -> None:  # fmt: skip
