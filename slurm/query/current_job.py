@@ -42,6 +42,9 @@ CAUSE_BY_STATE = {
 """Cause of a stop, by the final state of the job in accounting."""
 UNUSABLE_NODE_STATES = ("down", "drain", "fail", "maint", "unknown", "error", "future", "power")
 """Prefixes of the states of nodes on which no job can start (sinfo(1), NODE STATE CODES)."""
+_REQUEUE_TIMEOUT_S = 4.0
+"""How long to repeat a failing command while this process requeues its job. Slurm kills this process after KillWait (30
+seconds by default)."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,11 @@ def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
         Whether Slurm requeued the job. False also if Slurm does not respond.
     """
     if run_slurm_command("scontrol", "requeue", job_id) is None:
-        info = read_job_info(job_id, timeout_s=4.0)
+        info = read_job_info(job_id, timeout_s=_REQUEUE_TIMEOUT_S)
         if info is None or info.restarts <= restarts:
             return False
     if exclude is not None:
-        deadline = time.monotonic() + 4
+        deadline = time.monotonic() + _REQUEUE_TIMEOUT_S
         update = ("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={exclude}")
         while run_slurm_command(*update) is None and time.monotonic() <= deadline:
             time.sleep(0.2)
@@ -209,7 +212,8 @@ def select_bad_nodes(
 ) -> list[str]:
     """Return the bad nodes to exclude, the last recorded first.
 
-    These are nodes that were recorded in the last `recovery.exclude_hours`, at most `recovery.exclude_at_most`.
+    These are nodes that were recorded in the last `recovery.exclude_hours` hours. At most `recovery.exclude_at_most`
+    nodes are returned.
 
     Args:
         runs: the runs with the records of bad nodes. The config of the first run is used.

@@ -289,6 +289,7 @@ def determine_state(
     recorded = read_stage_state(events)
     slurm_state = "" if job is None or job.state == UNKNOWN else job.state
     name = f"job {job.job_id}" if job else ""
+    # while its lock is held, a stage with valid outputs is not done until its supervisor has written the event `done`
     if missing is None and (not is_locked or recorded.is_done):
         return StateSummary("done", "", False)
     if job is not None and job.is_unsatisfiable:
