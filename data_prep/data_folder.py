@@ -9,8 +9,9 @@ A manifest is written after the files that it describes. After a crash there may
 manifest without its files. Each manifest has a checksum and a key. The key is the hash of the inputs, the config and
 the code of this package. If the key differs, the file counts as missing.
 
-The inputs are needed only until all shards exist. Login nodes also check which files are missing, so this package
-imports h5py, numpy and tokenizers only inside the functions that use them.
+The inputs are needed only until all shards exist. Commands on login nodes also check which files are missing, and must
+start fast. The modules of data folders therefore import h5py, numpy and tokenizers, and modules that need these
+packages, only inside functions.
 """
 
 from __future__ import annotations

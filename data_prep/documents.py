@@ -700,10 +700,10 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
                 _check_end_of_file(reader)
                 return
             if separator != ",":
-                event = f"{separator!r} follows" if separator else "it ends after"
+                finding = f"{separator!r} follows" if separator else "it ends after"
                 raise UserError(
                     "data.damaged_file",
-                    f"cannot read {path}: {event} value {value_number:,} of the array instead of ',' or ']': repair "
+                    f"cannot read {path}: {finding} value {value_number:,} of the array instead of ',' or ']': repair "
                     "the file",
                 )
     if is_array:

@@ -109,6 +109,7 @@ def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: 
         raise UserError("data.damaged_file", f"{map_file} cannot be read: {error}") from None
     settings = settings if isinstance(settings, dict) else {}
     mapping = mapping if isinstance(mapping, dict) else {}
+    # If a token is null in special_tokens_map.json, its value in tokenizer_config.json is used.
     defined_tokens = {**read_special_tokens(settings), **read_special_tokens(settings, mapping)}
     tokens = {name: defined_tokens[name] for name in used_names if name in defined_tokens}
     if "eos_token" in used_names:

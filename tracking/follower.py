@@ -65,7 +65,9 @@ class Follower:
         self._tracker: Tracker | None = None
 
     def wait_for_lock(self, flag: StopFlag, once: bool) -> bool:
-        """Wait until no other follower serves this tracker of this run.
+        """Wait until no other follower serves this tracker of this run, and take the lock.
+
+        The lock is held until this process ends.
 
         Args:
             flag: set when this process receives a signal.
