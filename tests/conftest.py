@@ -35,7 +35,9 @@ settings.load_profile("sluice")
 def uses_cluster(item: pytest.Item) -> bool:
     """Return True if a test needs a fixture of tests.cluster.fixture, directly or through other fixtures."""
     definitions_by_name = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-    modules = {definitions[-1].func.__module__ for definitions in definitions_by_name.values()}  # the last one is used
+    modules = {
+        definitions[-1].func.__module__ for definitions in definitions_by_name.values()
+    }  # pytest uses the last one
     return "tests.cluster.fixture" in modules
 
 

@@ -193,7 +193,6 @@ def train_with_chunked_loss(chunk: str) -> None:
     world = join_on_gpu1()
     device = world.device
     engine = Engine(config, resolve_layout(config, 1, 1, LARGE_VOCAB), world, DecoderTask(config, LARGE_VOCAB))
-    engine.state_dict()
     for step, batch in enumerate(make_batches(config)[:3].to(device), 1):
         write_note("step")
         engine.backward({"tokens": batch}, step)

@@ -1,6 +1,7 @@
 """Tests of the `transform` of a custom model.
 
-Its random numbers depend only on the seed and on the position of the sample in the order of all samples.
+The random numbers that a transform receives depend only on the seed and on the position of the sample in the order of
+all samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of gradient hooks and local SGD.
 
-Their results are compared with those of a simple implementation in one process. Other tests check that their state
-is kept when a run is stopped or its number of replicas changes.
+Results are compared with those of a simple implementation in one process. Other tests check that a run keeps the state
+of its hook or of local SGD when it is stopped or when its number of replicas changes.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def make_exchanges(machine: Machine, between_nodes: bool) -> list[Exchange]:
     """
     exchanges = []
     for ranks in (2, 4, 8):
-        group = CommGroup(ranks, 1 if between_nodes else ranks)
+        group = CommGroup(ranks, ranks_per_node=1 if between_nodes else ranks)
         for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
             for kind, seconds in (
                 ("all_reduce", predict.all_reduce_time(size, group, machine)),

@@ -1,6 +1,6 @@
 """Tests of predictions with `optimizer.freeze`.
 
-They are compared with the FLOPs and gradients that torch counts in real forward and backward passes.
+The predictions are compared with the FLOPs and gradients that torch counts in real forward and backward passes.
 """
 
 from __future__ import annotations

@@ -130,11 +130,13 @@ def test_youngs_and_dalys_intervals_are_close_to_the_best_one(mttf_s: float, sav
 
 
 def test_without_failures_only_saves_reduce_the_ratio() -> None:
-    assert effective_ratio(JobConditions(0, restart_s=300, wait_s=0, save_s=60, blocked_s=5), 95) == pytest.approx(0.95)
+    assert effective_ratio(
+        JobConditions(failure_rate=0, restart_s=300, wait_s=0, save_s=60, blocked_s=5), 95
+    ) == pytest.approx(0.95)
     # with saves of 200 s and an interval of 95 s, each save waits until the previous one has finished
-    assert effective_ratio(JobConditions(0, restart_s=300, wait_s=0, save_s=200, blocked_s=5), 95) == pytest.approx(
-        95 / 200
-    )
+    assert effective_ratio(
+        JobConditions(failure_rate=0, restart_s=300, wait_s=0, save_s=200, blocked_s=5), 95
+    ) == pytest.approx(95 / 200)
 
 
 def test_the_confidence_bounds_of_a_count_are_close_to_the_exact_ones() -> None:
@@ -178,27 +180,28 @@ def test_the_simulation_agrees_with_the_closed_form(
 
 
 def test_the_parts_of_a_simulated_run_add_up_to_its_duration() -> None:
-    conditions = make_conditions(5000, 60, 10, 300, wait_s=30)
+    conditions = make_conditions(mttf_s=5000, save_s=60, blocked_s=10, restart_s=300, wait_s=30)
     work_s = 2e6
+    interval_s = 400
     pool = NodePool(spares=1, repair_s=20_000, together=0.2, nodes_together=3)
-    simulated = simulate_run(conditions, 400, work_s, pool, seed=7)
+    simulated = simulate_run(conditions, interval_s, work_s, pool, seed=7)
     waits_s = 30 * simulated.failures
     remaining_s = simulated.seconds - work_s - simulated.lost_s - simulated.no_node_s - waits_s
-    saves_s = 10 * work_s / 400
+    saves_s = 10 * work_s / interval_s
     starts_s = 300 * (simulated.failures + 1)
     assert simulated.no_node_s > 0 and simulated.failures > 300
     assert remaining_s == pytest.approx(saves_s + starts_s, rel=0.1)
 
 
 def test_a_simulation_depends_only_on_its_seed() -> None:
-    conditions = make_conditions(5000, 60, 10, 300, wait_s=30)
+    conditions = make_conditions(mttf_s=5000, save_s=60, blocked_s=10, restart_s=300, wait_s=30)
     results = [simulate_run(conditions, 400, 2e6, NodePool(), seed) for seed in (7, 7, 8)]
     assert results[0] == results[1] and results[1] != results[2]
 
 
 def test_waiting_depends_on_spares_as_queueing_theory_predicts() -> None:
     """With enough spares, the number of nodes in repair is Poisson-distributed (Palm's theorem for M/G/∞ queues)."""
-    conditions = make_conditions(3600, 30, 2, 120)
+    conditions = make_conditions(mttf_s=3600, save_s=30, blocked_s=2, restart_s=120)
     mean_in_repair = 24.0  # there are 24 failures per day, and a repair takes a day
 
     def compute_waiting_ratio(spares: int, **fields: float) -> float:

@@ -46,7 +46,7 @@ def test_greedy_decoding_equals_transformers_and_stops_at_an_end_token(tmp_path:
     write_json(tmp_path / "generation_config.json", {})
     write_json(tmp_path / "config.json", hf_model.config.to_dict() | {"eos_token_id": None})
     model, tokenizer, end_ids, ids = _load_folder(tmp_path, PROMPT, None, 40)
-    assert len(ids) > 3 and end_ids == [None]
+    assert len(ids) > 3 and end_ids == [None]  # `eos_token_id` in config.json is null
     forward_lengths: list[int] = []
     model.model.register_forward_pre_hook(lambda _, inputs: forward_lengths.append(inputs[0].shape[1]))
     new_ids = generate_tokens(model, ids, 40, end_ids, lambda logits: int(logits.argmax()))

@@ -1,6 +1,6 @@
 """Tests of the publish stage.
 
-It writes one complete version or none, even if a rule fails or the stage is killed at any moment.
+The stage writes one complete version or none, even if a rule fails or the stage is killed at any moment.
 """
 
 from __future__ import annotations

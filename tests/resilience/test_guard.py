@@ -167,7 +167,7 @@ def test_loss_far_above_the_last_hundred_losses_is_bad(losses: list[float], devi
     deviation = statistics.pstdev(losses[-100:])
     if abs(deviations - 5) < 1e-6 or deviation < 1e-6:  # too close to the limit for rounding errors
         return
-    reason = guard.check_step(len(losses) + 1, mean + deviations * deviation, 1.0)
+    reason = guard.check_step(len(losses) + 1, mean + deviations * deviation, grad_norm=1.0)
     assert (reason is not None) == (deviations > 5)
     assert reason is None or f"{deviations:.1f} deviations above" in reason
     assert bool(guard.consecutive_bad_steps) == (deviations > 5)
@@ -179,7 +179,7 @@ def test_loss_spikes_are_detected_only_after_20_losses() -> None:
     run = SimpleNamespace(config=config)
     metrics = [{"step": step, "loss": 1.0 + step / 100} for step in range(1, 20)]
     guard = BadStepGuard(run, decisions=[], metrics=metrics, writes_decisions=False)  # type: ignore[arg-type]
-    assert guard.check_step(20, 1000.0, 1.0) is None
+    assert guard.check_step(20, loss=1000.0, grad_norm=1.0) is None
 
 
 def test_fp16_steps_are_bad_if_gradients_are_nan_at_loss_scale_1(tmp_path: Path, data: Path) -> None:

@@ -34,6 +34,7 @@ def test_resume_notes_an_increase_of_the_learning_rate(tmp_path: Path, schedule:
         return
     (note,) = list_resume_notes(run)
     lr = compute_learning_rate(run.config.optimizer, 31, 60)
+    # in step 30, the learning rate was 0.1 (`min_lr_ratio`) times 0.01
     assert all(text in note for text in ("0.001", "step 30", f"{lr:.3g}", "60")), note
     assert lr > 0.005
 
