@@ -256,7 +256,10 @@ def young_interval_s(job: JobConditions) -> float:
 
 
 def daly_interval_s(job: JobConditions) -> float:
-    """Return the best interval by Daly's series (2006, equation 37) in seconds of work, for synchronous saves."""
+    """Return the best interval by Daly's series (2006, equation 37) in seconds of work, for synchronous saves.
+
+    If a save takes at least twice the mean time between failures, the result is this mean time.
+    """
     ratio = job.blocked_s * job.failure_rate / 2  # duration of a save, divided by twice the mean time between failures
     if ratio >= 1:
         return 1 / job.failure_rate
@@ -513,7 +516,10 @@ def _count_nodes(attempt: AttemptTimes, ranks_per_node: int) -> int:
 def collect_goodput_figures(
     config: Config, measured: Mapping[str, GoodputFigure], assumptions: GoodputAssumptions
 ) -> dict[str, GoodputFigure]:
-    """Return all known inputs by the keys of `GoodputAssumptions`. Assumptions replace measured figures."""
+    """Return all known inputs by the keys of `GoodputAssumptions`. Assumptions replace measured figures.
+
+    Missing inputs are computed from the others or have default values. Only the length of the run may remain unknown.
+    """
     figures = {key: GoodputFigure(*figure) for key, figure in _DEFAULT_FIGURES.items()} | dict(measured)
     for key in (*_DESCRIPTIONS, "step_s"):
         if (value := getattr(assumptions, key)) is not None:

@@ -42,7 +42,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
         mode: value of `data.verify`. With `sizes`, no hashes are compared. With `cached`, a file with a correct hash is
             not hashed again while its size, modification time and inode stay the same.
 
-    Raises InputError with the file on all ranks if a file is damaged.
+    Raises InputError with the file on all ranks if a file is damaged or has other arrays than its entry.
     """
     rank = dist.get_rank(group)
     world_size = dist.get_world_size(group)

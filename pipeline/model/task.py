@@ -479,7 +479,10 @@ class CustomModelTask(Task):
         return tuple(batch[name] for name in self.user_model.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the summed loss: an fp32 scalar. Raises UserError if it is not a sum over independent samples."""
+        """Return the summed loss: an fp32 scalar.
+
+        Raises UserError if the user's loss is not a scalar tensor, or not a sum over independent samples.
+        """
         try:
             loss: Tensor = self.user_module.loss(outputs, batch)
         except Exception as error:
