@@ -62,7 +62,7 @@ class FakeRunner:
 
     @classmethod
     def run_stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
-        """Run a stage unless it is done, report its end, and return the exit code."""
+        """Run a stage if `runs_stages` is True and the stage is not done. Return the exit code."""
         cls.was_called = True
         if not cls.runs_stages or stages.load_stage_module(stage).describe_missing_outputs(run) is None:
             return ExitCode.DONE
