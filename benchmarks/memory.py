@@ -78,7 +78,7 @@ def measure_rank_memory(rank_info: RankInfo, config: Config) -> tuple[int, int, 
     fsdp_parameters = [parameter for group in parameter_groups if group is not None for parameter in group.fsdp_params]
 
     def record_phase(phase: str) -> None:
-        """Record the bytes of gradients and gathered weights. The engine calls this at the start of each phase."""
+        """Record the bytes of gradients and gathered weights. The engine calls this function before each phase."""
         # Without ZeRO, there are no FSDP parameters, and the gradients are those of the model's parameters.
         gradients = 0 if fsdp_parameters else sum(count_local_bytes(p.grad) for p in engine.model.parameters())
         gathered = 0

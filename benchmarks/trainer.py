@@ -38,8 +38,10 @@ def main() -> None:
     parser.add_argument("--run", type=Path)
     arguments = parser.parse_args()
     if arguments.child:
-        train = train_with_sluice if arguments.child == "sluice" else train_bare
-        train(arguments.run, arguments.steps)
+        if arguments.child == "sluice":
+            train_with_sluice(arguments.run)
+        else:
+            train_bare(arguments.run, arguments.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
         compare(Path(folder), arguments.steps, arguments.pairs)
@@ -145,7 +147,7 @@ def print_result(cpu_times: list[float], start_time: float) -> None:
     print(json.dumps({"start": cpu_times[0], "step": step_s, "wall": time.time() - start_time}), flush=True)
 
 
-def train_with_sluice(run_dir: Path, steps: int) -> None:
+def train_with_sluice(run_dir: Path) -> None:
     """Run the train stage on this rank with the entry point `python -m pipeline`, and print the result of the rank."""
     start_time = time.time()
     from pipeline import __main__ as entry_point

@@ -24,7 +24,6 @@ from benchmarks.table import write_table
 CONFIG_8B = "configs/lm-8b-1gpu.yaml"
 CONFIG_1B = "configs/lm-1b.yaml"
 BF16 = "optimizer.state={master: none, moments: bf16}"
-FP32 = "optimizer.state={master: fp32, moments: fp32}"
 ACTIVATION_CHECKPOINTING = "parallel.activation_checkpointing"
 MIN_ROW_S = 25.0
 """If less time remains, no further row is started."""
