@@ -518,7 +518,7 @@ def collect_goodput_figures(
 ) -> dict[str, GoodputFigure]:
     """Return all known inputs by the keys of `GoodputAssumptions`. Assumptions replace measured figures.
 
-    Missing inputs are computed from the others or have default values. Only the length of the run may remain unknown.
+    Missing inputs are computed from the others or have defaults. Only `step_s` and `gpu_hours` may remain unknown.
     """
     figures = {key: GoodputFigure(*figure) for key, figure in _DEFAULT_FIGURES.items()} | dict(measured)
     for key in (*_DESCRIPTIONS, "step_s"):
