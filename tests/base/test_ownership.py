@@ -84,6 +84,7 @@ def change_owner_of_run(run: Run, uid: int) -> None:
         change_owner(path, uid)
 
 
+@pytest.mark.story
 def test_run_of_another_user_is_not_executed_even_by_root(tmp_path: Path, run_with_detector: Run) -> None:
     change_owner_of_run(run_with_detector, NOBODY)
     events_before = run_with_detector.events_file.read_bytes()

@@ -150,6 +150,7 @@ def test_each_input_file_is_checked(folder: Path) -> None:
     assert f"{folder}/images-b.h5" in message and f"{folder}/images-a.h5" in message and "int64 (2,)" in message
 
 
+@pytest.mark.story
 def test_each_model_of_a_sweep_is_built(folder: Path) -> None:
     """The width "wide" of the second point makes `build` fail, or return None."""
     (folder / "image_model.yaml").write_text(CUSTOM_CONFIG)

@@ -239,7 +239,7 @@ def find_problem(undamaged_run: Path, expected_results: dict[int, Any], folder: 
 LONG_CASES = [pytest.param(range(first, first + 100), marks=pytest.mark.long) for first in range(10, 510, 100)]
 
 
-@pytest.mark.parametrize("cases", [range(10), *LONG_CASES], ids=str)
+@pytest.mark.parametrize("cases", [pytest.param(range(10), marks=pytest.mark.story), *LONG_CASES], ids=str)
 def test_damaged_run_has_the_same_results_or_is_rejected(
     undamaged_run: Path, expected_results: dict[int, Any], tmp_path: Path, cases: range
 ) -> None:

@@ -38,6 +38,7 @@ def test_operations_with_the_mpi_of_the_system_have_correct_results() -> None:
     assert completed.returncode == 0 and completed.stdout.count("all checks passed") == 2, completed.stdout
 
 
+@pytest.mark.story
 def test_errors_name_the_wrong_call_and_a_failed_rank_ends_all_ranks(tmp_path: Path) -> None:
     """The three ranks make wrong collective calls and check the message of each error. At the end, rank 1 fails."""
     completed = run_mpirun(

@@ -188,6 +188,7 @@ def read_names(rank_info: RankInfo, configs: list[Config]) -> list[tuple[list[st
     return names
 
 
+@pytest.mark.story
 def test_a_rehearsal_uses_the_names_of_plan() -> None:
     parallels: list[dict[str, Any]] = [
         {}, {"zero": 1}, {"tensor": 4}, {"tensor": 2, "zero": 3}, {"data": {"replicate": 2, "shard": 2}, "zero": 2},

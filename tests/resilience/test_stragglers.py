@@ -46,6 +46,7 @@ def train_with_slow_rank(rank_info: RankInfo, path: Path, slow_rank: int, last_s
     return run_stage_on_rank(rank_info, path, "train")
 
 
+@pytest.mark.story
 def test_slow_rank_is_reported_with_its_host_and_its_recovery(tmp_path: Path) -> None:
     """Rank 2 is slow in the first 14 steps. It is compared every third step, and reported after three comparisons."""
     run = make_run(tmp_path, overrides=("train.steps=120", "train.log_every=3", "stages.train.tasks_per_node=4"))

@@ -69,7 +69,6 @@ def reference(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.short
 def test_the_chain_runs_on_four_nodes(reference: Path, cluster: Cluster) -> None:
     """The fixture has run the chain. Submitting its config again must show that all stages are done."""
     run = reference / "runs/tiny"

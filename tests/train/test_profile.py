@@ -150,6 +150,7 @@ def test_parts_over_gloo_have_the_known_durations(tmp_path: Path) -> None:
     assert late_profiled["idle"] > 1.0
 
 
+@pytest.mark.story
 def test_parts_over_mpi_have_the_known_durations() -> None:
     completed = run_mpirun(2, "tests.support.mpi_programs", "profile")
     assert completed.stdout.count("all checks passed") == 2, completed.stdout

@@ -138,7 +138,7 @@ def test_steps_equal_plain_torch_code(
         assert world_size == 1 or 0 < line["exposed_comm_s"] < line["step_time_s"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", pytest.param("fp8", marks=pytest.mark.story)])
 def test_other_precisions_train_and_resume_exactly(tmp_path: Path, data: Path, precision: str) -> None:
     overrides = (f"train.precision={precision}", "train.steps=14", "checkpoint.every_steps=4")
     undisturbed_run = create_run(tmp_path, "undisturbed", data, *overrides)
