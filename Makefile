@@ -1,5 +1,5 @@
 # make run            set up .venv and run the quickstart, from documents to an evaluated model
-# make test           run before each commit: make check, unit tests, one whole run on a Slurm cluster
+# make test           run before each commit: make check, unit tests, one whole run on this machine
 # make test-cluster   test whole runs, most of them on a real Slurm (root, Debian); run before you merge a change
 # make test-long      run the tests with all combinations of parameters, then test-mpich and test-debian13; takes hours
 # make install        set up .venv only
