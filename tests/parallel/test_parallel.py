@@ -415,7 +415,7 @@ def test_muon_updates_of_sharded_weights_equal_those_of_one_process(tmp_path: Pa
     [
         pytest.param(BF16_MOMENTS, marks=pytest.mark.story),
         pytest.param(NO_MASTER_WEIGHTS, marks=pytest.mark.long),
-        pytest.param(INT8_MOMENTS, marks=pytest.mark.story),
+        pytest.param(INT8_MOMENTS, marks=pytest.mark.long),
     ],
     ids=["bf16 moments", "no master weights", "int8 moments"],
 )
@@ -527,18 +527,19 @@ LAYOUT_OVERRIDES = {  # by name
     "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
     "one rank": ("parallel.zero=2", "train.precision=bf16", "stages.train.tasks_per_node=1"),
 }
+STORY_LAYOUTS = ("tensor", "zbv", "int8 moments", "no master in a pipeline", "muon")
+"""Layouts that `make test-cluster` tests. `make test` tests "zero 3", and `make test-long` all layouts."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
         "zero 3",
+        *(pytest.param(name, marks=pytest.mark.story) for name in STORY_LAYOUTS),
         *(
-            pytest.param(name, marks=pytest.mark.story)
-            for name in LAYOUT_OVERRIDES
-            if name not in ("zero 3", "replicated")
+            pytest.param(name, marks=pytest.mark.long)
+            for name in sorted(LAYOUT_OVERRIDES.keys() - {"zero 3", *STORY_LAYOUTS})
         ),
-        pytest.param("replicated", marks=pytest.mark.long),
     ],
 )
 def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: Path, name: str) -> None:
