@@ -249,9 +249,9 @@ def test_prompts_begin_with_the_special_tokens_of_the_runs_tokenizer(tmp_path: P
         ]
 
     assert [result["chosen.accuracy"], result["chosen.accuracy_norm"]] == pytest.approx(
-        compute_expected_accuracies(True)
+        compute_expected_accuracies(add_special_tokens=True)
     )
-    assert compute_expected_accuracies(False) != compute_expected_accuracies(True)
+    assert compute_expected_accuracies(add_special_tokens=False) != compute_expected_accuracies(add_special_tokens=True)
 
 
 def test_the_blank_before_a_choice_counts_as_part_of_the_choice(trained_run: Run) -> None:

@@ -1,6 +1,6 @@
 """Peak memory of a step's tensors in GiB, as torch's allocator counted it on a fake H200 (torch 2.11.0, CUDA 13).
 
-Each entry is a peak, the name of a config in configs/, and overrides. It was measured with
+Each entry is a peak, the name of a config in configs/, and overrides. The peak was measured with
 `python -m benchmarks.gpu.speed 1 CONFIG …`: one rank, 32,768 tokens per step. A test compares the predictions of `plan`
 with these peaks, and `make test-gpu-fake` checks that the peaks are still the same.
 """

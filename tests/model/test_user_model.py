@@ -516,7 +516,7 @@ def test_ranks_get_equally_many_samples_and_no_larger_sum_than_contiguous_ranges
     assert assignment.shape == (ranks, samples_per_rank) and sorted(assignment.ravel()) == list(range(global_batch))
     assert (assign_to_ranks(lengths, ranks) == assignment).all()
     assert lengths[assignment].sum(1).max() <= lengths.reshape(ranks, samples_per_rank).sum(1).max()
-    # Each rank gets its samples in the order of decreasing length, so those of a micro-batch have similar lengths.
+    # Each rank gets its samples in the order of decreasing length, so a micro-batch has samples of similar lengths.
     assert (np.diff(lengths[assignment], axis=1) <= 0).all()
 
 
@@ -964,7 +964,7 @@ def loss(outputs, batch):
 """
 """Source code of a model that maps a series to two vectors. Tests replace RETURNS and append the body of `loss`."""
 LOGITS = "    a, b = outputs[:2]\n    logits = a @ b.T\n    labels = torch.arange(len(a))\n"
-# Bodies of `loss`. Those of contrastive, centered and standardized losses depend on the other samples of the batch.
+# Bodies of `loss`. In contrastive, centered and standardized losses, a sample depends on the others of the batch.
 CONTRASTIVE_LOSS = f'{LOGITS}    return F.cross_entropy(logits, labels, reduction="sum")\n'
 CENTERED_LOSS = "    return (outputs[0] - outputs[0].mean(0)).square().sum()\n"
 STANDARDIZED_LOSS = "    a = outputs[0] / outputs[0].std(0)\n    return (a.T @ outputs[1]).square().sum()\n"

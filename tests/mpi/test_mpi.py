@@ -57,8 +57,8 @@ def test_errors_name_the_wrong_call_and_a_failed_rank_ends_all_ranks(tmp_path: P
     [
         ("no-cleanup", True, ""),  # no rank calls finalize_mpi
         ("failing-rank", False, "on purpose"),  # a rank raises an exception
-        ("early-exit", False, "within 1 s"),  # a rank exits while the other one still runs
-        ("slow-cleanup", True, ""),  # a rank finalizes MPI later than the other one
+        ("early-exit", False, "within 1 s"),  # a rank exits while the other rank still runs
+        ("slow-cleanup", True, ""),  # a rank finalizes MPI later than the other rank
     ],
 )
 def test_mpirun_fails_only_if_a_rank_fails_or_exits_too_early(program: str, succeeds: bool, expected_text: str) -> None:

@@ -635,7 +635,7 @@ def test_a_single_rank_with_zero_casts_weights_once_per_step() -> None:
 def test_losses_and_norms_in_low_precision_are_close_to_fp32(precision: str) -> None:
     """bf16 is tested with ZeRO 3, which gathers parameters in bf16, and fp16 with tensor parallelism.
 
-    Both are also tested with zbv, which splits the backward pass.
+    Both precisions are also tested with zbv, which splits the backward pass.
     """
     cases: list[dict[str, Any]] = [{"zero": 3} if precision == "bf16" else {"tensor": 2}]
     cases.append({**TWO_VIRTUAL_STAGES, "schedule": "zbv"})
@@ -648,7 +648,7 @@ def test_losses_and_norms_in_low_precision_are_close_to_fp32(precision: str) -> 
 def compute_gradients_on_rank(rank_info: RankInfo, configs: list[Config]) -> list[dict[str, Any]]:
     """Return the full gradients of the first step for each config, by parameter name.
 
-    A pipeline-parallel rank returns those of its own stages.
+    A pipeline-parallel rank returns the gradients of its own stages.
     """
     from pipeline.comm import groups
     from tests.support.tiny_training import make_batches, train_steps

@@ -71,7 +71,7 @@ def fit_cpu_machine(timings: Timings, cores: int = 2) -> Machine:
 def make_exchanges(machine: Machine, between_nodes: bool) -> list[Exchange]:
     """Return exchanges (collectives and messages) with the durations that planning/predict.py predicts.
 
-    They have several sizes and numbers of ranks.
+    The exchanges have several sizes and numbers of ranks.
 
     Args:
         machine: the machine on which the durations are predicted.

@@ -175,7 +175,7 @@ def test_the_simulation_agrees_with_the_closed_form(
     ratio = effective_ratio(conditions, interval_s)
     work_s = max(300 * mttf_s * ratio, interval_s)
     simulated = simulate_runs(conditions, interval_s, work_s, NodePool(), runs=20)
-    # `margin` is that of a 95 % confidence interval, 1.96 standard errors
+    # `margin` is half the width of a 95 % confidence interval, which is 1.96 standard errors
     assert simulated.ratio == pytest.approx(ratio, abs=4 / 1.96 * simulated.margin + 0.01)
 
 

@@ -1,6 +1,6 @@
 """Tests of `plan`.
 
-The planned memory is compared with that of real ranks, and timelines with theory. Other tests check the printed lines.
+Planned memory is compared with the memory of real ranks, and timelines with theory. Other tests check printed lines.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def test_the_predicted_bubble_equals_the_theory() -> None:
 
     With v interleaved stages per rank, it is 1/v of that (arXiv 2104.04473, section 2.2).
     """
-    # with a vocabulary of one token, the stages with the embedding and the output layer take as long as the others
+    # with a vocabulary of one token, the embedding and the output layer do not make their stages slower than the others
     equal_stages = replace(SMALL_WORKLOAD, pipeline=4, vocab=1, sequence=4096, micro_batch=1, global_batch=32)
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
         work = replace(equal_stages, virtual_stages=virtual, schedule=schedule)
@@ -181,7 +181,7 @@ def test_the_predicted_bubble_equals_the_theory() -> None:
 def test_an_extrapolated_pipeline_takes_as_long_as_a_fully_replayed_one(
     schedule: str, virtual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prediction replays only two rounds of micro-batches, and assumes that the others take as long."""
+    """The prediction replays only two rounds of micro-batches, and assumes that each other round takes equally long."""
     forward = tuple(1 + 0.1 * (stage % 3) for stage in range(4 * virtual))
     backward = tuple(2 * seconds for seconds in forward)
     arguments = (schedule, 4, virtual, 24, forward, backward)

@@ -105,7 +105,7 @@ def test_main_prints_the_errors_in_the_last_line(
     *_, second_to_last, last = capsys.readouterr().out.splitlines()
     assert second_to_last == "not supported: 1 of 3 rows"
     number = r"\d+\.\d"
-    # `rank` is the correlation of layout orders. It needs four rows of one source and model, so it is NaN.
+    # `rank` is the correlation of layout orders. Without four rows of one source and model, it is NaN.
     assert re.fullmatch(rf"median error {number} %, p90 {number} %, memory {number} %, rank nan over 2 rows", last)
 
 

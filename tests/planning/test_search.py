@@ -55,7 +55,7 @@ def enumerate_by_brute_force() -> list[tuple[float, float]]:
         # ZeRO 0 shards nothing, and the other levels need at least two ranks that shard. Pipelines use only ZeRO 1.
         if tensor * pipeline > 8 or shard > data or (zero == 0) != (shard == 1) or (pipeline > 1 and zero > 1):
             continue
-        # All data-parallel ranks shard a replica, or those of one node with 4 GPUs.
+        # A replica is sharded by all data-parallel ranks, or by the data-parallel ranks of one node with 4 GPUs.
         if (pipeline == 1 and schedule != "1f1b") or 32 % micro_batch or shard not in (1, data, 4 // tensor):
             continue
         parallel = {
@@ -194,7 +194,7 @@ def test_plan_best_prints_and_writes_layouts_or_fails_with_a_reason(
     assert code == 0 and "predicted for H100 SXM5 80 GB: " in out
     code, out, _ = run_plan("--best", "--nodes=1", "--write", "--machine", "a100-80")
     assert code == 0 and "layouts on A100 SXM4 80 GB" in out and f"written: {tmp_path}/my-best.yaml" in out
-    # The layout of the config may be invalid. Its other keys must be valid.
+    # The layout of the config may be invalid. All other keys of the config must be valid.
     code, out, _ = run_plan("--best", "--nodes=1,2", "parallel.tensor=3", "parallel.zero=3", "train.micro_batch=7")
     assert code == 0 and "layouts on H100 SXM5 80 GB" in out and "none of" not in out
     assert "the config's own layout is invalid: " in out and "micro_batch (7)" in out

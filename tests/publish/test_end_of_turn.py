@@ -234,7 +234,10 @@ def test_chat_template_of_the_config_is_exported_instead_of_that_of_the_base_mod
 
 
 def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
-    """Both use the chat template of the config, or, if the run was trained on prompts, that of the base model."""
+    """The run and its export use the chat template of the config.
+
+    If the run was trained on prompts, the config has no chat template. Both then use the template of the base model.
+    """
     options: dict[str, Any] = {"step": None, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 1, "chat": True}
     for records, override in (("messages", "data.chat_template=qwen3"), ("prompts", "data.records=prompts")):
         run = make_chat_run(tmp_path / records, CHATML, override, records=records)
@@ -321,7 +324,7 @@ def test_tokenizer_file_of_the_config_is_exported_with_its_chat_template(tmp_pat
 def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, family: str) -> None:
     """Without `transformers_version` in config.json, transformers warns about a tokenizer of more than 100,000 IDs.
 
-    It then assumes the faulty tokenizer of an early Mistral model.
+    Transformers then assumes the faulty tokenizer of an early Mistral model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -119,7 +119,7 @@ def run_first_pass(engine: Any, rank_info: RankInfo) -> tuple[Any, Arrays]:
     gradients = {name: full_tensor(parameter.grad).numpy().copy() for name, parameter in named_weights}
     engine.optimizer.zero_grad(set_to_none=True)
     engine.replica_sync.end_step(is_applied=False)
-    rows = len(batch[0]) // engine.layout.dp  # A pipeline computes one more micro-batch before those of the batch.
+    rows = len(batch[0]) // engine.layout.dp  # A pipeline computes one more micro-batch before the batch.
     return torch.cat(logits)[-rows:].numpy() if logits else None, gradients
 
 

@@ -116,7 +116,7 @@ def train_with_nan_gradients(rank_info: RankInfo, path: Path, steps: list[int], 
 
 @pytest.mark.story
 def test_all_ranks_skip_a_bad_step_and_a_rerun_repeats_the_decision(tmp_path: Path, data: Path) -> None:
-    """The rerun has normal gradients, but the decisions of the first run. It must skip the same steps."""
+    """The rerun has normal gradients, but reads the decisions of the first run, so it must skip the same steps."""
     run = create_run(tmp_path, "bad", data)
     assert set(run_ranks(2, train_with_nan_gradients, run.path, [9, 10], False)) == {ExitCode.DONE}
     metrics = list(read_jsonl(run.metrics_file))

@@ -141,7 +141,8 @@ def test_nodes_that_the_user_excludes_stay_excluded_and_bad_nodes_expire(
 def make_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int], str], StragglerDetector]:
     """Return a function that creates the StragglerDetector of rank 0.
 
-    Its arguments are the pipeline rank of each rank, and a string with one letter per rank, the name of its host.
+    The arguments of the function are the pipeline rank of each rank, and a string in which each letter is the host of a
+    rank.
     """
 
     def make(pipeline_ranks: Sequence[int], hosts: str) -> StragglerDetector:

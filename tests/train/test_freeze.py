@@ -1,4 +1,4 @@
-"""Tests that frozen parameters do not change in any layout, and that the others are trained as in plain torch."""
+"""Tests that frozen parameters do not change in any layout, and that all others are trained as in plain torch."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_the_traces_of_four_ranks_are_merged(four_ranks_run: Run) -> None:
                 ends.pop()
             assert not ends or end <= ends[-1] + tolerance_us
             ends.append(end)
-    # A collective runs on all of its ranks at the same time. Its spans overlap, except for the error of the clocks.
+    # A collective runs on all of its ranks at the same time. Its spans overlap, except for the clock error.
     collectives: dict[int, list[tuple[float, float]]] = {}
     for event in spans:
         if event["name"] == "gloo:all_reduce" and names[event["pid"], "thread_name", event["tid"]].endswith("world"):

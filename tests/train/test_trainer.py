@@ -185,7 +185,7 @@ def count_reductions_on_rank(rank_info: RankInfo, path: Path) -> int:
         work = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    # DDP checks the annotations of a hook. Those in the source are strings, which DDP does not accept.
+    # DDP checks the annotations of a hook. In this file, annotations are strings, which DDP does not accept.
     count_and_reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     trainer.engine.model.register_comm_hook(None, count_and_reduce)  # type: ignore[operator]
     trainer.fit()
@@ -288,7 +288,7 @@ def test_a_resume_and_an_evaluation_generate_no_initial_weights(tmp_path: Path, 
 
 
 def run_with_local_copies(rank_info: RankInfo, path: Path, stage: str) -> int:
-    """Run a stage that copies shards to a local disk. Its second step waits until all shards have been copied."""
+    """Run a stage that copies shards to a local disk. The second step waits until all shards have been copied."""
     from pipeline.data.local_copy import LocalCopies
     from pipeline.train.trainer import Trainer
 
