@@ -153,10 +153,10 @@ def _find_order_entry(module_below_top: str, order: tuple[str, ...]) -> str:
 
 
 def find_reachable_imports(start: str, root: Path = ROOT) -> dict[str, str]:
-    """Return the names that importing the module `start` imports, and by each name the module that imports it.
+    """Return the modules and names that `start` imports directly or indirectly, each with the module that imports it.
 
-    Imports inside functions count in `start` and in the packages cli and slurm, because status and submission must stay
-    fast.
+    `start` itself is also in the result, with an empty string. Imports inside functions count in `start` and in the
+    packages cli and slurm, because status and submission must stay fast.
     """
     modules = list_modules(root)
     importers = {start: ""}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from tests.architecture.how_tos import copy_code, read_how_tos
 from tests.support.tiny import write_config
@@ -198,7 +199,7 @@ def test_a_new_signal_stops_a_run(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and rank_process.poll() is None
             time.sleep(0.1)
         rank_process.send_signal(signal.SIGHUP)
-        assert rank_process.wait(240) == 75
+        assert rank_process.wait(240) == ExitCode.STOPPED
     finally:
         rank_process.kill()
     stops = [event for event in read_jsonl(run / "events.jsonl") if event["event"] == "stop_requested"]

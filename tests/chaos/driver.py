@@ -154,7 +154,7 @@ class ChaosRun:
     def _find_recorded_cause(self, event_count: int) -> str | None:
         """Return the cause of the first stop after the first `event_count` events; None if no stop was recorded.
 
-        If the stage has failed permanently, the result starts with "gave up".
+        If the stage has failed permanently, the result starts with "gave up", except for the cause "storage".
         """
         for event in read_event_lines(self.run, "train")[event_count:]:
             if event["event"] in RETRY_NAMES or event.get("cause") == "storage" or event.get("noticed_later"):

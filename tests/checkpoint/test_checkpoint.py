@@ -89,7 +89,7 @@ def test_checkpoint_can_be_loaded_by_another_number_of_ranks(tmp_path: Path) -> 
 
 
 def compute_changed_digest(rank_info: RankInfo, folder: Path, change: str | None) -> str:
-    """Save a state with one change, and return the digest of the checkpoint. `change` None: no change."""
+    """Save a state with one change, and return the digest of the checkpoint. If `change` is None, change nothing."""
     from pipeline.checkpoint.checkpointer import compute_digest
 
     state = make_state()
@@ -119,7 +119,8 @@ def test_digest_depends_only_on_weights_optimizer_state_and_names(tmp_path: Path
 def change_weights_after_staging(rank_info: RankInfo, folder: Path) -> bool:
     """Save three steps, and overwrite the tensors of each step as soon as they are staged (copied to host memory).
 
-    Return True if the checkpoint contains the tensors at the call of `save`.
+    Return True if the newest checkpoint is that of step 3 and contains the tensors as they were before they were
+    overwritten.
     """
     checkpointer = make_checkpointer(rank_info, folder, background=True)
     for step in (1, 2, 3):
@@ -171,8 +172,8 @@ def inspect_background_save(rank_info: RankInfo, folder: Path) -> tuple[int, boo
 def test_background_write_frees_the_state_and_does_not_wait_for_a_gpu(tmp_path: Path) -> None:
     """If `per_thread_copy_ahead` were positive, the writer would wait for a GPU.
 
-    The state must be freed before the write. Each step creates some tensors of replicas anew, so a state that is kept
-    would need additional memory.
+    The state must be freed before the write. With Local SGD, each save creates new tensors (the means over the
+    replicas), which would need additional memory during the write.
     """
     assert run_ranks(1, inspect_background_save, tmp_path) == [(0, False)]
 

@@ -29,7 +29,7 @@ FOUR_STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 
 @pytest.mark.parametrize("pattern", ["checkpoints", "checkpoints/*"])
 def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path: Path, pattern: str) -> None:
-    """The run has metrics, so the train stage fails. It restarts when the user has removed metrics.jsonl."""
+    """The train stage fails because the run has metrics. After metrics.jsonl is removed, it restarts from scratch."""
     run = make_run(tmp_path, overrides=FOUR_STEPS)
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE] * 2
     metrics = run.metrics_file.read_bytes()
@@ -63,7 +63,7 @@ def test_checkpoints_are_missing_only_if_one_was_saved_or_restored_since_the_las
 
 
 def test_each_save_after_a_restart_from_scratch_is_progress(tmp_path: Path) -> None:
-    """Otherwise, an attempt that ends before step 50,000, which was reached before, would count as without progress."""
+    """Otherwise, each attempt would count as one without progress until step 50,000 is reached again."""
     run = make_run(tmp_path, overrides=FOUR_STEPS)
     write_event(run, "saved", "train", step=50_000, seconds=1.0)
     write_event(run, "began_anew", "train")

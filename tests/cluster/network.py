@@ -62,7 +62,7 @@ class Network:
         return "sl" + hashlib.sha256(str(self.directory).encode()).hexdigest()[:8]
 
     def veth_name(self, node: str) -> str:
-        """Return the name of the end on the host of the veth pair of a node, such as sl1a2b3c4dn1."""
+        """Return the name of the end of a node's veth pair that is on the host, such as sl1a2b3c4dn1."""
         return self.bridge + node
 
     def create_bridge(self, subnet: str) -> None:

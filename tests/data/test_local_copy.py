@@ -75,7 +75,7 @@ def make_dataset(folder: Path, files: int = 3) -> TokenDataset:
 def make_ranges(path: Path, tokens: np.ndarray, ranges: list[tuple[int, int]]) -> list[ShardEntry]:
     """Write tokens to a file and return a shard entry for each range of its bytes.
 
-    Sluice makes such entries for a token file of the user, which it does not copy.
+    Sluice makes such entries for a large token file of the user. The shard stage then writes no shards.
     """
     path.write_bytes(tokens.tobytes())
     return [
@@ -205,7 +205,7 @@ def test_only_the_copying_rank_reports_a_failure(
     followers = [follow_copies(dataset, shared_folder, disk) for dataset in datasets[1:]]
     with copy_files(datasets[0], shared_folder, disk, events):
         wait_until(lambda: bool(events))
-        time.sleep(0.1)
+        time.sleep(0.1)  # in this time, a rank that did not stop would copy another file
     for follower in followers:
         follower.__exit__()
     assert len(events) == len(copied_sources) == 1 and not list(disk.iterdir())
@@ -222,7 +222,7 @@ def test_copying_stops_at_a_file_that_differs_from_the_manifest(
     with copy_files(dataset, shared_folder, disk, events) as copies:
         wait_until(lambda: bool(events))
         assert "1.h5" in events[0].error and sha256_file(shared_folder / "1.h5") in events[0].error
-        assert list(copies._pending.values()) == [[1], [2]]
+        assert list(copies._pending.values()) == [[1], [2]], "only the first file may be copied"
         assert read_all(dataset) == expected
     assert not list(disk.iterdir())
 

@@ -189,6 +189,7 @@ def test_counts_are_exact_at_large_sample_numbers() -> None:
             remaining_share -= share
     assert order.count_by_source(np.array([sample]))[:, 0].tolist() == list(counts.values())
     assert sum(counts.values()) == sample
+    # Half of the 4096 samples are from `books`, which has 3 samples. Almost all others must be different.
     assert len(set(order.compute_indices(np.arange(sample, sample + 4096)).tolist())) > 2000
 
 

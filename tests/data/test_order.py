@@ -96,7 +96,7 @@ def test_each_index_occurs_once(sample_count: int, seed: int, epoch: int) -> Non
     assert np.array_equal(np.sort(order), np.arange(sample_count))
 
 
-def test_any_positions_have_the_indices_of_the_whole_epoch() -> None:
+def test_permuting_some_positions_returns_their_indices_in_the_whole_epoch() -> None:
     epoch_order = permute_epoch(3, 2, 1000)
     positions = np.random.default_rng(0).integers(0, 1000, (7, 11))
     assert np.array_equal(permute(3, 2, positions, 1000), epoch_order[positions])
@@ -129,7 +129,8 @@ def test_adjacent_positions_have_unrelated_indices() -> None:
     sample_count = 100_000
     order = permute_epoch(1, 0, sample_count)
     differences = np.diff(order)
-    # In a random order, about two adjacent positions have adjacent indices. Positions and indices are uncorrelated.
+    # In a random order, about two pairs of adjacent positions have adjacent indices.
+    # Positions and indices are uncorrelated.
     assert np.count_nonzero(np.abs(differences) == 1) <= 12
     assert abs(np.corrcoef(order, np.arange(sample_count))[0, 1]) < 5 / np.sqrt(sample_count)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(sample_count)

@@ -1,4 +1,4 @@
-"""Tests of samples of text, which are compared with a simple reader, of open files, and of the sampler."""
+"""Tests of the samples of text (compared with a simple reader), of the files that stay open, and of the sampler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ sys.addaudithook(_record_opened_files)  # Hooks cannot be removed. This one does
 
 
 def read_token_by_token(contents: list[np.ndarray], length: int) -> list[list[int]]:
-    """Return all samples, read one token at a time."""
+    """Return all samples of `length` + 1 tokens, read one token at a time.
+
+    The last token of a sample is also the first token of the next sample of the shard.
+    """
     samples = []
     for content in contents:
         start = 0
@@ -110,7 +113,8 @@ def test_hdf5_shards_are_opened_once(tmp_path: Path) -> None:
     open_files = [os.readlink(path) for path in _list_descriptors()]  # Python's mmap keeps one descriptor per file.
     assert [open_files.count(entry.file) for entry in entries] == [1, 1, 1]
     samples = read_token_by_token(contents, 10)
-    assert torch.cat(batches_of_20_steps).tolist() == [samples[i] for i in compute_index_range(1, 0, 80, 30)]
+    expected_indices = compute_index_range(1, 0, 80, 30)  # 20 steps of 4 samples, from a dataset of 30 samples
+    assert torch.cat(batches_of_20_steps).tolist() == [samples[i] for i in expected_indices]
 
 
 def test_ranges_of_a_file_share_its_descriptor_until_one_is_remapped(tmp_path: Path) -> None:
@@ -214,8 +218,9 @@ def test_the_sampler_continues_with_the_next_epoch(tmp_path: Path) -> None:
     sampler = GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=2, rank=1)
     assert isinstance(sampler, DistributedSampler)
     assert len(sampler) == 7
-    sampler.set_epoch(5)
+    sampler.set_epoch(5)  # must have no effect
     for step, indices in zip(range(100), sampler, strict=False):
+        # rank 1 of 2 reads the second half of each global batch
         assert np.array_equal(indices, compute_index_range(3, 16 * step + 8, 8, 100)), step
     with raises_error("config.conflict", "train.global_batch (16)", 3):
         GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)

@@ -161,7 +161,7 @@ def test_the_command_line_controls_the_same_cluster(cluster: Cluster) -> None:
 
 
 def test_options_of_the_cluster_configure_slurm(cluster: Cluster, accounting_cluster: Cluster) -> None:
-    """The first cluster has the options above. The second one has the default values of these options."""
+    """The first cluster has the options at the top of this module. The second cluster has the default values."""
     for test_cluster, sends_signal, grace, timeout in ((cluster, False, 0, 3), (accounting_cluster, True, 10, 15)):
         settings = test_cluster.output(["scontrol", "show", "config"])
         assert ("preempt_send_user_signal" in settings) is sends_signal
@@ -210,6 +210,7 @@ def test_down_removes_all_processes_networks_and_mounts(directory: Path) -> None
     test_cluster = Cluster(directory).up(Options(netns=True))
     test_cluster.output(["sbatch", "-N2", "--output=/dev/null", "--wrap=srun setsid sleep 1000"])
     processes = [process for name in test_cluster.machines() for process in Machine(name, directory).processes()]
+    # two processes for each of four nodes, munge and slurmctld
     assert len(processes) == 12 and all(process.is_alive() for process in processes)
     traces = list_traces(directory)
     assert any("slurmd" in trace for trace in traces) and test_cluster.network.bridge in str(traces)

@@ -55,7 +55,7 @@ def test_a_run_shrinks_and_grows_with_the_available_nodes(tmp_path: Path, cluste
     result = run_submit(cluster, tmp_path, str(tmp_path / "tiny.yaml"), *ELASTIC)
     assert result.returncode == 0, result.stdout + result.stderr
     wait_for("step 5", lambda: count_steps(run.path) >= 5)
-    cluster.drain("n3")
+    cluster.drain("n3")  # three nodes remain, of which the next attempt can use two
     preempt(cluster, 3)
     wait_for("the second start", lambda: list_event_names(run.path, "train").count("started") == 2)
     wait_for("step 14", lambda: count_steps(run.path) >= 14)

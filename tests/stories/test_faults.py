@@ -113,7 +113,7 @@ def test_a_damaged_shard_is_an_error_until_the_shard_stage_writes_it_again(tmp_p
 def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
     tmp_path: Path, stopped_run: Run, reference: tuple[str, list[Any]], damage: str
 ) -> None:
-    """The damage is a flipped bit in a tensor file or in the named file, or a truncated or missing tensor file."""
+    """With `manifest` and `metadata`, a bit of this file is flipped. Otherwise, a tensor file is damaged."""
     run = Run(shutil.copytree(stopped_run.path, tmp_path / "damaged", symlinks=True))
     newest, previous = list_checkpoint_steps(run.checkpoints_dir)[:2]
     folder = run.checkpoints_dir / checkpoint_name(newest)

@@ -182,7 +182,7 @@ def test_no_job_is_lost_if_submit_is_killed_while_the_controller_hangs(
 ) -> None:
     """sbatch keeps running, and the controller may accept the job later. The next command must wait for the outcome."""
     config = str(write_config(tmp_path))
-    sbatch.set_action("wait", 4)
+    sbatch.set_action("wait", 4)  # at the call that submits the train job
     with sbatch.start_submit(config, HELD) as process:
         try:
             wait_for("the call of sbatch", (sbatch.folder / "reached").exists, 60)

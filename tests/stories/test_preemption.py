@@ -37,7 +37,10 @@ from tests.support.events import read_event_lines, write_event
 from tests.support.tiny import make_run, slow_down_steps, write_config
 
 cluster = cluster_fixture(accounting=True, grace=20)
-"""In Slurm 22.05, a job that exits with 0 after its grace period, here 20 s, has the state TIMEOUT."""
+"""The grace period of 20 s is long enough for the jobs of these tests to exit.
+
+In Slurm 22.05, a job that exits with 0 after its grace period has the state TIMEOUT instead of COMPLETED.
+"""
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -83,14 +86,15 @@ def replace_controller(
 ) -> None:
     """Replace the queries of `preemption` by the output of a controller of this version of Slurm.
 
-    The partition `low` and the QOS `scavenger` requeue preempted jobs, other partitions cancel them.
+    The partition `low` and the QOS `scavenger` requeue preempted jobs. The QOS `normal` uses the mode of the cluster,
+    which also requeues them. Other partitions cancel preempted jobs, and other QOS do not exist.
     """
 
     def run_command(*command: str) -> str | None:
         if command[:2] == ("scontrol", "--oneliner"):
             return f"PartitionName={command[-1]} PreemptMode={'REQUEUE' if command[-1] == 'low' else 'CANCEL'}"
         assert command[0] == "sacctmgr"
-        return {"normal": "cluster\n", "scavenger": "requeue\n"}.get(command[5])
+        return {"normal": "cluster\n", "scavenger": "requeue\n"}.get(command[5])  # the name of the QOS
 
     config = {"SLURM_VERSION": version, "PreemptType": preempt_type, "PreemptMode": "REQUEUE"}
     monkeypatch.setattr(preemption, "read_slurm_config", lambda: config)
@@ -155,7 +159,8 @@ def test_an_attempt_that_has_ended_does_not_continue_if_only_slurm_requeued_it(
 ) -> None:
     """Slurm 24.11 requeues a preempted job even if its stage is done, was stopped or has failed permanently.
 
-    `close_attempt` returns the exit code, the reason and the new events. The exit code is None if the stage may start.
+    `close_attempt` takes the job ID and the number of requeues. It returns the exit code, the reason and the new
+    events. The exit code is None if the stage may start.
     """
     replace_controller(monkeypatch, "24.11.5")
     run = make_run_with_open_attempt(tmp_path / "grace", (event, {**fields, "in_grace": True}))
@@ -271,7 +276,7 @@ def test_a_run_that_exceeds_its_grace_period_starts_once_more(tmp_path: Path, da
 
     Slurm still reports the preemption after that.
     """
-    run = submit_slow_run(tmp_path, data, cluster, 2, 40.0)
+    run = submit_slow_run(tmp_path, data, cluster, steps=2, step_delay_s=40.0)
     wait_for("the first step", lambda: "ready" in list_event_names(run, "train"))
     preempt_all_nodes(cluster)
     wait_for("the evaluation", lambda: has_evaluation(run), 300)
@@ -282,7 +287,7 @@ def test_a_run_that_exceeds_its_grace_period_starts_once_more(tmp_path: Path, da
 
 
 def test_a_run_that_ends_in_its_grace_period_does_not_start_again(tmp_path: Path, data: Path, cluster: Cluster) -> None:
-    run = submit_slow_run(tmp_path, data, cluster, 4, 4.0)
+    run = submit_slow_run(tmp_path, data, cluster, steps=4, step_delay_s=4.0)
     wait_for("step 3 of 4", lambda: len(read_steps(run)) == 3)
     preempt_all_nodes(cluster)
     wait_for("the evaluation", lambda: has_evaluation(run), 150)
@@ -297,7 +302,7 @@ def test_a_run_that_the_user_stops_in_its_grace_period_does_not_start_again(
     tmp_path: Path, data: Path, cluster: Cluster
 ) -> None:
     """The user creates the stop file after the preemption has begun."""
-    run = submit_slow_run(tmp_path, data, cluster, 40, 4.0)
+    run = submit_slow_run(tmp_path, data, cluster, steps=40, step_delay_s=4.0)
     wait_for("a step", lambda: read_steps(run))
     preempt_all_nodes(cluster)
     (run / "stop").touch()
@@ -312,7 +317,7 @@ def test_a_run_that_the_user_stops_in_its_grace_period_does_not_start_again(
 
 def test_a_requeue_by_an_administrator_is_not_a_preemption(tmp_path: Path, data: Path, cluster: Cluster) -> None:
     """`scontrol requeue` and a preemption are distinguished in the events and in the output of `status`."""
-    run = submit_slow_run(tmp_path, data, cluster, 60, 0.5)
+    run = submit_slow_run(tmp_path, data, cluster, steps=60, step_delay_s=0.5)
     wait_for("step 3", lambda: len(read_steps(run)) >= 3)
     cluster.output(["scontrol", "requeue", get_job_id(run, "train")])
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)

@@ -47,9 +47,12 @@ def test_profile_records_steps_of_a_running_train_stage(tmp_path: Path) -> None:
         assert float(step_ms) > 100 and int(idle_percent) > 20, "each step sleeps for 100 ms, in which the rank is idle"
         for path in re.findall(r"(\S+/trace\.json\.gz) for https://ui.perfetto.dev", result.stdout):
             events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
+            # `profile` shows rank 1 as process 2
             assert {event["pid"] for event in events} == {2} and any("gloo" in event["name"] for event in events)
         result = run_submit(tmp_path, "profile", "runs/tiny", "--steps", "1", "--ranks", "9")
-        assert result.returncode == 2 and "run.no_profile" in result.stderr, result.stdout + result.stderr
+        assert result.returncode == ExitCode.USER_ERROR and "run.no_profile" in result.stderr, (
+            result.stdout + result.stderr
+        )
     finally:
         subprocess.run([*SUBMIT, "cancel", "runs/tiny"], cwd=tmp_path, timeout=240, stdout=subprocess.DEVNULL)
         process.wait(240)

@@ -238,7 +238,7 @@ def test_jobs_and_ranks_get_the_settings_of_the_profile(tmp_path: Path, cluster:
         assert "NOT_PASSED" not in variables
     files = [file for file in run.path.rglob("*") if file.is_file() and run.code_dir not in file.parents]
     assert not [file for file in files if b"hunter2" in file.read_bytes()], "no file may contain a secret"
-    # site.switches requires two nodes of the same switch; n3 and n4 have one, and n1 is excluded
+    # site.switches requires two nodes of one switch. n1 is excluded, so these must be n3 and n4.
     assert {variables["SLURMD_NODENAME"] for variables in environments} == {"n3", "n4"}
 
 
@@ -361,14 +361,14 @@ def test_doctor_checks_nodes_with_the_site_profile_and_reports_an_error_of_srun(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`doctor` must use the partition of the profile for srun. An error in the profile must name its line."""
-    findings = run_doctor(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="none"))
+    findings = run_doctor(cluster, tmp_path, monkeypatch, check_nodes=True, site=SiteConfig(partition="none"))
     assert findings["--check-nodes"].verdict == "note" and "invalid partition" in findings["--check-nodes"].fact
     assert "invalid" not in findings["run.root"].meaning, (
         "an error of srun must not be reported as a problem of the file system"
     )
     monkeypatch.setenv("SLURM_PARTITION", "none")  # as if the user must not use the default partition
-    assert "--check-nodes" in run_doctor(cluster, tmp_path, monkeypatch, True)
-    findings = run_doctor(cluster, tmp_path, monkeypatch, True, SiteConfig(partition="low"))
+    assert "--check-nodes" in run_doctor(cluster, tmp_path, monkeypatch, check_nodes=True)
+    findings = run_doctor(cluster, tmp_path, monkeypatch, check_nodes=True, site=SiteConfig(partition="low"))
     assert "--check-nodes" not in findings and "compute nodes see it" in findings["run.root"].meaning
     (tmp_path / "site.yaml").write_text("partition: none\n")
     result = run_submit(cluster, tmp_path, "doctor", "--check-nodes", "--site", "site.yaml")

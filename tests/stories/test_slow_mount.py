@@ -43,7 +43,7 @@ def mount() -> Iterator[SlowMount]:
 def test_copied_data_is_not_read_from_shared_storage_again(tmp_path: Path, mount: SlowMount) -> None:
     """When the copies are complete, the test limits the mount to one byte per second. Any further read takes minutes.
 
-    `cat` reads a file of the mount to prove this. It must not end before the run.
+    To prove that the limit works, `cat` reads a file of the mount. `cat` must not end before the run.
     """
     (tmp_path / "disk").mkdir()
     overrides = (f"site.local_disk={tmp_path}/disk", f"train.steps={STEPS}", "train.threads=1")
@@ -101,9 +101,10 @@ while reader.is_alive():
     last_time = time.monotonic()
 print(longest_pause, last_time - start)
 """
-"""A program in which a thread reads random rows of a file (argument 1) with the shape in the further arguments.
+"""A program in which a thread reads random rows of a file.
 
-It prints the longest pause of the main thread and the total time, in seconds.
+The first argument is the path of the file. The further arguments are the shape of a row. Without them, a row is a
+single value. The program prints the longest pause of the main thread and the total time, in seconds.
 """
 
 

@@ -219,12 +219,13 @@ def test_three_concurrent_submits_submit_one_chain(tmp_path: Path, cluster: Clus
         for arguments in (
             (str(config), "site.sbatch={begin: now+1day}"),
             ("resume", "runs/tiny"),
-            ("resume", "runs/tiny", "stages.train.time='00:30:00'"),  # each replaces the jobs of the previous one
+            # each of the three commands replaces the jobs of the previous command
+            ("resume", "runs/tiny", "stages.train.time='00:30:00'"),
         ):
             results = submit_three_times(cluster, tmp_path, *arguments)
             assert [code for code, _ in results] == [0, 0, 0], results
             assert sorted(cluster.output(squeue).split()) == job_names, results
-            if len(arguments) == 2:  # two commands find all or most jobs of the chain in the queue
+            if len(arguments) == 2:  # one command submitted the 5 jobs; each other command finds all or most of them
                 assert list_event_names(tmp_path / "runs/tiny").count("submitted") == len(job_names), results
                 pending_lines = [re.findall(r"^\w+ +job \d+ pending$", output, re.M) for _, output in results]
                 assert sum(map(len, pending_lines)) >= 8, results
@@ -336,7 +337,7 @@ def test_special_characters_in_paths_are_not_interpreted_by_a_shell(
 def test_the_chain_template_runs_all_stages(tmp_path: Path, cluster: Cluster) -> None:
     config = write_config(tmp_path, steps=6)
     options = ["-N2", "--ntasks-per-node=2", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch", str(config)]
-    job_id = submit_template(cluster, tmp_path, *options, "stages.train.nodes=2", "stages.evaluate.nodes=2")
+    job_id = submit_template(cluster, *options, "stages.train.nodes=2", "stages.evaluate.nodes=2")
     run = tmp_path / "runs/tiny"
     wait_for("the evaluation", lambda: (run / "events.jsonl").exists() and "done" in list_event_names(run, "evaluate"))
     wait_for("the end of the job", lambda: cluster.job_state(job_id) == "COMPLETED", 30)
@@ -351,7 +352,7 @@ def test_a_chain_that_an_administrator_requeues_continues(tmp_path: Path, refere
     config = write_config_with_copied_data(tmp_path, reference, "chained")
     run = create_slow_run(tmp_path, config)
     options = ["-N4", "--ntasks-per-node=1", f"--output={tmp_path}/log", "slurm/templates/chain.sbatch"]
-    job_id = submit_template(cluster, tmp_path, *options, str(config), *TRAIN_ON_4_NODES)
+    job_id = submit_template(cluster, *options, str(config), *TRAIN_ON_4_NODES)
     wait_for("step 8", lambda: count_steps(run) >= 8)
     cluster.output(["scontrol", "requeue", job_id])
     wait_for("the end of train", lambda: "done" in list_event_names(run, "train"), 120)
@@ -367,7 +368,7 @@ def test_the_train_template_requeues_itself_if_only_the_batch_script_is_signalle
     """With `--signal=B:…`, Slurm sends the signal only to the batch script, not to the ranks."""
     run = create_slow_run(tmp_path, write_config_with_copied_data(tmp_path, reference, "template"))
     options = ["-N4", "--ntasks-per-node=1", "--signal=B:USR1@60", f"--output={tmp_path}/log"]
-    submit_template(cluster, tmp_path, *options, "slurm/templates/train.sbatch", str(run))
+    submit_template(cluster, *options, "slurm/templates/train.sbatch", str(run))
     wait_for("step 8", lambda: count_steps(run) >= 8)
     preempt_all_nodes(cluster)
     wait_for("the requeue", lambda: "requeued" in list_event_names(run, "train"), 60)

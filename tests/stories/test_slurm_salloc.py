@@ -104,7 +104,8 @@ def test_shard_uses_all_tasks_of_the_allocation(
     assert [event["ranks"] for event in read_event_lines(run, "shard", "started")] == [ranks]
     environments = list(read_jsonl(tmp_path / "ranks"))
     assert len(environments) == 1 + ranks and environments[0]["SLURM_CPUS_ON_NODE"] == cpus
-    assert len({variables["SLURMD_NODENAME"] for variables in environments[1:]}) == int(options[2])
+    nodes = int(options[2])  # the digit after -N
+    assert len({variables["SLURMD_NODENAME"] for variables in environments[1:]}) == nodes
     for variables in environments:
         assert variables["TMPDIR"] == str(scratch) and variables["GLOO_SOCKET_IFNAME"] == "lo"
         assert "OF_SETUP" not in variables and variables["SECRET"] == "hunter2 too"

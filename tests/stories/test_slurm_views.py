@@ -111,11 +111,12 @@ def test_job_states_are_read_from_squeue_and_sacct_or_derived_from_the_run(
     # squeue fails if it is called with a single ID and does not know it
     unknown_state = query_job_states([unknown_job])[unknown_job]
     assert unknown_state.state == UNKNOWN and unknown_state.reason != NOT_RESPONDING
-    fail_for_jobs_of_user = (
+    # The query first calls `squeue --me`, which fails here. The held job must then be found without this option.
+    fail_with_me_option = (
         'case " $* " in *" --me "*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;; esac; '
         f'exec {shutil.which("squeue")} "$@"'
     )
-    replace_commands(tmp_path, monkeypatch, squeue=fail_for_jobs_of_user, sacct="exit 1")
+    replace_commands(tmp_path, monkeypatch, squeue=fail_with_me_option, sacct="exit 1")
     states = query_job_states([jobs[0], held_job])
     assert (states[held_job].state, states[held_job].reason) == ("PENDING", "JobHeldUser")
     assert states[jobs[0]].state == UNKNOWN
@@ -251,9 +252,7 @@ def test_the_torchrun_template_trains(
     """The template starts the ranks with torchrun, without a supervisor."""
     run = create_run(tmp_path, reference, "torchrun")
     monkeypatch.setenv("RANKS_PER_NODE", "1")
-    job_id = submit_template(
-        cluster, tmp_path, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run)
-    )
+    job_id = submit_template(cluster, "-N2", f"--output={tmp_path}/log", "slurm/templates/torchrun.sbatch", str(run))
     wait_for(
         "the end of the train stage",
         lambda: "done" in list_event_names(run, "train") or cluster.job_state(job_id) == "FAILED",

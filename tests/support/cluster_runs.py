@@ -88,8 +88,13 @@ def create_slow_run(folder: Path, config: Path, overrides: Sequence[str] = TRAIN
     return slow_down_steps(Run.create(load_config(config, overrides))).path
 
 
-def submit_template(cluster: Cluster, folder: Path, *arguments: str) -> str:
-    """Call sbatch with these arguments, the first of which name a file of slurm/templates; return the job ID."""
+def submit_template(cluster: Cluster, *arguments: str) -> str:
+    """Submit a batch script of slurm/templates and return the job ID.
+
+    Args:
+        cluster: cluster for the job.
+        arguments: arguments of sbatch: options, the path of the script, and the arguments of the script.
+    """
     environment = {**os.environ, **cluster.environment(), "PYTHON": sys.executable}
     command = ["sbatch", "--parsable", *arguments]
     result = subprocess.run(command, cwd=CODE_ROOT, env=environment, capture_output=True, text=True, timeout=240)

@@ -34,11 +34,13 @@ def count_ring_bytes(kind: str, size: int, ranks: int) -> int:
     """
     if kind in ("broadcast", "send"):
         return size
+    # The result of a reduce-scatter is one of `ranks` parts of the buffer. An all-reduce sends the buffer twice: first
+    # to reduce its parts, then to gather them.
     return {"reduce_scatter": ranks, "allreduce": 2, "all_reduce": 2}.get(kind, 1) * size * (ranks - 1) // ranks
 
 
 def flatten_tensors(value: Any) -> list[torch.Tensor]:
-    """Return all tensors of a tensor, a list of tensors, or a list of lists."""
+    """Return the tensors of a nested list as a flat list. `value` may also be a single tensor."""
     return [value] if isinstance(value, torch.Tensor) else [t for item in value for t in flatten_tensors(item)]
 
 

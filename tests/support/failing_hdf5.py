@@ -8,7 +8,8 @@ The environment variable FAIL_BY selects the failure:
     memory    MemoryError
     import    h5py cannot be imported
 
-The process fails after the first block of rows, or with `import` before it. Without FAIL_BY, it sends all blocks.
+With `import`, the process fails before it sends a block of rows; with the other values, after the first block. Without
+FAIL_BY, the process sends all blocks.
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ No job runs. The file `sbatch_outcomes` contains the outcome of calls of sbatch,
 for the second call:
 
     accept               the job is accepted (the default)
-    refuse, MESSAGE      no job; the controller rejects it with this message
+    refuse, MESSAGE      no job; the controller rejects the submission with this message
     fail, MESSAGE        no job; a wrapper of sbatch prints this message
     hang                 sbatch prints nothing for 600 s; then the job is accepted
     timeout              the job is accepted, but sbatch reports a time-out
     lose                 no job, and sbatch reports a time-out
     late, SECONDS        sbatch reports a time-out, and the job is accepted SECONDS later
 
-Other files of the folder: `config` contains the output of `scontrol show config`. `sacct.out` and `sacctmgr.out`
-contain the output of these commands. If the file `not_responding` exists, squeue fails.
+Other files of the folder: `config` contains the output of `scontrol show config`, and `sacct.out` the output of sacct.
+Each line of `sacctmgr.out` consists of an entity, such as `qos`, and a line of output for this entity. `calls` has a
+line for each call of sbatch. If the file `not_responding` exists, squeue fails.
+
+`scontrol show partition` always prints one partition. Other subcommands of scontrol fail.
 """
 
 from __future__ import annotations
@@ -177,7 +180,7 @@ def print_jobs(folder: Path, line_format: str, expand_arrays: bool) -> None:
 
 
 def run_squeue(folder: Path, *arguments: str) -> int:
-    """Act as squeue and return the exit code."""
+    """Act as squeue, but ignore options that select jobs. Return the exit code."""
     if (folder / "not_responding").exists():
         print("slurm_load_jobs error: Socket timed out on send/recv operation", file=sys.stderr)
         return 1
@@ -211,7 +214,7 @@ def main(name: str, folder: Path, *arguments: str) -> int:
         print(f"{name}: error: not available", file=sys.stderr)
         return 1
     lines = output_file.read_text().splitlines(keepends=True)
-    if name == "sacctmgr":  # each line of the file is "ENTITY OUTPUT"; print the output for the entity of the command
+    if name == "sacctmgr":  # print the lines for the entity in the command, without the name of the entity
         lines = [line.partition(" ")[2] for line in lines if line.partition(" ")[0] in arguments]
     sys.stdout.writelines(lines)
     return 0

@@ -2,7 +2,7 @@
 
     python -m tests.support.mpi_faults PROGRAM MARK      under mpirun, in every rank
 
-PROGRAM is a key of PROGRAMS. MARK is not used here. A test finds the processes by this text in their command line.
+PROGRAM is a key of PROGRAMS. The programs ignore MARK. A test finds the processes by MARK in their command lines.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_missing_rank() -> None:
         mpi_group.HostBuffer = raise_memory_error  # type: ignore[assignment,misc]
         check_raises(MemoryError, "no memory", lambda: dist.all_reduce(x, group=no_memory_group))
         mpi_group.HostBuffer = host_buffer  # type: ignore[misc]
-        time.sleep(3.3)
+        time.sleep(3.3)  # longer than SHORT_TIMEOUT, but shorter than the time-out of `late_group`
         dist.all_reduce(x, group=late_group, async_op=True)
     else:
         works = [dist.all_reduce(x, group=group, async_op=True) for group in (missing_group, no_memory_group)]
@@ -255,7 +255,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 
 def main(name: str) -> None:
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
+    """Run a program on this rank."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"  # start the flight recorder, which `list_recent_collectives` reads
     mpi.start_mpi(read_rank_info(os.environ), timedelta(seconds=60))
     PROGRAMS[name]()
 

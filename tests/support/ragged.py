@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from pipeline.parallel.tensor_parallel import Replicated
 
+# pipeline/config/user_model.py describes these four names and the functions below.
 ARRAYS = ("series", "lengths")
 INPUTS = ("series",)
 PADDED = ("series",)

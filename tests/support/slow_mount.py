@@ -81,7 +81,7 @@ def slow_mount(size: int) -> Iterator[SlowMount]:
             mount = SlowMount(folder, device, group)
             yield mount
         finally:
-            with suppress(OSError, UnboundLocalError):
+            with suppress(OSError, UnboundLocalError):  # `mount` is unbound if the file system was not mounted
                 mount.limit_reads(0)  # otherwise unmounting waits for the limited requests
             with suppress(OSError):
                 group.rmdir()

@@ -74,8 +74,8 @@ def change_layouts_on_rank(
 ) -> list[tuple[str, list[tuple[float, float]]]]:
     """Train with `first_config`, then continue with each of `other_configs`.
 
-    The first config trains `first_steps` steps. Each config then saves a checkpoint and trains `steps` steps. Before
-    that, each other config loads the checkpoint of the previous config, so all configs train the same steps.
+    The first config trains `first_steps` steps. Each other config loads the checkpoint of the previous config instead.
+    Each config then saves a checkpoint and trains `steps` further steps, which are the same for all configs.
 
     Args:
         rank_info: this rank.

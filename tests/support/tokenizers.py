@@ -18,7 +18,8 @@ SPECIAL_TOKENS = ("<|end|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad
 def make_byte_tokenizer(text: str = "", size: int = 270) -> Tokenizer:
     """Return a byte-level BPE tokenizer with all of SPECIAL_TOKENS, without a post-processor.
 
-    It is trained on `text`. `size` is its vocabulary size before the special tokens after the first are added.
+    It is trained on `text`. Its vocabulary consists of `size` tokens, including the first special token, and of the
+    other special tokens. If there is little text, there are fewer than `size` tokens.
     """
     tokenizer = Tokenizer.from_str(train_bpe([text], size, SPECIAL_TOKENS[0]))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS[1:]))

@@ -49,7 +49,10 @@ def loss(outputs, batch):
 def metrics(outputs, batch):
     return {"right": (outputs.argmax(-1) == batch["labels"]).sum()}
 """
-"""The functions import torch, not the module, because the submit command imports the module and must stay fast."""
+"""A custom model. Its functions import torch when they are called.
+
+The module itself does not import torch, because the submit command imports the module and must stay fast.
+"""
 Action = Callable[[], object]
 """A change in the working directory, as a function."""
 
@@ -82,7 +85,7 @@ class Mistake:
     facts: tuple[str, ...]
     """Texts that the output must contain, such as the key, the value, the file and the suggestion."""
     code: str = ""
-    """Code of the error; "" if the test must not check the code."""
+    """Code of the error; "" if the test does not check the code."""
     prepare: Action = lambda: None
     """Called before `command`."""
     fix: Action = lambda: None
@@ -98,7 +101,7 @@ class Mistake:
     """If True, the stages of the run are executed; otherwise only the checks before a submission."""
 
 
-SUBMISSION_MISTAKES = [
+SUBMISSION_MISTAKES = [  # submit.py must reject the submission and create no run
     Mistake(
         "a misspelt key",
         "tiny.yaml train.global_bach=8",
@@ -319,7 +322,7 @@ SUBMISSION_MISTAKES = [
         retry_command="classifier.yaml data.source=arrays.h5",
     ),
 ]
-LATER_MISTAKES = [
+LATER_MISTAKES = [  # a command fails, in most cases after the run was created
     Mistake(
         "a misspelt command",
         "statuss",

@@ -44,7 +44,7 @@ class Receiver(BaseHTTPRequestHandler):
         with open(self.folder / "received.jsonl", "a") as file:
             file.write(json.dumps({"id": self.headers["Idempotency-Key"], "text": body["text"]}) + "\n")
         if behavior != "lose":
-            self.do_GET()
+            self.do_GET()  # sends status 200
 
 
 if __name__ == "__main__":

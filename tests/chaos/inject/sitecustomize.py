@@ -1,8 +1,8 @@
 """Cause faults inside a rank. Python imports this file automatically if its folder is in PYTHONPATH.
 
-The environment variable `CHAOS` is the path of a folder. Its file `inject.json` requests the next fault. It is an
-object with `kind`, `rank` and, for a kill in a save, `phase`. The rank renames the file before it causes the fault, so
-that the fault happens only once. The file `delay` contains the seconds that are added to each step.
+The environment variable `CHAOS` is the path of a folder. Its file `inject.json` requests the next fault. The file
+contains an object with `kind`, `rank` and, for a kill in a save, `phase`. The rank renames the file before it causes
+the fault, so that the fault happens only once. The file `delay` contains the seconds that are added to each step.
 """
 
 import importlib.abc
@@ -38,7 +38,7 @@ def die_if_requested(phase):
 
 
 def patch_trainer(module):
-    """Add the delay, and a hang or a request for a NaN loss, to each step."""
+    """Delay each step. If it is requested, let the step hang, or let `patch_model` replace the loss by NaN."""
     trainer_step = module.Trainer.step
 
     def step(self, number, tokens):
@@ -52,7 +52,7 @@ def patch_trainer(module):
 
 
 def patch_model(module):
-    """Replace the loss by NaN in a step for which it is requested."""
+    """Replace the loss by NaN in a step for which `patch_trainer` has found a request."""
     cross_entropy_sum = module.cross_entropy_sum
 
     def cross_entropy_sum_or_nan(*arguments):
@@ -64,7 +64,7 @@ def patch_model(module):
 
 
 def patch_checkpoint(module):
-    """Add a possible kill before or after each phase of a save."""
+    """If it is requested, kill the process before a phase of a save, or after the rename."""
     save = module.Checkpointer.save
     write = module.dcp.save
     hash_files = module._hash_files_of_rank
@@ -93,7 +93,7 @@ def patch_checkpoint(module):
     module.Checkpointer._commit = commit_or_die
 
 
-def patch_run(module):
+def patch_events(module):
     """Change the times of events by an hour if the clock of this rank is skewed."""
     if SKEWED:
         true_timestamp = module.utc_timestamp
@@ -103,7 +103,7 @@ def patch_run(module):
 
 
 PATCHES = {
-    "pipeline.run.events": patch_run,
+    "pipeline.run.events": patch_events,
     "pipeline.model.decoder": patch_model,
     "pipeline.checkpoint.checkpointer": patch_checkpoint,
     "pipeline.train.trainer": patch_trainer,
