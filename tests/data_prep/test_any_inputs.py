@@ -123,7 +123,7 @@ def check_that_tasks_write_the_same_bytes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 256)
         patch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)
-        patch.setattr(os, "fsync", lambda fd: None)  # it is slow, and this test does not crash the machine
+        patch.setattr(os, "fsync", lambda fd: None)  # fsync is slow, and matters only if the machine crashes
         task_order = [*range(tasks), generator.randrange(tasks)]
         generator.shuffle(task_order)
         for name, order, count in (("one", [0], 1), ("many", task_order, tasks)):
@@ -196,7 +196,7 @@ def test_any_split_of_token_files_gives_the_same_manifest_with_each_token_once(
     data = make_tokens_config(str(folder / "in"), tokenizer, shard_tokens=limit)
     check_that_tasks_write_the_same_bytes(lambda path: TokensFolder(data, path), folder, tasks, generator)
     manifest = load_manifest(folder / "many")
-    assert len(manifest.train) >= 2 * len(MAPPABLE_WRITERS)
+    assert len(manifest.train) >= 2 * len(MAPPABLE_WRITERS), "the files were not split"
     entries = sorted((*manifest.train, *manifest.held_out), key=lambda entry: (entry.file, entry.offset))
     assert read_entries(folder / "many", (*entries,)) == expected_tokens
 
@@ -270,7 +270,7 @@ def test_a_damaged_text_file_is_rejected_or_read(ending: str, tmp_path: Path) ->
         assert all(document.reason is None or not document.text for document in documents_read)
         if has_checksum and content:
             assert accepted_texts == documents
-    # In these three formats, only the damaged lines are rejected, not the file.
+    # In these three formats, damage makes only single documents unreadable. They are rejected without an error.
     assert rejections > 30 or ending in (".jsonl", ".txt", ".csv")
 
 

@@ -37,7 +37,11 @@ TIMEOUT_S = 120
 
 
 def read_all_documents(path: Path, file_format: str, end: int | None = None) -> list[Document]:
-    """Return all documents of a file."""
+    """Return all documents of a file.
+
+    `end` is the end of the range to read, which is the number of row groups if the file is Parquet. None means the size
+    of the file.
+    """
     size = path.stat().st_size
     source = Input(str(path), size, path.stat().st_mtime_ns, file_format)
     return list(read_documents(source, 0, size if end is None else end, "text"))
@@ -141,14 +145,14 @@ def test_two_hdf5_reads_at_once_do_not_mix_and_one_may_end_early(tmp_path: Path)
     blocks_of_10.close()
     assert next(blocks_of_3).tolist() == [3, 4, 5]
     assert np.concatenate([*hdf5_reader.read_rows(str(path), "input_ids", 2)]).tolist() == [*range(7)]
-    with raises_error("data.damaged_file", path):
+    with raises_error("data.damaged_file", path):  # the file has no dataset `images`
         next(hdf5_reader.read_rows(str(path), "images", 2))
 
 
 # -- lines -------------------------------------------------------------------------------------------------
 
 MAX_CHARACTERS = 12
-"""Characters of the longest document that the following tests accept."""
+"""Characters of the longest document that the next test accepts."""
 
 
 def write_lines(path: Path, lines: list[bytes]) -> Path:
@@ -221,21 +225,24 @@ def test_a_line_that_is_too_long_is_rejected_once_however_the_file_is_split(
                 for document in read_documents(source, start, end, "text")
             ]
     lines = content.decode().split("\n")
-    assert documents_read == [line if len(line) <= 3 else None for line in lines[: len(lines) - (not lines[-1])]]
+    if not lines[-1]:  # nothing follows the last newline, so it does not begin a line
+        lines.pop()
+    assert documents_read == [line if len(line) <= 3 else None for line in lines]
 
 
-EXPANDING_LINES = {
-    "line": b'{"text": "' + b"x" * 200_000_000 + b'"}\n',
-    "objects": b'{"text": "x", "more": [' + b"{}," * 22_000_000 + b"0]}\n",
-    "strings": b'{"text": "x", "more": [' + b'"\\\\\\"a",' * 7_000_000 + b"0]}\n",
+# Functions make the large contents, so that they are not in memory while the tests are collected.
+EXPANDING_LINES: dict[str, Callable[[], bytes]] = {
+    "line": lambda: b'{"text": "' + b"x" * 200_000_000 + b'"}\n',
+    "objects": lambda: b'{"text": "x", "more": [' + b"{}," * 22_000_000 + b"0]}\n",
+    "strings": lambda: b'{"text": "x", "more": [' + b'"\\\\\\"a",' * 7_000_000 + b"0]}\n",
 }
-"""A line of 200 MB, and two lines that are short enough but would need 4 GB as Python objects."""
+"""A line of 200 MB, and two lines within `MAX_DOCUMENT_BYTES` that would need 4 GB as Python objects."""
 
 
 @pytest.mark.parametrize("kind", EXPANDING_LINES)
 def test_a_small_compressed_file_that_expands_is_rejected_within_1_gb(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(EXPANDING_LINES[kind] + b'{"text": "next"}\n'))
+    path.write_bytes(gzip.compress(EXPANDING_LINES[kind]() + b'{"text": "next"}\n'))
     assert path.stat().st_size < 300_000
     program = (
         "import sys, json\n"
@@ -319,7 +326,7 @@ def make_extended_header(member_type: bytes, content: bytes) -> bytes:
 
 def make_pax_record(key: str, value: str) -> bytes:
     """Return a record `LENGTH KEY=VALUE` of a pax header. LENGTH includes its own digits."""
-    length = len(key) + len(value) + 3
+    length = len(key) + len(value) + len(" =\n")
     length += len(str(length + len(str(length))))
     return f"{length} {key}={value}\n".encode()
 
@@ -335,36 +342,35 @@ SPARSE_RECORDS = (
 
 
 @pytest.mark.parametrize(
-    ("content", "expected_text"),
+    ("make_members", "expected_text"),
     [
         (
-            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x" * 100_000_000)) + TAR_MEMBER + TAR_END,
+            lambda: make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x" * 100_000_000)) + TAR_MEMBER,
             "extended header",
         ),
         (
-            make_extended_header(tarfile.XGLTYPE, make_pax_record("comment", "x" * 100_000) * 1000)
-            + TAR_MEMBER
-            + TAR_END,
+            lambda: (
+                make_extended_header(tarfile.XGLTYPE, make_pax_record("comment", "x" * 100_000) * 1000) + TAR_MEMBER
+            ),
             "extended header",
         ),
-        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + TAR_MEMBER + TAR_END, "extended header"),
-        (make_extended_header(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + TAR_MEMBER + TAR_END, "extended header"),
-        (make_header(tarfile.XHDTYPE, -512) + TAR_MEMBER + TAR_END, "extended header"),
-        (make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + TAR_MEMBER + TAR_END, "extended headers"),
+        (lambda: make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x" * 100_000_000) + TAR_MEMBER, "extended header"),
+        (lambda: make_extended_header(tarfile.GNUTYPE_LONGLINK, b"x" * 100_000) + TAR_MEMBER, "extended header"),
+        (lambda: make_header(tarfile.XHDTYPE, -512) + TAR_MEMBER, "extended header"),
+        (lambda: make_extended_header(tarfile.GNUTYPE_LONGNAME, b"x") * 2000 + TAR_MEMBER, "extended headers"),
         (
-            make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x")) * 2000 + TAR_MEMBER + TAR_END,
+            lambda: make_extended_header(tarfile.XHDTYPE, make_pax_record("comment", "x")) * 2000 + TAR_MEMBER,
             "extended headers",
         ),
         (
-            b"".join(
+            lambda: b"".join(
                 make_extended_header(tarfile.XGLTYPE, make_pax_record(f"k{i}", "x" * 60_000)) + TAR_MEMBER
                 for i in range(9)
-            )
-            + TAR_END,
+            ),
             "global headers",
         ),
-        (make_extended_header(tarfile.XHDTYPE, SPARSE_RECORDS) + TAR_MEMBER + TAR_END, "sparse"),
-        (make_header(tarfile.GNUTYPE_SPARSE, 0, "a.txt") + TAR_END, "sparse"),
+        (lambda: make_extended_header(tarfile.XHDTYPE, SPARSE_RECORDS) + TAR_MEMBER, "sparse"),
+        (lambda: make_header(tarfile.GNUTYPE_SPARSE, 0, "a.txt"), "sparse"),
     ],
     ids=[
         "long pax value",
@@ -381,8 +387,10 @@ SPARSE_RECORDS = (
 )
 @pytest.mark.parametrize("is_compressed", [False, True], ids=["tar", "gzip"])
 def test_a_tar_with_large_or_unsupported_headers_is_rejected(
-    tmp_path: Path, content: bytes, expected_text: str, is_compressed: bool
+    tmp_path: Path, make_members: Callable[[], bytes], expected_text: str, is_compressed: bool
 ) -> None:
+    """`make_members` returns the content of a tar file without its end. The content has up to 100 MB."""
+    content = make_members() + TAR_END
     path = tmp_path / "a.tar"
     path.write_bytes(gzip.compress(content, 1) if is_compressed else content)
     with raises_error("data.damaged_file", path, expected_text):

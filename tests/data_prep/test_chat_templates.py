@@ -86,7 +86,10 @@ EXPECTED_TEXTS: dict[str, tuple[str, str]] = {
         "<s>[INST] S\n\nQ1[/INST]« A1</s>»[INST] Q2[/INST]« A2</s>»",
     ),
 }
-"""The text of two questions by template, without and with a system message. « » enclose the parts in the loss."""
+"""For each template, the text of `make_two_questions` without and with a system message.
+
+« and » enclose the parts that count in the loss.
+"""
 QWEN3_ORIGINAL = (
     "{%- set ns = namespace(last_query=0) %}{%- for message in messages %}"
     "{%- if message.role == 'user' %}{%- set ns.last_query = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -166,14 +169,14 @@ def test_qwen3_template_keeps_the_thinking_of_each_answer() -> None:
 
 def test_data_chat_template_replaces_an_unusable_template_of_the_tokenizer(tmp_path: Path) -> None:
     generator = random.Random(3)
-    lines = [{"messages": [*make_dialogue(generator), *make_two_questions(False)]} for _ in range(40)]
+    lines = [{"messages": [*make_dialogue(generator), *make_two_questions(has_system=False)]} for _ in range(40)]
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer", QWEN3_ORIGINAL)
     with raises_error("data.no_documents", "a.jsonl line 1", "data.chat_template", "qwen3"):
         build_shards(make_data_config(source, "messages", tokenizer), tmp_path / "custom")
     with pytest.raises(RejectedError, match=r"data\.chat_template"):
         reader = DialogueReader(json.loads(build_chat_json(tokenizer, "<|im_end|>")))
-        reader.read_dialogue({"messages": make_two_questions(False)})
+        reader.read_dialogue({"messages": make_two_questions(has_system=False)})
     manifests = {}
     for name in ("qwen3", "chatml", str(tmp_path / "custom.jinja")):
         (tmp_path / "custom.jinja").write_text(CHATML)
@@ -182,7 +185,7 @@ def test_data_chat_template_replaces_an_unusable_template_of_the_tokenizer(tmp_p
         assert manifests[name].documents == 40
         assert manifests[name].rejected_documents == 0
     assert len({manifest.key for manifest in manifests.values()}) == 3
-    data_dir = tmp_path / "custom"
+    data_dir = tmp_path / "custom"  # the loop ended with this template, so `data` is its config
     (data_dir / "manifest.json").unlink()
     (tmp_path / "custom.jinja").write_text(CHATML.replace("'user'", "'user', 'tool'"))
     new_key = build_shards(data, data_dir).key
@@ -221,12 +224,12 @@ def test_special_tokens_of_a_template_come_from_the_post_processor_or_from_speci
     tokenizer = save_tokenizer(tmp_path, add_post_processor(make_byte_tokenizer(), "llama 3"))
     tokenizer_without_processor = save_tokenizer(tmp_path / "plain", make_byte_tokenizer())
     expected = ChatTemplate(load_template(Path(name)), {"bos_token": "<s>", "eos_token": "</s>"}).render(
-        make_two_questions(False)
+        make_two_questions(has_system=False)
     )
 
     def render_questions(file: Path) -> str:
         reader = DialogueReader(json.loads(build_chat_json(file, "</s>", name)))
-        text, _ = reader.read_dialogue({"messages": make_two_questions(False)})
+        text, _ = reader.read_dialogue({"messages": make_two_questions(has_system=False)})
         return text
 
     assert render_questions(tokenizer) == split_marks(expected)[0], "the tokens of the post-processor are not used"
@@ -234,10 +237,8 @@ def test_special_tokens_of_a_template_come_from_the_post_processor_or_from_speci
     write_json(tokenizer_without_processor.with_name("special_tokens_map.json"), mapping)
     assert render_questions(tokenizer_without_processor) == split_marks(expected)[0], "the mapping is not used"
     chat = json.loads(build_chat_json(tokenizer_without_processor, "</s>", name))
-    assert (
-        "pad_token" not in chat["tokens"]
-        and json.loads(build_chat_json(tokenizer_without_processor, "</s>", "chatml"))["tokens"] == {}
-    )
+    assert "pad_token" not in chat["tokens"]
+    assert json.loads(build_chat_json(tokenizer_without_processor, "</s>", "chatml"))["tokens"] == {}
     tokenizer_without_processor.with_name("special_tokens_map.json").unlink()
     with raises_error("data.no_bos_token", "tokenizer_config.json", "bos_token"):
         build_chat_json(tokenizer_without_processor, "</s>", name)
@@ -248,9 +249,8 @@ def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path
         tokenizer = save_tokenizer(tmp_path / str(number), make_byte_tokenizer(), template)
         assert json.loads(build_chat_json(tokenizer, "</s>"))["tokens"] == {}
     tokenizer_without_bos = save_tokenizer(tmp_path / "none", make_byte_tokenizer(), "{{ bos_token }}x", bos_token=None)
-    assert (
-        json.loads(build_chat_json(tokenizer_without_bos, "</s>"))["tokens"] == {}
-    )  # in transformers, null also means no token
+    # As in transformers, `bos_token: null` means that the tokenizer has no such token.
+    assert json.loads(build_chat_json(tokenizer_without_bos, "</s>"))["tokens"] == {}
 
 
 # -- dialogues longer than a sample --------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
     truncated_documents = [(ids[:LENGTH], in_loss[:LENGTH]) for ids, in_loss in all_documents]
     for ids, in_loss in truncated_documents:
         while len(ids) == LENGTH and ids[-1] == manifest.eos_id and not in_loss[-1]:
-            ids.pop()  # `read_shard_documents` removes it like padding
+            ids.pop()  # `read_shard_documents` takes an end-of-text token outside of the loss for padding
             in_loss.pop()
     assert documents["truncate"] == [(ids, in_loss) for ids, in_loss in truncated_documents if any(in_loss)]
     assert len(documents["truncate"]) < 61, "the last document, of which only the prompt remains, was not removed"

@@ -1,6 +1,6 @@
 """Tests of `data.deduplicate` and `data.filter`.
 
-They give the results of simple implementations, for any number of tasks and after crashes.
+Their results equal those of simple implementations, for any number of tasks and after crashes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_the_first_of_equal_documents_is_kept_for_any_number_of_tasks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.work_units.MIN_UNIT_BYTES", 64)
         patch.setattr(duplicates, "_MAX_RANGE_HASHES", range_hashes)
-        patch.setattr(os, "fsync", lambda fd: None)  # it is slow, and this test does not crash the machine
+        patch.setattr(os, "fsync", lambda fd: None)  # fsync is slow, and matters only if the machine crashes
         build_shards(data, folder / "one", 1)
         manifest = build_shards(data, folder / "data", tasks)
     unique_documents = remove_duplicates(documents)
@@ -95,7 +95,8 @@ def test_first_occurrences_equal_those_of_a_set(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(duplicates, "_MAX_RANGE_HASHES", data.draw(st.integers(1, 5)))
         for number in data.draw(st.permutations(range(len(units)))):
-            is_first = Duplicates(folder, keys, units.__getitem__, number % 2, 2).find_first_occurrences(number)
+            duplicates_of_task = Duplicates(folder, keys, units.__getitem__, task=number % 2, tasks=2)
+            is_first = duplicates_of_task.find_first_occurrences(number)
             np.testing.assert_array_equal(is_first, expected[number])
 
 
@@ -124,10 +125,11 @@ def test_filtered_documents_are_counted_and_not_listed_as_rejected(tmp_path: Pat
     run_prepare(data, tmp_path / "data", discard_log)
     folder = TextFolder(data, tmp_path / "data")
     rejected_documents: list[tuple[int, int, str]] = []
-    filtered_count = [0]
-    documents = [*folder._read_documents(folder.plan.units[0], [0], filtered_count, rejected_documents)]
+    line_counts = [0]  # one entry for the only input range
+    filtered_counts = [0]
+    documents = [*folder._read_documents(folder.plan.units[0], line_counts, filtered_counts, rejected_documents)]
     assert len(documents) == 1
-    assert filtered_count == [50]
+    assert filtered_counts == [50]
     assert rejected_documents == []
 
 
@@ -199,12 +201,12 @@ def test_a_filter_with_changing_results_is_rejected(tmp_path: Path) -> None:
 def test_a_missing_filter_is_an_error_before_the_stages_start(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     data = load_config(path, ["data.filter=quality:keep"]).data
-    with_path = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
+    data_with_path = load_config(path, [f"data.filter={tmp_path}/quality.py:keep"]).data
     assert data.filter is not None and data.filter.endswith("/quality:keep"), "the path is not relative to the config"
     with raises_error("data.no_filter", "data.filter", "quality.py"):
-        TextFolder(with_path, tmp_path / "data").check_inputs()
+        TextFolder(data_with_path, tmp_path / "data").check_inputs()
     (tmp_path / "quality.py").write_text(FILTER_CODE)
-    TextFolder(with_path, tmp_path / "data").check_inputs()
+    TextFolder(data_with_path, tmp_path / "data").check_inputs()
 
 
 @pytest.mark.parametrize("ending", ["hashes", "twice"])
@@ -214,13 +216,13 @@ def test_files_of_hashes_that_a_crash_damaged_are_written_again(
 ) -> None:
     units = [[b"a", b"b", b"a"], [b"b", b"c", b"d"]]
     keys = [f"{number:064d}" for number in range(len(units))]
-    first_task = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
+    first_task = Duplicates(tmp_path, keys, units.__getitem__, task=0, tasks=1)
     expected = [list(first_task.find_first_occurrences(unit)) for unit in range(2)]
     assert expected == [[True, True, False], [False, True, True]]
     for path in tmp_path.glob(f"*.{ending}"):
         intact = path.read_bytes()
         path.write_bytes(damage(intact))
-        next_task = Duplicates(tmp_path, keys, units.__getitem__, 0, 1)
+        next_task = Duplicates(tmp_path, keys, units.__getitem__, task=0, tasks=1)
         assert [list(next_task.find_first_occurrences(unit)) for unit in range(2)] == expected
         assert path.read_bytes() == intact
 
@@ -234,7 +236,7 @@ def test_files_of_hashes_are_synced_before_they_are_renamed(tmp_path: Path, monk
         real_fsync(fd)
 
     monkeypatch.setattr(os, "fsync", record_size_and_sync)
-    Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], 0, 1).find_first_occurrences(0)
+    Duplicates(tmp_path, [f"{0:064d}"], lambda unit: [b"a", b"a"], task=0, tasks=1).find_first_occurrences(0)
     assert {path.stat().st_size for path in tmp_path.iterdir()} <= set(synced_sizes)
 
 
@@ -248,7 +250,7 @@ def test_tasks_search_for_duplicates_in_different_orders(tmp_path: Path, monkeyp
             order: list[int] = []
 
             def record_range(self: Duplicates, path: Path, low: int, high: int, order: list[int] = order) -> None:
-                order.append(int(path.name.split("-")[2]))
+                order.append(int(path.name.split("-")[2]))  # the name is unit-KEY-RANGE-of-RANGES.twice
 
             monkeypatch.setattr(Duplicates, "_find_duplicates", record_range)
             _ = Duplicates(tmp_path, keys, units.__getitem__, task, 4)._duplicate_files

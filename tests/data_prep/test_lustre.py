@@ -18,7 +18,8 @@ from tests.data_prep.test_shards import discard_log, make_data_config, make_docu
 def fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a fake `lfs` first in PATH and return its folder.
 
-    The fake `lfs` appends its arguments to the file `calls` and exits with the code in the file `code`.
+    The fake `lfs` appends its arguments to the file `calls`, writes an error message to stderr, and exits with the
+    code in the file `code`.
     """
     folder = tmp_path / "fake-lfs"
     folder.mkdir()
@@ -65,14 +66,14 @@ def test_shard_sets_the_stripe_before_it_writes(
     )
     monkeypatch.setattr(
         "data_prep.data_folder.stripe_folder",
-        lambda path, rule, log: stripe_folder(path, rule, log, lambda _: "lustre"),
+        lambda path, stripe, log: stripe_folder(path, stripe, log, lambda _: "lustre"),
     )
     data = make_data_config([str(write_jsonl(tmp_path / "a.jsonl", make_documents(5)))], held_out=0.0)
     TextFolder(data, tmp_path / "data").prepare(discard_log)
     folder = TextFolder(data, tmp_path / "data")
     folder.shard(0, 1, discard_log, StripeConfig(count=2, size_mb=4, pool="flash"))
     assert (fake_lfs / "calls").read_text() == "done\n"
-    # another task finalizes the folder, perhaps on a node without `lfs`
+    # Another task may finalize the folder. It reads the stripe that the shard task recorded.
     assert TextFolder(data, tmp_path / "data").finalize(discard_log)
     assert load_manifest(tmp_path / "data").stripe == "-c 2 -S 4M -p flash"
 

@@ -4,7 +4,8 @@ This holds for the shard stage with each kind of data folder, and for `data impo
 a random event: before a rename, at a file system operation (an audit event of Python), at a function call, or when a
 timer expires. A process that has imported all modules forks the tasks, which takes milliseconds.
 
-The test prints its seed. Set SLUICE_TEST_SEED to use the same seed again; only kills by timer are not reproducible.
+The test of random kills prints its seed. Set SLUICE_TEST_SEED to use the same seed again. Kills by timer are not
+reproducible.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ class TextShards:
     """
 
     kill_ranges = (0.03, 0.3, 1.1)
-    """Fractions of the work. A task is killed at a random moment before one of them. 1.1 includes the end of a task."""
+    """Fractions of the work. Each kill has a random time in the range from 0 to one of these fractions.
+
+    A fraction greater than 1 includes the end of a task.
+    """
     min_kills = 6
     """At least this number of tasks must be killed in a test."""
 
@@ -227,7 +231,7 @@ class TokenImport(TextShards):
                 str(path / "to"),
                 f"{self.argument}/tokenizer.json",
                 "<|endoftext|>",
-                False,
+                packed=False,
             )
         except UserError as error:
             assert error.code in ("data.folder_exists", "data.import_running"), error
@@ -280,16 +284,17 @@ class TaskRunner:
 
         Args:
             folder: the folder that the tasks fill.
-            kills: for each task, a kind of kill and when: the number of the event, or the seconds of the timer. With
-                event 0, the task counts the events and is not killed.
+            kills: for each task, a kind of kill and its time: the number of the event, or the seconds of the timer.
+                With event 0, the task counts the events and is not killed. A task of the kind `none` is not killed.
 
         Returns:
-            The exit codes, and the number of counted events if there is one task with event 0.
+            The exit codes, and the number of counted events if there is one task with event 0; otherwise 0.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([str(folder), kills]) + "\n")
         self.process.stdin.flush()
+        # The line is a count for each task with event 0, and then the list of exit codes.
         counts, exit_codes = ("0 " + self.process.stdout.readline()).split("[")
         return json.loads(f"[{exit_codes}"), sum(map(int, counts.split()))
 
@@ -354,7 +359,10 @@ def test_random_kills_lose_and_repeat_no_finished_work(
 def test_finalize_removes_temporary_files_and_succeeds_if_another_task_finishes_first(
     tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tasks finalize at once. One removes the temporary file of the other, like that of a killed task."""
+    """Two tasks finalize at once. The second removes the temporary file of the first, like that of a killed task.
+
+    The missing file is an error only if no complete manifest exists.
+    """
     (tmp_path / "in").mkdir()
     workload = TextShards.create(tmp_path / "in")
     path = tmp_path / "data"
@@ -376,7 +384,7 @@ def test_finalize_removes_temporary_files_and_succeeds_if_another_task_finishes_
 
     monkeypatch.setattr(os, "replace", finalize_second_task_before_replace)
     assert first_task.finalize(discard_log)
-    assert len(replaced_files) == 3
+    assert len(replaced_files) == 3  # one by the first task, which then fails, and two by the second task
     assert not [*path.rglob("*.tmp")]
     assert first_task.find_shard_problem() is None
 

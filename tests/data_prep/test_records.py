@@ -50,8 +50,8 @@ def save_tokenizer_with_template(path: Path, template: Any = CHATML, in_file: bo
     """
     path.mkdir()
     content = json.loads(train_bpe([" ".join(WORDS) * 3], 300, "<|im_end|>"))
-    start = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "<|im_start|>"}
-    content["added_tokens"].append(start)
+    start_token = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "<|im_start|>"}
+    content["added_tokens"].append(start_token)
     write_json(path / "tokenizer.json", content)
     settings: dict[str, Any] = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None}
     if in_file:
@@ -93,9 +93,9 @@ def write_lines(path: Path, lines: Sequence[Any]) -> Path:
 
 
 def read_shard_documents(data_dir: Path, manifest: Manifest) -> list[tuple[list[int], list[bool]]]:
-    """Return tokens and loss mask of all documents of a data folder, without padding.
+    """Return the tokens and the loss mask of each document of a data folder, without padding.
 
-    Also check the layout of the shards.
+    Also check the layout of the shards: each has whole samples and one more token, the last target.
     """
     documents: list[tuple[list[int], list[bool]]] = []
     for entry in (*manifest.train, *manifest.held_out):
@@ -105,7 +105,7 @@ def read_shard_documents(data_dir: Path, manifest: Manifest) -> list[tuple[list[
             for array in (entry.arrays["tokens"], entry.arrays["mask"])
         )
         starts = np.flatnonzero(mask & MASK_DOCUMENT_START).tolist()
-        assert len(starts) == entry.documents and not mask[starts].__and__(MASK_LEARNED).any()
+        assert len(starts) == entry.documents and not (mask[starts] & MASK_LEARNED).any()
         for start, next_start in zip(starts, [*starts[1:], entry.tokens], strict=True):
             end = next_start
             while not mask[end - 1] & (MASK_LEARNED | MASK_DOCUMENT_START) and tokens[end - 1] == manifest.eos_id:
@@ -153,6 +153,7 @@ def test_any_number_of_tasks_writes_the_prompts_and_responses_to_the_same_bytes(
     for line in lines:
         encoded = hf_tokenizer(line["prompt"] + line["response"], return_offsets_mapping=True, add_special_tokens=False)
         prompt_end = len(line["prompt"])
+        # The first token of a document is never predicted, so it does not count in the loss.
         in_loss = [index > 0 and end > prompt_end for index, (_, end) in enumerate(encoded["offset_mapping"])]
         expected.append(([*encoded["input_ids"], manifest.eos_id], [*in_loss, True]))
     assert sorted(read_shard_documents(tmp_path / "1", manifest)) == sorted(expected)

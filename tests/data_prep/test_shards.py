@@ -140,7 +140,7 @@ def read_shard_documents(data_dir: Path, manifest: Manifest, entries: Sequence[S
 def check_shards(data: DataConfig, data_dir: Path, manifest: Manifest, expected: Sequence[str]) -> None:
     """Check that the shards contain each nonempty document of `expected` once and in order, in the right split.
 
-    The tokens of each document must be the same as if it is encoded alone.
+    The tokens of each document must be the same as when the document is encoded alone.
     """
     encoder = load_encoder(data_dir / "tokenizer.json", data.tokenizer.eos_token)
     for entries, held_out in ((manifest.train, False), (manifest.held_out, True)):
@@ -194,6 +194,7 @@ def test_all_formats_produce_the_same_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     run_prepare(make_data_config([str(tmp_path / "a.jsonl")]), tmp_path / "tokenizer", discard_log)
     for ending in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"):
+        # The source is a list of a glob that matches one file, and of a path.
         data = make_data_config([str(tmp_path / f"[a]{ending}"), str(tmp_path / "b.parquet")]).model_copy(
             update={"tokenizer": TokenizerConfig(kind="file", path=tmp_path / "tokenizer" / "tokenizer.json")}
         )
@@ -416,8 +417,8 @@ def test_rejected_documents_are_listed_with_file_and_line(tmp_path: Path, small_
         (9, 5, 0.001, True),
         (3, 3, 0.001, True),
         (3, 4, 0.001, False),  # more than half of the documents
-        (60, 6, 0.001, False),
-        (30, 1, 0.0, False),
+        (60, 6, 0.001, False),  # more than five, which are always allowed
+        (30, 1, 0.0, False),  # 0 allows no unreadable document
     ],
 )
 def test_a_few_unreadable_documents_are_accepted_in_small_inputs(
@@ -453,7 +454,7 @@ def test_held_out_documents_have_the_configured_fraction_and_depend_only_on_the_
         (["a", "b"], {"held_out": 0.999999}, ["data.held_out (0.999999)"]),
         (["", ""], {"held_out": 0.0}, ["a.jsonl", "data.held_out (0.0)"]),
         (["a", "b"], {"text_field": "body"}, ["a.jsonl line 1", "'body'", "'id', 'text'", "data.text_field"]),
-        (None, {}, ["a.jsonl line 1", "JSON"]),
+        (None, {}, ["a.jsonl line 1", "JSON"]),  # None: a CSV table in a file named .jsonl
     ],
 )
 def test_prepare_fails_if_no_document_is_left_to_train_on(

@@ -129,7 +129,8 @@ def test_a_token_that_is_both_first_and_last_is_written_once_between_documents(t
     )
     entry = manifest.train[0]
     tokens = np.fromfile(tmp_path / entry.file, entry.dtype, entry.tokens, offset=entry.offset).tolist()
-    assert tokens.count(0) == 9 and tokens[-1] == 0 and manifest.bos_ids == (0,)
+    end_id = 0  # of <|end|>, which is both tokens
+    assert tokens.count(end_id) == 9 and tokens[-1] == end_id and manifest.bos_ids == (end_id,)
 
 
 def test_the_tokens_before_a_prompt_are_added_once() -> None:

@@ -1,6 +1,6 @@
 """Tests that chat templates render a dialogue to the same text in every process.
 
-Other templates are errors. The time and memory of a template are limited.
+A template whose text could differ between processes is an error. The time and memory of a template are limited.
 """
 
 from __future__ import annotations
@@ -208,6 +208,6 @@ def test_dialogues_do_not_depend_on_the_size_of_requests_to_the_worker(
 
 
 def test_a_dialogue_with_a_lone_surrogate_is_rejected() -> None:
-    assert json.loads('"\\ud83d\\ude00"') == "😀"
+    assert json.loads('"\\ud83d\\ude00"') == "😀"  # a pair of surrogates in JSON is one character
     with pytest.raises(ChatTemplateError, match="surrogate"):
         ChatTemplate("{{ '\ud83d' }}", {}).render(MESSAGES)

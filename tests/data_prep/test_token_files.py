@@ -265,7 +265,7 @@ def test_a_run_uses_mappable_files_in_place(write: Writer, tokenizer: Path, tmp_
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_copy_has_the_same_documents_and_a_run_can_use_it(write: Writer, tokenizer: Path, tmp_path: Path) -> None:
     documents = encode_documents(tokenizer)
-    # These formats store where documents end. Their files often lack end tokens, which `import` adds.
+    # These formats store where documents end. Files of these formats often lack end tokens, which `import` adds.
     written_documents = (
         [document[:-1] for document in documents]
         if write in (write_megatron, write_datatrove, write_arrow, write_webdataset_tar)
@@ -299,7 +299,9 @@ def test_a_failed_import_is_locked_while_it_runs_and_continues_with_unchanged_co
         return re.findall(r"/(\w)\.bin: (copied[ a-z]*) \(", capsys.readouterr().out)
 
     def import_files(name: str) -> list[Any]:
-        run_data_command("import", [*map(str, paths)], str(tmp_path / name), str(tokenizer), "<|endoftext|>", False)
+        run_data_command(
+            "import", [*map(str, paths)], str(tmp_path / name), str(tokenizer), "<|endoftext|>", packed=False
+        )
         return read_results()
 
     def read_shards(name: str) -> dict[str, bytes]:
@@ -335,7 +337,9 @@ def test_a_failed_import_is_locked_while_it_runs_and_continues_with_unchanged_co
 def import_one_file(folder: Path, tokenizer: Path) -> None:
     """Import a token file into `folder/to`. Until it is complete, `folder/.to.part` is the working folder."""
     write_nano_gpt(folder, encode_documents(tokenizer))
-    run_data_command("import", [str(folder / "n.bin")], str(folder / "to"), str(tokenizer), "<|endoftext|>", False)
+    run_data_command(
+        "import", [str(folder / "n.bin")], str(folder / "to"), str(tokenizer), "<|endoftext|>", packed=False
+    )
 
 
 def give_to_other_user(path: Path) -> None:
@@ -359,34 +363,34 @@ def link_shards(part: Path, other: Path) -> None:
     (part / "shards").symlink_to(other / "shards")
 
 
-def give_folder_away(part: Path, other: Path) -> None:
+def give_folder_to_other_user(part: Path, other: Path) -> None:
     (part / "shards").mkdir()
     give_to_other_user(part)
 
 
-def give_shards_away(part: Path, other: Path) -> None:
+def give_shards_to_other_user(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards").mkdir()
     give_to_other_user(part / "shards")
 
 
-def open_folder(part: Path, other: Path) -> None:
+def make_folder_group_writable(part: Path, other: Path) -> None:
     part.chmod(0o770)
 
 
-def open_shards(part: Path, other: Path) -> None:
+def make_shards_world_writable(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "shards").mkdir()
     (part / "shards").chmod(0o757)
 
 
-def open_copied_list(part: Path, other: Path) -> None:
+def make_copied_list_world_writable(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "copied.jsonl").touch()
     (part / "copied.jsonl").chmod(0o666)
 
 
-def give_copied_list_away(part: Path, other: Path) -> None:
+def give_copied_list_to_other_user(part: Path, other: Path) -> None:
     (part / ".lock").touch()
     (part / "copied.jsonl").touch()
     give_to_other_user(part / "copied.jsonl")
@@ -417,10 +421,20 @@ def add_user_folder(part: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "prepare_working_folder",
     [
-        link_folder, link_shards, give_folder_away, give_shards_away, open_folder, open_shards, open_copied_list,
-        give_copied_list_away, link_copied_list, add_shard_without_lock, add_user_file, add_user_folder,
+        link_folder,
+        link_shards,
+        give_folder_to_other_user,
+        give_shards_to_other_user,
+        make_folder_group_writable,
+        make_shards_world_writable,
+        make_copied_list_world_writable,
+        give_copied_list_to_other_user,
+        link_copied_list,
+        add_shard_without_lock,
+        add_user_file,
+        add_user_folder,
     ],
-)  # fmt: skip
+)
 def test_an_import_rejects_a_working_folder_that_it_cannot_have_created_and_changes_nothing(
     prepare_working_folder: Callable[[Path, Path], None], tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -470,7 +484,7 @@ def test_a_file_is_copied_again_if_its_shards_are_damaged(
     files = [str(tmp_path / "n.bin"), str(tmp_path / "b.bin")]
 
     def import_both() -> str:
-        run_data_command("import", files, str(tmp_path / "to"), str(tokenizer), "<|endoftext|>", False)
+        run_data_command("import", files, str(tmp_path / "to"), str(tokenizer), "<|endoftext|>", packed=False)
         return capsys.readouterr().out
 
     with raises_error("data.token_out_of_range", "token 0", VOCAB):
@@ -522,7 +536,7 @@ def test_a_file_named_twice_is_copied_once(tokenizer: Path, tmp_path: Path, caps
     (tmp_path / "link.bin").symlink_to(path)
     arguments = [str(path), str(path.with_suffix(".idx")), str(folder), str(tmp_path / "link.bin")]
     for action in ("import", "inspect", "verify"):
-        run_data_command(action, arguments, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", False)
+        run_data_command(action, arguments, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
         output = capsys.readouterr().out
         assert [output.count(f"{argument}: left out") for argument in arguments] == [1, 1, 0, 1]
         assert action == "import" or output.count("Megatron .bin") == 1
@@ -536,7 +550,7 @@ def test_a_file_named_twice_is_copied_once(tokenizer: Path, tmp_path: Path, caps
             None,
             None,
             "<|endoftext|>",
-            False,
+            packed=False,
         )
 
 
@@ -554,15 +568,16 @@ def test_inspect_and_verify_continue_after_unusable_paths(
     paths = [missing, unsupported, folder, truncated, tmp_path / "a.arrow", unsupported / "a.npy"]
     for action in ("inspect", "verify"):
         with raises_error("data.unusable_files", "4 of 6"):
-            run_data_command(action, [*map(str, paths)], None, str(tokenizer), "<|endoftext|>", False)
+            run_data_command(action, [*map(str, paths)], None, str(tokenizer), "<|endoftext|>", packed=False)
         *lines, summary = capsys.readouterr().out.splitlines()
+        # in total, usable in place, must be copied, unusable
         assert re.findall(r"\d+", summary) == ["6", "1", "1", "4"]
         output = "\n".join(lines)
         assert f"error[data.missing_file]: {missing}: " in output and "nanoGPT .bin" in output and "Arrow" in output
         assert f"error[data.no_files]: {unsupported}: " in output and "  a.npy: " in output
         assert f"error[data.unknown_format]: {unsupported}/a.npy " in output and "NAME.bin" in output
         assert f"error[data.damaged_file]: {truncated} " in output
-    run_data_command("inspect", [str(folder)], None, None, "<|endoftext|>", False)
+    run_data_command("inspect", [str(folder)], None, None, "<|endoftext|>", packed=False)
     assert re.findall(r"\d+", capsys.readouterr().out.splitlines()[-1]) == ["1", "1", "0", "0"]
 
 
@@ -693,7 +708,7 @@ def test_an_unused_loss_mask_is_reported(tokenizer: Path, tmp_path: Path, capsys
     path = write_datatrove(tmp_path, encode_documents(tokenizer))
     (tmp_path / "d.ds.loss").write_bytes(bytes(path.stat().st_size // 4))
     warning = f"{path}.loss is not used"
-    run_data_command("inspect", [str(path)], None, None, "<|endoftext|>", False)
+    run_data_command("inspect", [str(path)], None, None, "<|endoftext|>", packed=False)
     assert warning in capsys.readouterr().out
     lines: list[str] = []
     TokensFolder(make_config(str(path), tokenizer), tmp_path / "data").prepare(lines.append)
@@ -874,6 +889,7 @@ def test_the_document_ends_in_a_range_equal_the_sums_of_sequence_lengths(
     count = int(document_indices[-1])
     index = path.with_suffix(".idx").read_bytes()
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, len(document_indices))
+    # After the header of 34 bytes, the index has a length (4 bytes) and a start (8 bytes) for each sequence.
     arrays = index[34 : 34 + 12 * count] + document_indices.astype("<i8").tobytes()
     path.with_suffix(".idx").write_bytes(header + arrays)
     with pytest.MonkeyPatch.context() as patch:
@@ -992,7 +1008,8 @@ def may_break_addresses(before: bytes, start: int, end: int, new_size: int) -> b
     """Return True if a change of the bytes [start, end) may have made addresses in an HDF5 file wrong.
 
     Version 0 of the format has no checksums, so a wrong address is not detected. Inserted or removed bytes move
-    everything after them. The index of the chunks is a node ("TREE") with keys and addresses.
+    everything after them. The index of the chunks is a node ("TREE"): a header of 24 bytes, a key (24 bytes) and an
+    address (8 bytes) for each entry, and a last key.
     """
     node = before.find(b"TREE\x01")
     keys_start = node + 24
@@ -1014,7 +1031,7 @@ def test_damaged_files_are_rejected_or_read_correctly(write: Writer, tmp_path: P
     rejections = 0
     expected_tokens = flatten(documents)
     files = {file: file.read_bytes() for file in path.parent.iterdir()}
-    width = TOKEN_BYTES.get(write.__name__)  # None if tokens are compressed, so that no byte belongs to only one token
+    width = TOKEN_BYTES.get(write.__name__)  # None if tokens are compressed, because no byte belongs to only one token
     offsets = find_token_offsets(files[path], documents, width) if width else []
     for _ in range(125):
         for original_file, content in files.items():

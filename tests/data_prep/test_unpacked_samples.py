@@ -29,13 +29,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read arrays in blocks of a dozen images."""
-    monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)  # a dozen images
+    """Read arrays in blocks of about a dozen images, which have 256 bytes each."""
+    monkeypatch.setattr("data_prep.samples_folder._BLOCK_BYTES", 3000)
 
 
 def write_images(path: Path, **options: Any) -> None:
     """Write 50 images with these options of `create_dataset`, and contiguous labels."""
-    rng = np.random.default_rng(len(path.name))
+    rng = np.random.default_rng(len(path.name))  # `a.h5` and `b.h5` have the same images
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=rng.integers(0, 256, (50, 1, 16, 16), np.uint8), **options)
         file["labels"] = rng.integers(0, 8, 50, np.int32)
@@ -57,6 +57,7 @@ def test_training_on_chunked_arrays_equals_training_on_contiguous_arrays(tmp_pat
     assert [entry.file for entry in chunked_entries] == [  # the contiguous file is used in place
         "shards/unit-00000.h5", str(tmp_path / "chunked/single.h5"), "shards/unit-00002.h5",
     ]  # fmt: skip
+    # The train split has 135 samples: three files of 50, of which a tenth is held out.
     contiguous_samples, chunked_samples = (
         SampleDataset(load_run_manifest(run), run.data_dir).read(np.arange(135))  # type: ignore[arg-type]
         for run in (contiguous_run, chunked_run)
