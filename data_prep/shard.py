@@ -50,7 +50,8 @@ def resume_note(run: Run) -> str | None:
     """Return a note if files of `data.source` are new or have changed since the shards were made; otherwise None.
 
     If the shards are incomplete, return None, because the prepare stage then lists the inputs again. Removed files are
-    ignored, because finished shards do not need them.
+    ignored, because finished shards do not need them. All new files are found. Of the files that the shards were made
+    from, at most `_MAX_INPUTS_COMPARED` are compared.
     """
     folder = open_finished_data_folder(run)
     with suppress(UserError, OSError):
@@ -61,13 +62,15 @@ def resume_note(run: Run) -> str | None:
         changed_paths = {
             source.path for source in compared_inputs if os.path.exists(source.path) and source.find_problem()
         }
-        unchanged_paths = {source.path for source in inputs} - changed_paths
-        new_or_changed_paths = sorted({*changed_paths, *folder.list_named_files()} - unchanged_paths)
+        other_input_paths = {source.path for source in inputs} - changed_paths
+        new_or_changed_paths = sorted({*changed_paths, *folder.list_named_files()} - other_input_paths)
         if new_or_changed_paths:
+            count = f"{len(new_or_changed_paths):,}"
+            if len(compared_inputs) < len(inputs):
+                count = f"at least {count}"
             return (
-                f"note: {new_or_changed_paths[0]} ({len(new_or_changed_paths):,} in all) is new or has changed since "
-                "the shards were made. This run keeps its shards; to use the new data, start a run with another "
-                "run.name"
+                f"note: {new_or_changed_paths[0]} ({count} in all) is new or has changed since the shards were made. "
+                "This run keeps its shards; to use the new data, start a run with another run.name"
             )
     return None
 

@@ -261,13 +261,14 @@ def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def count_hops_and_bytes(exchange: Exchange) -> tuple[float, float]:
-    """Return the number of hops of an exchange, each with the latency of a link, and the bytes that pass a link.
+    """Return how often an exchange waits for the latency of a link, and how many bytes pass a link.
 
     The formulas are those of planning/predict.py.
     """
     if exchange.kind == "send":
         return 1.0, float(exchange.size)
     times = 2 if exchange.kind == "all_reduce" else 1
+    # ranks exchange data in a tree between nodes, and in a ring inside a node
     hops = math.ceil(math.log2(exchange.ranks)) if exchange.between else exchange.ranks - 1
     return float(times * hops), times * exchange.size * (exchange.ranks - 1) / exchange.ranks
 

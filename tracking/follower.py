@@ -67,7 +67,7 @@ class Follower:
     def wait_for_lock(self, flag: StopFlag, once: bool) -> bool:
         """Wait until no other follower serves this tracker of this run, and take the lock.
 
-        The lock is held until this process ends.
+        The lock is held until this process ends, because its file descriptor is never closed.
 
         Args:
             flag: set when this process receives a signal.
@@ -79,9 +79,9 @@ class Follower:
         Raises:
             UserError: if `once` is set and the wait takes too long.
         """
-        lock = open_lock_file(self._lock_file)
+        lock_fd = open_lock_file(self._lock_file)
         deadline = time.monotonic() + LOCK_WAIT_S
-        while not try_flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not try_flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if flag:
                 return False
             if once and time.monotonic() > deadline:
@@ -223,6 +223,7 @@ def update_trackers(run: Run, tracker: str | None, overrides: Sequence[str]) -> 
             f"track: the config of {run.name} enables no tracker; add --to {'|'.join(TRACKERS)} and its keys as "
             "track.KEY=VALUE",
         )
+    # all other trackers are enabled by a key that the user must give anyway, such as a URL
     enabling_override = ["track.tensorboard=true"] if tracker == "tensorboard" else []
     worst_code = 0
     run_name, sweep_name = display_names(run)

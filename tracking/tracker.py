@@ -96,7 +96,7 @@ class RunReader:
         """
         if event["event"] == LostWork.NAME:
             self._lost_steps = {sha256_line(line): line["step"] for line in event["lines"]}
-            self._offset = 0  # the steps after the restored step are repeated, so all lines are read again
+            self._offset = 0  # the trainer removes the lost lines from the file, so the offset is no longer valid
             self._late_figures = {
                 step: figures for step, figures in self._late_figures.items() if step not in event["steps"]
             }

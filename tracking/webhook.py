@@ -126,7 +126,8 @@ class Webhook(Tracker):
         evaluate_every = self.run.config.train.evaluate_every
         if step % self.run.config.checkpoint.every_steps == 0:  # the ranks save a checkpoint after this step
             limit_s = max(limit_s, recovery.save_s / 2)
-        if evaluate_every and (step + 1) % evaluate_every == 0:  # the next step includes a held-out evaluation
+        # the next step includes a held-out evaluation, which may take as long as a save
+        if evaluate_every and (step + 1) % evaluate_every == 0:
             limit_s = max(limit_s + self.state.evaluate_s, recovery.save_s / 2)
         return limit_s
 

@@ -272,7 +272,8 @@ def find_storage_error(error: BaseException, path: str | Path | None = None) -> 
 
     Args:
         error: the exception.
-        path: the path to name in the message if the OSError has no file name.
+        path: the path to name in the message if the OSError has no file name. Give a path only if the error cannot come
+            from a socket: sockets also raise ENOTCONN and ESHUTDOWN, and their errors have no file name.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -280,7 +281,7 @@ def find_storage_error(error: BaseException, path: str | Path | None = None) -> 
             return cause
         if isinstance(cause, OSError) and cause.errno in _STORAGE_PROBLEMS:
             name = cause.filename or path
-            # sockets also raise ENOTCONN and ESHUTDOWN, but without a file name
+            # without a name, ENOTCONN and ESHUTDOWN may be errors of a socket
             if name or cause.errno not in (errno.ENOTCONN, errno.ESHUTDOWN):
                 error_class = LostMountError if cause.errno in LOST_MOUNT_ERRNOS else StorageError
                 code, problem = _STORAGE_PROBLEMS[cause.errno]

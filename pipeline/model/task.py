@@ -715,8 +715,15 @@ class _RecordingOptions(dict[str, Any]):
             if key in self._read_keys and isinstance(value, _RecordingOptions):
                 yield from value.list_reads(f"{prefix}{key}.")
 
+    def mark_all_read(self) -> None:
+        """Record that all keys are read, also those in nested mappings."""
+        self._read_all()
+        for value in dict.values(self):
+            if isinstance(value, _RecordingOptions):
+                value.mark_all_read()
+
     def _read_all(self) -> None:
-        """Record that all keys are read."""
+        """Record that all keys of this mapping are read."""
         self._read_keys |= {*dict.keys(self)}
 
     def __getitem__(self, key: str) -> Any:
@@ -784,7 +791,7 @@ def try_user_model(target: str, *options: str) -> None:
                 build_user_model(target, module, recording_options, layers)
             except Exception:  # A library may accept only a plain dict. All keys of the options then count as read.
                 build_user_model(target, module, values, layers)
-                recording_options.keys()
+                recording_options.mark_all_read()
         except Exception as error:
             if len(options) > 1:
                 error.add_note(f"with model.options {values}")

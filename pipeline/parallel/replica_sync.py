@@ -178,6 +178,8 @@ class GradientHook(ReplicaSync):
         buffer = bucket.buffer()
         named_gradients = list(self._add_residuals(bucket))
         counts = [math.ceil(self.fraction * gradient.numel()) for _, gradient in named_gradients]
+        # An all-gather moves 2 × sum(counts) × (replicas - 1) numbers, because each value has a position. A ring
+        # all-reduce moves 2 × numel × (replicas - 1) / replicas numbers.
         if self.replicas == 1 or sum(counts) * self.replicas >= buffer.numel():
             return self._reduce_uncompressed(buffer, named_gradients)
         positions: list[Tensor] = []

@@ -616,6 +616,7 @@ def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]
     required: dict[str, LineCheck] = {"time": is_timestamp, "event": is_text}
     optional: dict[str, LineCheck] = {}
     for event_field in dataclasses.fields(event_class):
+        # `time` and `event` are set above. A line has no other common field under its own name, except `stage`.
         if event_field.name in _COMMON_FIELDS - {"stage"}:
             continue
         has_no_value = event_field.default is dataclasses.MISSING

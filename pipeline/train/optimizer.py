@@ -440,7 +440,9 @@ def make_optimizer(
     rounding_seeds: Mapping[nn.Parameter, int] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the model's parameters that are not frozen, with its state before the first step.
+    """Return an optimizer of the model's parameters that are not frozen.
+
+    Its state (moments and step counts) exists before the first step, so that a checkpoint can be loaded into it.
 
     Args:
         model: the module with the parameters.
@@ -451,10 +453,10 @@ def make_optimizer(
         compiled: whether to compile the update of `LeanAdamW`.
 
     Raises:
-        UserError: if moments are int8, and the layout splits a block that shares a scale.
+        UserError: if moments are int8, and the layout splits a group of entries that share a scale.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if config.state != StateConfig():
+    if config.state != StateConfig():  # the config accepts another `optimizer.state` than the default only with AdamW
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[config.state.moments]
         kind = OptimizerKind(
             lambda groups, config, _: LeanAdamW(groups, config, rounding_seeds or {}, compiled),

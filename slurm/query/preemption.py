@@ -48,7 +48,8 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
         info: the job.
     """
     limit = config.get("MaxBatchRequeue", "5")
-    # some restarts had other causes than an exit in a grace period; counting all of them is on the safe side
+    # The exit number MaxBatchRequeue leaves the job held, so one exit fewer is possible. Some restarts had other causes
+    # than an exit in a grace period; counting all of them is on the safe side.
     remaining_exits = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts
     is_requeue_mode = set(mode.upper().split(",")) - {"GANG"} == {"REQUEUE"}
     will_be_requeued = info.is_preempted and info.may_requeue and is_requeue_mode

@@ -312,10 +312,10 @@ def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> Submitt
 def describe_stray_job(job: SubmittedJob) -> str:
     """Return a message about a stray job for the user."""
     state = job.reported_job.state.lower()
-    return f"job {job.job_id} ({state}) has the comment of this run, but no submission of the run made it"
+    return f"job {job.job_id} ({state}) has the comment of this run, but the run has no record of its submission"
 
 
-def describe_unproven_jobs(jobs: Sequence[SubmittedJob]) -> list[str]:
+def describe_unknown_states(jobs: Sequence[SubmittedJob]) -> list[str]:
     """Return why the states of some jobs are UNKNOWN, each reason once.
 
     For example, Slurm does not respond, or it is not certain that a job belongs to the run.

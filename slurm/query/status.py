@@ -55,7 +55,7 @@ from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
 from slurm.query.run_jobs import (
     SubmittedJob,
     describe_stray_job,
-    describe_unproven_jobs,
+    describe_unknown_states,
     find_awaited_job,
     find_run_jobs,
     find_submission_indices,
@@ -525,7 +525,7 @@ class StatusPoller:
             "time": format_duration(seconds),
         }
         if not problem and state != "done":
-            problem = "; ".join(describe_unproven_jobs(jobs))
+            problem = "; ".join(describe_unknown_states(jobs))
         slowdowns = _describe_slowdowns(run, recorded.start_event, events) if is_running else ""
         pending_job = job.job_id if job and job.is_active and job.state == "PENDING" else None
         last_stop = find_last_stop(events, pending_job) if state != "done" else None

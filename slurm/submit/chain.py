@@ -44,7 +44,7 @@ from slurm.query.job_states import array_job_id, cancel_jobs
 from slurm.query.run_jobs import (
     SubmittedJob,
     describe_stray_job,
-    describe_unproven_jobs,
+    describe_unknown_states,
     find_awaited_job,
     find_run_jobs,
     find_successor,
@@ -135,7 +135,7 @@ class Chain:
                 submitting a job of the run.
         """
         jobs = self._find_jobs()
-        for message in describe_unproven_jobs(jobs):
+        for message in describe_unknown_states(jobs):
             self.say(message)
         for job in jobs:
             if job.reported_job.is_active and job.step is None and not job.is_stray:
@@ -311,8 +311,9 @@ class Chain:
     ) -> None:
         """Submit one job or array of a stage.
 
-        If the tasks of an array share the work of the stage, the job that completes the stage after the array is also
-        submitted. If the site does not requeue jobs, a train job gets a successor job.
+        If the tasks of an array share the work of the stage, a second job is submitted, which runs after the array and
+        completes the stage. If the site does not requeue jobs, the train job of a run without a sweep gets a successor
+        job.
 
         Args:
             stage: the stage.
@@ -427,8 +428,8 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
     Running jobs are not cancelled: their supervisors find the request to cancel in the run directory, save and exit.
 
     Returns:
-        The ids of all jobs of the run in the queue before the call, and messages. The messages tell which jobs have an
-        unknown state, and which submissions could not be confirmed.
+        The ids of all jobs of the run in the queue before the call, and messages. The messages tell why the states of
+        some jobs are unknown, and which submissions could not be confirmed.
     """
     targets = (run, *list_points(run))
     messages: list[str] = []
@@ -440,4 +441,4 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
             messages.append(str(error))
     jobs = [job for job in run_jobs if job.reported_job.is_active or job.reported_job.is_unsatisfiable]
     cancel_jobs(job.reported_job for job in jobs if job.reported_job.state == "PENDING" or job.is_stray)
-    return [job.job_id for job in jobs], [*describe_unproven_jobs(run_jobs), *messages]
+    return [job.job_id for job in jobs], [*describe_unknown_states(run_jobs), *messages]

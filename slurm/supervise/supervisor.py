@@ -457,13 +457,13 @@ class Supervisor:
         job = JobFacts(self.run.config.site, info, self.rank_info.restart_count, saw_preemption=self._saw_preemption())
         if info is None or not may_have_lost_node(exit_code, job):
             return job
-        # After Slurm has requeued a job, it no longer shows the nodes and the start time of the previous start. So this
-        # method uses the values that were read when this process started. If a node's slurmd started after the job, the
-        # node has failed in the meantime.
-        is_requeue_unexplained = job.was_requeued and not info.is_preempted
-        since = self.job_start_time if is_requeue_unexplained else ""
+        # If Slurm has requeued the job without showing a preemption, a node may have failed: its slurmd then started
+        # after the job. A requeued job no longer shows the nodes and the start time of the previous start, so this
+        # method uses the values that were read when this process started.
+        is_requeued_without_preemption = job.was_requeued and not info.is_preempted
+        since = self.job_start_time if is_requeued_without_preemption else ""
         job = replace(job, failed_nodes=current_job.find_failed_nodes(",".join(self.nodes), since))
-        if is_requeue_unexplained and not job.failed_nodes and not job.saw_preemption:
+        if is_requeued_without_preemption and not job.failed_nodes and not job.saw_preemption:
             state = current_job.query_accounted_state(self.rank_info.job_id or "", self.job_start_time)
             job = replace(job, accounted_state=state)
         return job
@@ -497,7 +497,8 @@ class Supervisor:
         other signals than `scontrol requeue`: it sends the signal of `--signal` (USR1 or USR2) to this process, or it
         signals the ranks long before this process. `scontrol requeue` sends TERM to all processes together.
 
-        If the event `stopping` of this attempt already has the cause `preempted` or `time_limit`, that event decides.
+        Slurm also sends the signal of `--signal` before the time limit. So if the event `stopping` of this attempt has
+        the cause `preempted` or `time_limit`, which was determined while Slurm still showed it, that event decides.
         """
         state = attempts.load_stage_state(self.run, self.stage, self.task)
         recorded_cause = state.stopping_event.cause if state.stopping_event is not None else None
@@ -506,7 +507,7 @@ class Supervisor:
         if self.stop_flag.reason in (signal.SIGUSR1.name, signal.SIGUSR2.name):
             return True
         rank_request = state.stop_request
-        if rank_request is None or not str(rank_request.signal).startswith("SIG"):
+        if rank_request is None or not str(rank_request.signal).startswith("SIG"):  # the ranks got no signal
             return False
         signal_time = self.stop_flag.signal_time
         signal_age_s = 0.0 if signal_time is None else time.monotonic() - signal_time

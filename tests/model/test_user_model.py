@@ -1075,7 +1075,7 @@ def build(options, layers):
         ("return linear((options | {'width': 2})['width'])", {"any": 3}, []),
         ("return linear(options['sizes']['width'])", {"sizes": {"width": 2, "height": 3}}, ["sizes.height"]),
         ("return linear(json.loads(json.dumps(options))['width'])", {"width": 2, "any": 3}, []),
-        ("assert type(options) is dict; return linear(options['width'])", {"width": 2, "any": 3}, []),
+        ("assert type(options) is dict; return linear(options['width'])", {"width": 2, "any": 3, "a": {"b": 1}}, []),
     ],
 )
 def test_options_that_no_build_reads_are_listed(

@@ -155,7 +155,7 @@ def test_fitted_rates_double_if_two_ranks_shared_the_measured_core() -> None:
 
 
 def test_the_fit_recovers_the_overheads_of_predicted_steps() -> None:
-    """The fit also recovers the overheads if the ranks of a timed step share a core."""
+    """The second step has four ranks, which share cores. On one core, the two ranks of the first step share it too."""
     for cores in (1, 2):
         machine = fit_cpu_machine(TWO_STEPS, cores=cores)
         machine = machine.model_copy(update={"measured": Overheads(eager=2.5, call=2e-3)})

@@ -501,11 +501,11 @@ def test_changed_weights_of_the_same_size_are_not_passed_to_the_command(
         run_publish(run)
 
 
-def test_version_without_published_json_counts_as_published(configure_publish: Any) -> None:
-    """Older versions of Sluice did not write this file, which has the sizes and times of the published files."""
+def test_a_published_model_counts_as_published_if_the_run_has_no_published_json(configure_publish: Any) -> None:
+    """Older releases of Sluice did not write published.json, which has the sizes and times of the published files."""
     run = configure_publish()
     assert run_publish(run) == ExitCode.DONE
-    (run.path / "published.json").unlink(missing_ok=True)
+    (run.path / "published.json").unlink()
     assert publish_stage.describe_missing_outputs(run) is None
     assert run_publish(run) == ExitCode.DONE
 

@@ -268,7 +268,7 @@ def test_each_attempt_receives_the_remaining_time_of_the_job(run: Run, monkeypat
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setattr(supervisor.current_job, "read_job_info", lambda job: info)
     job_supervisor = make_supervisor(run, monkeypatch, code=ExitCode.DONE)
-    job_supervisor.on_slurm = False
+    job_supervisor.on_slurm = False  # an attempt would otherwise check the nodes of the job
     time_left_s = []
     for elapsed_s in (0.0, 30.0, 100.0):  # since the previous attempt; the last attempt starts after the time limit
         if job_supervisor.job_deadline is not None:
