@@ -23,7 +23,7 @@ SHORT_RUN = ("train.steps=4", "stages.train.tasks_per_node=1")
 
 
 def run_submit(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run submit.py of a copy of the code in `folder`."""
+    """Run submit.py of the copy of the code at `code`, with the working directory `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(code), "COLUMNS": "200"}
     command = [sys.executable, str(code / "submit.py"), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -42,7 +42,7 @@ def apply_how_to(title: str, folder: Path) -> Path:
 
 
 def run_rank(code: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a stage with `python -m pipeline` of a copy of the code in `folder`."""
+    """Run a stage with `python -m pipeline` of the copy of the code at `code`. `folder` is the working directory."""
     command = [sys.executable, "-m", "pipeline", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(code)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)

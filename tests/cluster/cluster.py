@@ -185,7 +185,12 @@ class Cluster:
         self._wait_for(name, address, timeout)
 
     def _wait_for(self, name: str, address: Path | tuple[str, int], timeout: float) -> None:
-        """Wait until a daemon listens at `address`. Raise RuntimeError if it has exited, or TimeoutError."""
+        """Wait until a daemon listens at `address`.
+
+        Raises:
+            RuntimeError: the daemon has exited.
+            TimeoutError: the daemon does not listen within `timeout` seconds.
+        """
 
         def is_listening() -> bool:
             if not self._machine(name).is_alive():
@@ -207,7 +212,10 @@ class Cluster:
     # Failures of nodes and of the controller
 
     def crash(self, node: str) -> None:
-        """Kill all processes of the node at once, as in a power failure. With netns, disconnect the node first."""
+        """Kill all processes of the node at once, as in a power failure.
+
+        With netns, disconnect the node first, so that no packet closes the connections of its processes.
+        """
         site = self._site(node)
         if site.subnet and self._machine(node).processes():
             self.network.set_link_state(node, "down")

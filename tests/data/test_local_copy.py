@@ -181,6 +181,7 @@ def test_one_rank_copies_the_files_and_the_last_rank_removes_them(shared_folder:
     assert len(events) == 1
     for rank in ranks[:3]:
         rank.__exit__()
+        # three copies; their names end with the position of their first byte in the shared file
         assert len(list(disk.glob("sluice-key/*-0"))) == 3
     ranks[3].__exit__()
     assert not list(disk.iterdir())
@@ -257,7 +258,7 @@ def test_a_write_error_leaves_no_incomplete_copy(shared_folder: Path, disk: Path
     expected = read_all(dataset)
     limits_before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler_before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (900, limits_before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, limits_before[1]))  # bytes; each shard is larger
     try:
         with copy_files(dataset, shared_folder, disk, events) as copies:
             wait_until(lambda: bool(events))
@@ -323,6 +324,6 @@ def test_no_file_is_left_if_training_ends_while_a_file_is_copied(
     with copy_files(dataset, shared_folder, disk, events) as copies:
         assert is_hashing.wait(60)
         assert any(disk.glob("*/.*.tmp"))
-        copies._closed.set()
+        copies._closed.set()  # as `__exit__` does, but without waiting for the thread
         may_continue.set()
     assert not events and not list(disk.iterdir())

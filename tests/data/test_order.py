@@ -53,7 +53,10 @@ def permute_epoch(seed: int, epoch: int, sample_count: int) -> np.ndarray:
 
 
 def permute_one(seed: int, epoch: int, position: int, sample_count: int) -> int:
-    """Return the index at a position of an epoch of `sample_count` samples, computed with Python integers."""
+    """Return the index at a position of an epoch of `sample_count` samples, computed with Python integers.
+
+    A Feistel network of 12 rounds is applied until the result is less than `sample_count`.
+    """
     half = next(bits for bits in range(1, 64) if 4**bits >= sample_count)
     mask = 2**half - 1
     keys = [

@@ -47,7 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[str
 def stopped_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run:
     """Return a run that was stopped after 25 steps."""
     run = create_run(tmp_path_factory.mktemp("stopped"), "stopped", data)
-    interrupt_training(run, 2, signal.SIGTERM, 25, [0])
+    interrupt_training(run, 2, signal.SIGTERM, step=25, signaled_ranks=[0])
     return run
 
 
@@ -140,7 +140,7 @@ def test_train_fails_instead_of_starting_from_scratch_if_all_checkpoints_are_dam
 ) -> None:
     """Otherwise, hours of training would be lost without a notice to the user."""
     run = create_run(tmp_path, "lost", data)
-    interrupt_training(run, 2, signal.SIGTERM, 10, [0])
+    interrupt_training(run, 2, signal.SIGTERM, step=10, signaled_ranks=[0])
     for step in list_checkpoint_steps(run.checkpoints_dir):
         flip_bit(run.checkpoints_dir / checkpoint_name(step) / "__0_0.distcp")
     steps_before = read_steps(run)
@@ -157,7 +157,7 @@ def test_a_full_disk_is_an_error_and_earlier_checkpoints_remain(
     """When the disk has space again, the run completes with the result of an undisturbed run."""
     options = (f"checkpoint.mode={mode}", "checkpoint.keep=2", "recovery.preflight=false")
     run = create_run(tmp_path, "full", data, f"run.root={small_disk}", *options)
-    interrupt_training(run, 2, signal.SIGTERM, 10, [0])
+    interrupt_training(run, 2, signal.SIGTERM, step=10, signaled_ranks=[0])
     saved_step = find_newest_step(run.checkpoints_dir)
     filler = small_disk / "filler"
     fill_disk(filler, free_bytes=65536)
@@ -268,7 +268,7 @@ def test_a_missing_data_source_is_an_error(tmp_path: Path) -> None:
 def test_the_temporary_checkpoint_of_a_killed_save_is_removed(tmp_path: Path, data: Path) -> None:
     """The test copies a checkpoint to a folder with the name that the checkpointer uses during a save."""
     run = create_run(tmp_path, "torn", data)
-    interrupt_training(run, 2, signal.SIGTERM, 10, [0])
+    interrupt_training(run, 2, signal.SIGTERM, step=10, signaled_ranks=[0])
     newest = list_checkpoint_steps(run.checkpoints_dir)[0]
     shutil.copytree(run.checkpoints_dir / checkpoint_name(newest), run.checkpoints_dir / ".tmp-step-00000050")
     ranks = Ranks(2, run_stage_on_rank, run.path, "train")
@@ -289,4 +289,4 @@ def test_the_saved_diff_keeps_its_encoding(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("pipeline.run.code.CODE_ROOT", checkout)
     run = Run.create(load_config(write_config(tmp_path)))
     assert "# rötlich".encode("latin-1") in (run.code_dir / "DIFF").read_bytes()
-    assert run.commit is not None and run.commit.endswith("+")
+    assert run.commit is not None and run.commit.endswith("+"), "`+` must mark uncommitted changes"

@@ -206,7 +206,8 @@ def test_limits_are_checked_before_submission_and_an_incomplete_chain_is_complet
     """submit.py checks the limit of the user (MaxSubmitJobs) before it submits a job.
 
     It cannot check the limit of the account (GrpSubmitJobs), which also counts jobs of other users. sbatch then refuses
-    the fourth job, and `resume` later completes the chain.
+    the fourth job, and `resume` later completes the chain. Slurm counts each of the two array tasks of shard as a job,
+    so the first three jobs of the chain reach a limit of four.
     """
     arguments = (str(write_config(tmp_path)), HELD)
 

@@ -134,6 +134,7 @@ def test_the_supervisor_requests_a_requeue_unless_slurm_requeues_the_job_on_exit
     run = Run.create(load_config(write_config(tmp_path)))
     replace_controller(monkeypatch, version)
     monkeypatch.setattr(current_job, "excluded_nodes_at_requeue", lambda *_: exclude)
+    # `exit_for_retry` simulates ranks that ran out of memory
     assert exit_for_retry(run, [info], monkeypatch) == (ExitCode.OUT_OF_MEMORY, requests)
     event = read_event_lines(run, "train")[-1]
     assert event["event"] == "requeued" and event.get("by") == (None if requests else "slurm")

@@ -277,8 +277,8 @@ def test_a_preempted_run_requeues_itself_and_has_the_same_digest(
     assert compute_run_digest(Run(tmp_path / "runs/low")) == compute_run_digest(Run(reference / "runs/tiny"))
     losses = {line["step"]: line["loss"] for line in read_jsonl(run / "metrics.jsonl")}
     assert read_tensorboard_curve(run, "train/loss") == round_to_float32(losses.items())
-    samples = {path.name: len(list(read_jsonl(path))) for path in run.glob("telemetry-*.jsonl")}
-    assert len(samples) == 4 and min(samples.values()) > 3, samples
+    line_counts = {path.name: len(list(read_jsonl(path))) for path in run.glob("telemetry-*.jsonl")}
+    assert len(line_counts) == 4 and min(line_counts.values()) > 3, line_counts
 
 
 def test_a_job_ended_by_scancel_is_not_requeued(tmp_path: Path, reference: Path, cluster: Cluster) -> None:

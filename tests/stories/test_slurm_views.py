@@ -289,4 +289,5 @@ def test_srun_without_a_supervisor_shows_the_first_traceback_and_ends_all_ranks(
     trainer.write_text(correct_code)
     result = subprocess.run(command, cwd=run / "code", capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^train +done .* 2 ", run_submit(cluster, tmp_path, "status", "runs/srun").stdout, re.M)
+    status = run_submit(cluster, tmp_path, "status", "runs/srun").stdout
+    assert re.search(r"^train +done .* 2 ", status, re.M), "status must show two attempts"

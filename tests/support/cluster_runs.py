@@ -31,7 +31,7 @@ def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subpro
 def wait_for(description: str, condition: Callable[[], Any], timeout: float = 300) -> None:
     """Wait until `condition` returns a true value; fail after `timeout` seconds.
 
-    The default is long, because the machine may be busy.
+    The default of `timeout` is long, because the machine may be busy.
     """
     deadline = time.monotonic() + timeout
     while not condition():

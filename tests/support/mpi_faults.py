@@ -189,6 +189,7 @@ def check_stalled_call() -> None:
     group = new_group()
     if dist.get_rank() == 1:
         group.comm = DelayedComm(group.comm)
+    # a collective of Gloo, which `list_recent_collectives` must also return
     dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
     works: list[Any] = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for _ in range(2)]
     future = works[0].get_future()

@@ -43,6 +43,7 @@ def add_post_processor(tokenizer: Tokenizer, kind: str) -> Tokenizer:
     ids = {token: get_token_id(tokenizer, token) for token in SPECIAL_TOKENS}
 
     def make_template(single: str) -> processors.TemplateProcessing:
+        """Return a post-processor that adds the special tokens in `single` to a text. `$A` represents the text."""
         tokens_and_ids = [(token, ids[token]) for token in SPECIAL_TOKENS if token in single.split()]
         return processors.TemplateProcessing(single=single, pair=f"{single} $B", special_tokens=tokens_and_ids)
 
