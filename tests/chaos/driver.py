@@ -157,6 +157,7 @@ class ChaosRun:
         If the stage has failed permanently, the result starts with "gave up", except for the cause "storage".
         """
         for event in read_event_lines(self.run, "train")[event_count:]:
+            # `noticed_later`: a later job recorded the cause, because the supervisor of the attempt could not
             if event["event"] in RETRY_NAMES or event.get("cause") == "storage" or event.get("noticed_later"):
                 return str(event["cause"])
             if event["event"] == "failed" and "not retried" in str(event.get("message")):

@@ -27,7 +27,10 @@ ELASTIC = (
 
 @pytest.mark.parametrize(("granted_nodes", "used_nodes"), [(1, 2), (2, 2), (3, 2), (4, 4), (9, 4)])
 def test_the_largest_usable_number_of_nodes_is_used(tmp_path: Path, granted_nodes: int, used_nodes: int) -> None:
-    """Three nodes are not usable, because the global batch of eight samples is not divisible by three ranks."""
+    """Three nodes are not usable, because the global batch of eight samples is not divisible by three ranks.
+
+    If fewer nodes are granted than the config allows, the result is the minimum in the config.
+    """
     assert count_usable_nodes(load_config(write_config(tmp_path), ELASTIC), granted_nodes) == used_nodes
 
 

@@ -36,7 +36,9 @@ def mlflow(tmp_path: Path) -> Iterator[str]:
 
 
 def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: Cluster, mlflow: str) -> None:
-    """The first of four points is preempted on two nodes, while all other nodes are drained. It continues on one node.
+    """The first of four points runs on two nodes. One of them is drained, as are the nodes that the run does not use.
+
+    Then the point is preempted. It continues on the only node that is not drained.
 
     The curve of each point must have each step once, with the losses in metrics.jsonl.
     """
