@@ -129,7 +129,7 @@ def test_a_builtin_template_writes_and_marks_the_expected_text(name: str) -> Non
         assert [text[start:end] for start, end in spans] == [part.split("»")[0] for part in expected.split("«")[1:]]
         answer_numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         for (start, _), number in zip(spans, answer_numbers, strict=True):
-            prompt = split_marks(template.render(messages[:number], True))[0]
+            prompt = split_marks(template.render(messages[:number], add_generation_prompt=True))[0]
             assert prompt == text[:start], "a marked part does not begin at the end of the prompt for generation"
 
 

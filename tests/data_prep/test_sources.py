@@ -124,7 +124,9 @@ def test_a_file_of_ten_terabytes_is_split_without_reading_it() -> None:
     """Use a file that does not exist, so that opening it is an error."""
     inputs = [Input("/nowhere/all.jsonl", 10**13, 0, "jsonl")]
     weights = measure_inputs(inputs, "text")
-    units = split_into_units(inputs, weights, count_units(sum(map(sum, weights)), 500_000_000, 4.0))
+    units = split_into_units(
+        inputs, weights, count_units(sum(map(sum, weights)), shard_tokens=500_000_000, bytes_per_token=4.0)
+    )
     ranges = [input_range for unit in units for input_range in unit]
     assert 4_000 < len(units) < 8_000
     assert [input_range.start for input_range in ranges[1:]] == [input_range.end for input_range in ranges[:-1]]
@@ -134,6 +136,7 @@ def test_a_file_of_ten_terabytes_is_split_without_reading_it() -> None:
 
 
 def test_the_unit_count_depends_on_the_shard_size_and_units_have_a_minimum_size() -> None:
+    # The arguments are the bytes of text, the tokens of a shard, and the bytes per token.
     assert count_units(10, 1_000_000, 4.0) == 1
     assert count_units(2 * MIN_UNIT_BYTES, 1_000_000, 4.0) == 2
     assert count_units(4_000_000, 10_000_000, 4.0) == 4
@@ -226,7 +229,7 @@ def test_parquet_without_a_text_column_is_an_error(tmp_path: Path) -> None:
 
 
 def sample_texts(data: DataConfig, limit: int) -> list[str]:
-    """Return a sample of the texts of all inputs of a config."""
+    """Return a sample of the texts of all inputs of a config: at most `limit` bytes."""
     inputs = find_inputs(data)
     return take_sample(data, inputs, measure_inputs(inputs, "text"), limit)
 

@@ -59,16 +59,17 @@ def test_a_text_has_the_same_tokens_as_in_transformers(tmp_path: Path, kind: str
         expected = hf_tokenizer(text).input_ids
         expected += [] if expected[-1:] == [encoder.eos_id] else [encoder.eos_id]
         assert tokens.tolist() == expected
-    plain_encoder = load_encoder(file, END_TOKEN, False)
+    plain_encoder = load_encoder(file, END_TOKEN, add_special_tokens=False)
     expected = [*hf_tokenizer(TEXTS[0], add_special_tokens=False).input_ids, plain_encoder.eos_id]
     assert plain_encoder.encode(TEXTS)[0].tolist() == expected
 
 
 def test_add_special_tokens_requires_a_tokenizer_that_adds_valid_tokens(tmp_path: Path) -> None:
-    assert load_encoder(save_tokenizer_of_kind(tmp_path / "llama", "llama 3"), END_TOKEN, True).bos_ids == (BOS_ID,)
+    file_with_bos = save_tokenizer_of_kind(tmp_path / "llama", "llama 3")
+    assert load_encoder(file_with_bos, END_TOKEN, add_special_tokens=True).bos_ids == (BOS_ID,)
     file = save_tokenizer_of_kind(tmp_path / "qwen", "qwen")
     with raises_error("data.no_special_tokens", "data.add_special_tokens", file):
-        load_encoder(file, END_TOKEN, True)
+        load_encoder(file, END_TOKEN, add_special_tokens=True)
     data = make_data_config(write_records(tmp_path / "a.jsonl", [{"text": "a"}]), file, add_special_tokens=True)
     with raises_error("data.no_special_tokens", "data.add_special_tokens", file):
         TextFolder(data, tmp_path).check_inputs()

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from data_prep import tokens_commands
 from data_prep.mixture_folder import MixtureFolder
 from data_prep.text_folder import TextFolder
-from data_prep.token_files import NANO_GPT, DocumentEnds, TokenFile, inspect_token_file, scan_tokens
+from data_prep.token_files import NANO_GPT, DocumentEnds, TokenFile, TokenStatistics, inspect_token_file, scan_tokens
 from data_prep.tokenizer import load_encoder, train_bpe
 from data_prep.tokens_commands import run_data_command
 from data_prep.tokens_folder import TokensFolder
@@ -218,7 +218,9 @@ def test_each_format_is_read_as_it_was_written(
     assert np.concatenate(list(file.iterate_blocks())).tolist() == flatten(documents)
     statistics = scan_tokens(file, EOS, VOCAB)
     tokens = flatten(documents)
-    assert statistics == (len(tokens), max(tokens), len(documents), 0)
+    assert statistics == TokenStatistics(
+        tokens=len(tokens), max_id=max(tokens), eos_tokens=len(documents), unended_documents=0
+    )
     assert (file.unmappable_reason is None) is (write in MAPPABLE_WRITERS)
 
 
@@ -538,6 +540,7 @@ def test_a_file_named_twice_is_copied_once(tokenizer: Path, tmp_path: Path, caps
     for action in ("import", "inspect", "verify"):
         run_data_command(action, arguments, str(tmp_path / "copy"), str(tokenizer), "<|endoftext|>", packed=False)
         output = capsys.readouterr().out
+        # The file is used for the first argument. It is left out, under the same path, when the folder is searched.
         assert [output.count(f"{argument}: left out") for argument in arguments] == [1, 1, 0, 1]
         assert action == "import" or output.count("Megatron .bin") == 1
     with h5py.File(tmp_path / "copy/shards/tokens-00000-00.h5") as file:
