@@ -52,8 +52,8 @@ def format_supervisor_command(stage: str, run: Run) -> str:
 def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cluster: Cluster) -> None:
     """Rank 3 fails in step 6. After the bug is removed, `resume` continues the run in another allocation.
 
-    Outside of an allocation, `resume` must not choose between jobs and this machine. The user must add `--executor
-    slurm` or `--executor local`.
+    Outside of an allocation, `resume` must not choose between jobs and this machine. The user must add the option
+    `--executor slurm` or `--executor local`.
     """
     config = write_config(tmp_path, steps=12)
     overrides = ("stages.train.nodes=2", "stages.evaluate.nodes=2")

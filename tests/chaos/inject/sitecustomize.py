@@ -38,7 +38,7 @@ def die_if_requested(phase):
 
 
 def patch_trainer(module):
-    """Delay each step. If it is requested, let the step hang, or let `patch_model` replace the loss by NaN."""
+    """Delay each step. If a fault is requested, let the step hang, or let `patch_model` replace the loss by NaN."""
     trainer_step = module.Trainer.step
 
     def step(self, number, tokens):
@@ -64,7 +64,7 @@ def patch_model(module):
 
 
 def patch_checkpoint(module):
-    """If it is requested, kill the process before a phase of a save, or after the rename."""
+    """Kill the process before a phase of a save, or after the rename, if this kill is requested."""
     save = module.Checkpointer.save
     write = module.dcp.save
     hash_files = module._hash_files_of_rank
