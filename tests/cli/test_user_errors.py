@@ -171,7 +171,7 @@ def test_a_rejected_submission_names_its_correction(mistake: Mistake, capsys: py
     ],
 )
 def test_a_later_failure_names_its_correction(mistake: Mistake, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command fails after the run was created. When the mistake is corrected, the run must finish.
+    """A command fails, usually after the run was created. When the mistake is corrected, the run must finish.
 
     The command to repeat is the failed command, another command of the user, or the one that the error prints.
     """

@@ -224,8 +224,9 @@ def test_down_removes_all_processes_networks_and_mounts(directory: Path) -> None
 def test_down_removes_everything_after_up_was_killed(directory: Path, last_file: str) -> None:
     """`up` is killed as soon as it has written the file `last_file`.json."""
     up = subprocess.Popen(make_cluster_command("up", "--netns", "--directory", str(directory)))
+    deadline = time.monotonic() + 60
     while not (directory / f"{last_file}.json").exists():
-        assert up.poll() is None
+        assert up.poll() is None and time.monotonic() < deadline
     os.kill(up.pid, signal.SIGKILL)
     up.wait(10)
     assert directory.exists()

@@ -369,7 +369,9 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_fold
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     for steps, saved_step in ((9, 7), (17, 14)):  # kill the rank after the save of `saved_step`
         wait_for_steps(run, steps)
+        deadline = time.monotonic() + 240
         while find_newest_step(run / "checkpoints") < saved_step:
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         processes = [process for process in find_processes(run) if "pipeline" in process.cmdline()]
         process_by_rank = {process.environ()["SLUICE_RANK"]: process for process in processes}
