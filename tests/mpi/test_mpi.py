@@ -15,7 +15,7 @@ from tests.support.requirements import skip_or_fail_in_ci
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.story)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_operations_and_losses_equal_those_of_gloo_and_of_one_process(ranks: int) -> None:
     completed = run_mpirun(ranks, "tests.support.mpi_programs", "sweep", "objects", "accurate", "parallel", "random")
     assert completed.returncode == 0 and completed.stdout.count("all checks passed") == ranks, completed.stdout

@@ -164,7 +164,7 @@ FURTHER_TWO_RANKS_CASES: list[Case] = [
     [
         (1, ONE_RANK_CASES),
         (2, TWO_RANKS_CASES),
-        pytest.param(2, FURTHER_TWO_RANKS_CASES, marks=pytest.mark.story),
+        pytest.param(2, FURTHER_TWO_RANKS_CASES, marks=pytest.mark.long),
     ],
     ids=["one rank", "two ranks", "two ranks, further cases"],
 )

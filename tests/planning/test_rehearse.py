@@ -120,7 +120,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in CASES if ranks > 2)])
 def test_traffic_and_memory_of_a_rehearsed_rank_equal_those_of_a_real_rank(ranks: int) -> None:
     configs = [make_config(ranks, options) for options in CASES[ranks]]
     real_measurements = run_ranks(ranks, measure_real_rank, configs, timeout=400)

@@ -216,7 +216,10 @@ def train_transformers_model(
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [family if family in ("llama", "qwen3") else pytest.param(family, marks=pytest.mark.long) for family in FAMILIES],
+)
 def test_ten_steps_equal_those_of_transformers_on_every_layout(tmp_path: Path, family: str) -> None:
     assert BATCHES >= STEPS == 10
     folder = tmp_path / family

@@ -35,6 +35,7 @@ def mlflow(tmp_path: Path) -> Iterator[str]:
         yield uri
 
 
+@pytest.mark.long
 def test_each_point_of_a_preempted_sweep_is_one_curve(tmp_path: Path, cluster: Cluster, mlflow: str) -> None:
     """The first of four points runs on two nodes. One of them is drained, as are the nodes that the run does not use.
 
