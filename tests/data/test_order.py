@@ -187,5 +187,5 @@ def test_memory_does_not_depend_on_the_size_of_the_dataset() -> None:
 
 @pytest.mark.parametrize(("positions", "sample_count"), [([0], 0), ([5], 5), ([-1], 5), ([0], 2**63)])
 def test_arguments_out_of_range_are_an_error(positions: list[int], sample_count: int) -> None:
-    with pytest.raises(ValueError, match=r"allowed|needs"):
+    with pytest.raises(ValueError, match=r"range|needs"):
         permute(1, 0, np.array(positions, dtype=np.int64), sample_count)
