@@ -20,6 +20,7 @@ _STARTED_BY = "SLUICE_STARTED_BY"
 try:
     from cli.main import main
 
+    # the import above does not need these packages, but most commands do
     if missing_packages := [name for name in ("pydantic", "submitit", "yaml") if find_spec(name) is None]:
         raise ImportError(f"No module named {missing_packages[0]!r}")
 except ImportError as error:

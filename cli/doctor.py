@@ -114,7 +114,7 @@ def parse_gres(text: str) -> dict[str, str]:
 def parse_mpi_plugins(text: str) -> list[str]:
     """Parse the output of `srun --mpi=list` into the names of the plugins.
 
-    Each line contains one plugin; older versions of Slurm print `srun: ` before the name.
+    Each plugin has its own line; older versions of Slurm print `srun: ` before the name. Other lines are left out.
     """
     names = (line.removeprefix("srun:").strip() for line in text.splitlines())
     return [name for name in names if re.fullmatch(r"[a-z]\w*", name)]
@@ -149,6 +149,7 @@ def assess_cluster(facts: ClusterFacts) -> Iterator[Finding]:
     else:
         account = "" if enforced == "none" else f"; {enforced} enforced: site.account must be an account of yours"
         yield Finding("accounting", storage, f"sacct reports jobs that ended{account}")
+    # MPI libraries use the plugins pmi2 and pmix, also with a version such as pmix_v5
     pmi = next((f"srun --mpi={name}" for name in facts.mpi_plugins if name.startswith("pm")), None)
     starter = pmi or "mpirun (Slurm has no PMI here)"
     meaning = f"{starter} can start MPI ranks; NCCL and Gloo need no PMI"
@@ -217,6 +218,7 @@ def describe_machine() -> Iterator[Finding]:
     # the mpirun in the folder of this Python is preferred, as in slurm/supervise/launch.py
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     if mpirun := shutil.which("mpirun", path=path):
+        # `run_slurm_command` can run any command with a time limit
         version = (run_slurm_command(mpirun, "--version") or "unknown version").splitlines()[0]
         yield Finding("MPI", f"{version}: {mpirun}", "parallel.backend: mpi can be used")
     else:
@@ -224,7 +226,7 @@ def describe_machine() -> Iterator[Finding]:
 
 
 def _describe_torch() -> Iterator[Finding]:
-    """Yield findings about torch and its GPUs. A child process imports torch."""
+    """Yield findings about torch and its GPUs. A child process imports torch, so that the import has a time limit."""
     output = run_slurm_command(sys.executable, "-c", _TORCH_PROGRAM, timeout_s=_TIMEOUT_S)
     if output is None:
         meaning = f"training is impossible; `{sys.executable} -c 'import torch'` shows the reason"
@@ -303,6 +305,7 @@ def check_nodes_see_folder(folder: Path, nodes: int, site: SiteConfig) -> tuple[
         probe.write(b"seen\n")
         probe.flush()
         count = min(nodes, 2)
+        # `time` is in minutes, `immediate` in seconds
         options = {"nodes": count, "ntasks": count, "time": 1, "chdir": "/", "immediate": _NODE_WAIT_S}
         options |= site.model_dump(include={"partition", "account", "qos", "constraint"})
         srun = ["srun", *(f"--{name}={value}" for name, value in options.items() if value), "cat", probe.name]

@@ -88,6 +88,7 @@ class CommandGroup(typer.core.TyperGroup):
         """
         positional = [arg for arg in args if not arg.startswith("-")]
         if positional and positional[0] not in COMMANDS:
+            # after an option, the argument may be the option's value; with `resilient_parsing`, click expects no errors
             if positional[0] == args[0] and not ctx.resilient_parsing:
                 _check_is_config(args[0])
             args = ["submit", *args]

@@ -106,6 +106,7 @@ def _print_layout(
     name = machine_name or config.site.machine
     memory_gib = config.site.gpu_memory_gib
     machine = load_machine(name) if name else None
+    # the memory of `--machine` takes precedence over `site.gpu_memory_gib`, which takes precedence over `site.machine`
     if machine is not None and (machine_name or memory_gib is None):
         memory_gib = machine.memory_gib
     config = config.model_copy(update={"site": config.site.model_copy(update={"gpu_memory_gib": memory_gib})})

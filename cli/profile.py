@@ -68,6 +68,7 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
         _require_training(run)
         write_json(run.profile_file, {"ranks": rank_numbers, "steps": steps})
     last_check = time.monotonic()
+    # rank 0 renames the request when it accepts the request, and removes the file after the last step
     while steps and (run.profile_file.exists() or run.accepted_profile_request_file.exists()):
         time.sleep(0.2)
         if time.monotonic() > last_check + _STATUS_CHECK_S:
@@ -117,13 +118,15 @@ def merge_traces(folder: Path, ranks: Sequence[int]) -> tuple[Path, float]:
     origin_ns = 0  # time 0 of the merged trace is the begin of the first rank's trace
     clock_errors_ns = [0]
     last_row = 0
-    with replace_atomically(folder / "trace.json.gz") as new_file, gzip.open(new_file, "wt", 1) as file:
+    compression_level = 1  # the fastest
+    with replace_atomically(folder / "trace.json.gz") as new_file, gzip.open(new_file, "wt", compression_level) as file:
         for rank in ranks:
             trace = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))
             clock_errors_ns.append(trace["clock_error_ns"])
             origin_ns = origin_ns or trace["begin_ns"]
             for event in _convert_events(trace, (trace["begin_ns"] - origin_ns) / 1000, last_row):
                 last_row = max(last_row, event["tid"])
+                # the beginning of the file precedes the first event, a comma every other event
                 file.write(("," if file.tell() else '{"displayTimeUnit": "ms", "traceEvents": [') + json.dumps(event))
         file.write("]}\n")
     two_largest_ns = sorted(clock_errors_ns)[-2:]  # the errors of two clocks may point in opposite directions
@@ -145,6 +148,7 @@ def _convert_events(trace: Mapping[str, Any], offset_us: float, last_row: int) -
     process_id = trace["rank"] + 1
     end_times: dict[str, float] = {}
     row_numbers: dict[str, int] = {}
+    # sorted by start; of the spans with the same start, the longest is first
     for kind, row, name, start, end in sorted(trace["spans"], key=lambda span: (span[3], -span[4])):
         if kind == "communication":
             candidates = (f"communication {row}{f' ({n})' if n else ''}" for n in range(len(trace["spans"])))

@@ -204,7 +204,9 @@ def _preview_jobs(
     for stage in run.config.active_stages:
         chain.submit(stage)
     masked_config = Config.model_validate(mask_secrets(run.config.model_dump(mode="json")))
-    print_lines("", *describe_stages(masked_config, len(sweep_points), True, dict(chain.planned_jobs)))
+    planned_stages = {stage for stage, _ in chain.planned_jobs}
+    print_lines("", *describe_stages(masked_config, len(sweep_points), on_slurm=True, selected_stages=planned_stages))
+    # jobs of a stage with the same number of tasks have the same script, which is printed once
     for stage, tasks in dict.fromkeys(chain.planned_jobs) if scripts else ():
         heading = f"{stage}, {tasks} tasks" if tasks > 1 else stage
         print_lines("", f"# ---- on Slurm: {heading}", render_batch_script(run, masked_config, stage, tasks).rstrip())

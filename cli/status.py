@@ -99,6 +99,7 @@ def print_runs(root: Path, console: Console) -> None:
     rows = [_summarize_run(run, statuses[run]) for run in sorted(statuses, key=_last_change)]
     if rows:
         header = ["run", "stage", "state", "step", "loss", "last stop", "changed"]
+        # the column `last stop` is left out if it is empty for all runs
         columns = [column for column in zip(header, *rows, strict=True) if any(column[1:]) or column[0] != "last stop"]
         console.print(build_table([*zip(*columns, strict=True)], console.width), soft_wrap=True)
     elif not error_lines:

@@ -460,4 +460,5 @@ def _list_slurm_options(site: SiteConfig) -> list[str]:
         keys += ["gpus_per_node", "gpu_type"]
     values = {key: value for key in keys if (value := getattr(site, key)) not in (None, 0, "")}
     options = [f"{key} {value:g}" if key == "mem_gb" else f"{key} {value}" for key, value in values.items()]
+    # in `sbatch`, a stage sets an option to false in order to omit an option of `site`
     return options + [f"{key} {value}" for key, value in site.sbatch.items() if value is not False]

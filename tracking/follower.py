@@ -116,7 +116,7 @@ class Follower:
                 elif is_late_held_out(event):
                     changed_steps = [event["step"]]
                 if changed_steps and min(changed_steps) <= state.step:
-                    tracker.rewind(min(changed_steps) - 1)
+                    tracker.rewind(min(changed_steps) - 1)  # keeps the values of the step before the first changed step
                 tracker.on_event(event)
                 offset = end
         finally:  # if an event fails (such as by a rate limit), the tracker does not receive the events before it again
@@ -149,7 +149,7 @@ class Follower:
         pause_s = POLL_S
         has_succeeded = False
         while True:
-            is_last = not should_continue()
+            is_last = not should_continue()  # checked first, so that the last call sends all data from before the end
             try:
                 self.catch_up()
                 pause_s = POLL_S
@@ -181,7 +181,7 @@ class Follower:
 
 
 def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
-    """Run a follower until a signal arrives, or only once. Return the exit code.
+    """Run a follower until a signal arrives, or send the new data only once. Return the exit code.
 
     Args:
         run: the run.
@@ -189,7 +189,7 @@ def run_follower(run: Run, name: str, flag: StopFlag, once: bool) -> int:
         flag: set when this process receives a signal.
         once: whether to send the new data and exit, instead of following the run.
     """
-    os.nice(10)
+    os.nice(10)  # a lower priority than the ranks, which may run on the same node
     follower = Follower(run, name)
     should_continue = (lambda: False) if once else (lambda: not flag)
     succeeded = follower.wait_for_lock(flag, once) and follower.follow(should_continue)
@@ -255,6 +255,7 @@ def main(arguments: list[str]) -> int:
         if name == "telemetry":
             from tracking.telemetry import sample_telemetry
 
+            # the supervisor starts telemetry only if `telemetry_s` is set; a user may start it without this key
             return sample_telemetry(run, run.config.track.telemetry_s or 10.0, flag)
         if name not in run.config.track.enabled:
             raise UserError(

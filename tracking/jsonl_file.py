@@ -26,6 +26,8 @@ class JsonlFile(Tracker):
         """
         file = self.run.config.track.jsonl
         assert file is not None
+        # A `started` event has the id of the Slurm job, if there is one, as `slurm_job`. In all events of an attempt,
+        # `job_id` is the id under which submit.py recorded the job.
         origin = {
             "kind": kind, "run": display_names(self.run)[0],
             "job": attempt_event.get("slurm_job") or attempt_event.get("job_id"),

@@ -110,7 +110,7 @@ class Mlflow(Tracker):
         self._log([result], "evaluation/")
 
     def on_event(self, event: Line) -> None:
-        """Update the status of the run on the server.
+        """Update the status of the run on the server. Of the events `done`, only that of the last stage does this.
 
         If the event has late results on held-out data for a step that was already sent, send the results, unless the
         server has them.
@@ -119,8 +119,7 @@ class Mlflow(Tracker):
             history = self._client.get_metric_history(self._server_run_id, f"{HELD_OUT_PREFIX}loss")
             if event["step"] not in [metric.step for metric in history]:
                 time_s = datetime.fromisoformat(event["time"]).timestamp()
-                line = {key: value for key, value in event.items() if key != "time"} | {"time": time_s}
-                self._log([line], "")
+                self._log([event | {"time": time_s}], "")  # in an event, `time` is a text
         elif event["event"] == Started.NAME:
             self._client.update_run(self._server_run_id, status="RUNNING")
         elif event["event"] in _STATUS_BY_EVENT and (

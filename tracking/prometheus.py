@@ -37,7 +37,7 @@ GIGA = 1e9
 MAX_SAMPLE_AGE_S = 120.0
 """Telemetry samples that are older than this are not exported."""
 _FILE_MODES = {"private": 0o600, "group": 0o640, "all": 0o644}
-"""File mode of the textfile, by the value of `textfile_sharing`."""
+"""File mode of the textfile, by the value of `textfile_sharing`. If this key is not set, `run.sharing` decides."""
 _GAUGES = {
     "step": ("step", "Newest optimizer step", 1), "loss": ("loss", "Loss of the newest step", 1),
     "held_out_loss": ("held_out_loss", "Loss on held-out data", 1),
@@ -66,6 +66,7 @@ class Prometheus(Tracker):
         config = run.config.track.prometheus
         assert config is not None
         name, sweep = display_names(run)
+        # `config.textfile` is the folder that node_exporter reads
         self._textfile = config.textfile / f"sluice-{name}.prom" if config.textfile else None
         self._textfile_mode = _FILE_MODES[config.textfile_sharing or run.config.run.sharing]
         self._labels = {"run": name, "sweep": sweep or ""}

@@ -145,7 +145,7 @@ class ReportData:
 def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
     """Return the start and end of each execution of these jobs from accounting; a requeued job has several executions.
 
-    The result is [] without accounting. Jobs of other clusters are left out.
+    The result is [] without accounting, or if the controller does not respond. Jobs of other clusters are left out.
     """
     cluster = cluster_name()
     expected = {(array_job_id(job.job_id), job.name) for job in jobs if job.cluster in (None, cluster)}
@@ -201,7 +201,8 @@ def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
     Each attempt without a task has a row. If a stage has several such attempts, a further row contains their sum. All
     attempts of the tasks of an array, or of the sweep points, share one row.
     """
-    categories = [name for name in CATEGORIES if any(a.seconds[name] >= _MIN_SHOWN_S for a in attempts)] or ["compute"]
+    categories = [name for name in CATEGORIES if any(a.seconds[name] >= _MIN_SHOWN_S for a in attempts)]
+    categories = categories or ["compute"]  # the table has at least one column of a category
     groups: list[tuple[str, str, str, str, Sequence[AttemptTimes]]] = []
     for stage in dict.fromkeys(a.stage for a in attempts):
         stage_attempts = [a for a in attempts if a.stage == stage]
@@ -237,7 +238,7 @@ def _causes_table(attempts: Sequence[AttemptTimes]) -> Rows:
 
 
 def _evaluations_table(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return a table of all evaluations; [] if there are none."""
+    """Return a table of all evaluations; [] if there are none. The columns are those of the first evaluation."""
     if not results:
         return []
     keys = [key for key, value in results[0].items() if isinstance(value, float)]
@@ -287,6 +288,7 @@ def _summarize(
     productive = format_duration(sum(sums[category] for category in PRODUCTIVE_CATEGORIES))
     lost = format_duration(sums["lost"])
     queue = format_duration(sums["queue"])
+    # an attempt has no ranks while it waits for its job to start
     rank_s = sum(
         a.ranks * (a.end_time - a.start_time - sum(a.seconds[category] for category in WAITING_CATEGORIES))
         for a in attempts
@@ -457,14 +459,14 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
         result_name: the name of the result, such as `loss`.
         results: the result of each point, infinite if unknown; lower is better.
     """
-    evaluated = sorted((result, point) for point, result in enumerate(results) if result < inf)
+    evaluated = sorted((result, number) for number, result in enumerate(results) if result < inf)  # the best first
     if len(evaluated) < 2:
         return ""
-    columns = {key: [points[point][key] for _, point in evaluated] for key in points[0]}
+    columns = {key: [points[number][key] for _, number in evaluated] for key in points[0]}
     columns[result_name] = [result for result, _ in evaluated]
     drawing = ""
     paths = list[list[tuple[float, float]]]([] for _ in evaluated)
-    last = len(columns) - 1
+    last_position = len(columns) - 1
     for position, (key, values) in enumerate(columns.items()):
         distinct_values = sorted(set(values), key=lambda value: (value if is_number(value) else inf, str(value)))
         are_numbers = all(map(is_number, distinct_values))
@@ -480,22 +482,23 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
             ticks = [(scale.position(value), text) for value, text in scale.ticks()]
             heights = [scale.position(value) for value in values]
         for path, height in zip(paths, heights, strict=True):
-            path.append((position / last, height))
-        x = f"{100 * position / last:.2f}%"
-        side = "end" if position == last else "start"
-        drawing += plot.draw_grid_line(position / last, is_vertical=True)
-        anchor = side if position in (0, last) else "middle"
+            path.append((position / last_position, height))
+        x = f"{100 * position / last_position:.2f}%"
+        # the labels of the last axis are to its left, and end at the axis; all others are to the right of their axis
+        side = "end" if position == last_position else "start"
+        drawing += plot.draw_grid_line(position / last_position, is_vertical=True)
+        anchor = side if position in (0, last_position) else "middle"
         # the names of adjacent axes are at different heights, so that they do not overlap
         drawing += plot.draw_label(x, f"{-10 - 15 * (position % 2)}", key, anchor, "title")
         for height, text in ticks:
-            dx = -6 if position == last else 6
+            dx = -6 if position == last_position else 6
             y = f"{100 - 100 * height:.2f}%"
             drawing += plot.draw_label(x, y, text[:MAX_LABEL_CHARACTERS], side, dy=".35em", dx=dx)
     count_in_best_quarter = max(1, len(evaluated) / 4)
     curves = []
-    for order, ((result, point), path) in enumerate(zip(evaluated, paths, strict=True)):  # the best point first
+    for order, ((result, number), path) in enumerate(zip(evaluated, paths, strict=True)):  # the best point first
         colour = _BAR_COLOUR if order < count_in_best_quarter else GREY
-        curves.append(Curve(f"point {point:03}: {result:.4f}", path, _BEST_COLOUR if order == 0 else colour))
+        curves.append(Curve(f"point {number:03}: {result:.4f}", path, _BEST_COLOUR if order == 0 else colour))
     unit_scale = Scale(0, 1, "")
     keys = [("best", _BEST_COLOUR), ("best quarter", _BAR_COLOUR), ("others", GREY)]
     # the best curve is drawn last, on top of the others
@@ -597,7 +600,7 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     main_name = get_main_metric(newest)[0]
     key = "bits_per_byte" if "bits_per_byte" in newest else "loss"
     curves = {main_name: [(result["step"], result[key]) for result in results if key in result]}
-    if "bits_per_byte" in newest:
+    if "bits_per_byte" in newest:  # an evaluation with bits per byte also has those of the unigram model
         curves["unigram model"] = [
             (result["step"], result["unigram_bits_per_byte"]) for result in results if key in result
         ]

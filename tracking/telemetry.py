@@ -62,6 +62,7 @@ class GpuSampler:
         """
         with suppress(self._nvml.NVMLError):  # NVML_ERROR_TIMEOUT if no event is waiting
             for _ in range(_MAX_XIDS):
+                # the timeout of 0 ms means that the call does not wait for an event
                 number = int(self._nvml.nvmlEventSetWait_v2(self.event_sets[index], 0).eventData)
                 self._xids[index] += [number] if number not in self._xids[index] else []
         return self._xids[index]
@@ -110,12 +111,12 @@ class HostSampler:
         import psutil
 
         self._psutil = psutil
-        self._psutil.cpu_percent()
+        self._psutil.cpu_percent()  # the first call only begins the measurement, and its result is meaningless
         self._previous = self._read_disk_counters()
 
     def _read_disk_counters(self) -> tuple[float, int, int]:
         """Return the monotonic time, and the bytes read and written so far."""
-        disk = self._psutil.disk_io_counters()
+        disk = self._psutil.disk_io_counters()  # None on a machine without disks
         return time.monotonic(), getattr(disk, "read_bytes", 0), getattr(disk, "write_bytes", 0)
 
     def sample(self) -> dict[str, float]:
@@ -123,7 +124,7 @@ class HostSampler:
         previous = self._previous
         current = self._read_disk_counters()
         self._previous = current
-        elapsed_s = max(current[0] - previous[0], 1e-3)
+        elapsed_s = max(current[0] - previous[0], 1e-3)  # avoids a division by zero
         memory = self._psutil.virtual_memory()
         return {
             "cpu_percent": self._psutil.cpu_percent(),
@@ -147,6 +148,7 @@ def sample_telemetry(run: Run, every_s: float, flag: StopFlag) -> int:
         next_sample_time += every_s
         while not flag and time.monotonic() < next_sample_time:
             time.sleep(min(0.5, max(0.0, next_sample_time - time.monotonic())))
+            # the sampler keeps new Xids for the next sample; NVML would return only the last of several waiting events
             for index in gpus.event_sets:
                 gpus.read_xids(index)
         line: dict[str, Any] = {"time": round(time.time(), 3), "host": HOST, **host.sample()}

@@ -29,6 +29,7 @@ class TensorBoard(Tracker):
         """Create an event file whose name sorts after all existing files, because readers read the files by name."""
         folder = self.run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
+        # the fourth part of the name is the time
         used_times = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*.sluice")]
         time_s = max([int(time.time()), *(used_time + 1 for used_time in used_times)])
         writer = RecordWriter(open(folder / f"events.out.tfevents.{time_s:010d}.{HOST}.sluice", "xb"))  # noqa: SIM115

@@ -119,12 +119,15 @@ class RunReader:
                 yield event, end
 
     def read_steps(self, after: int) -> list[Line]:
-        """Return the next lines of metrics.jsonl whose step is greater than `after`, at most `MAX_STEPS`, in order."""
+        """Return the next lines of metrics.jsonl whose step is greater than `after`, at most `MAX_STEPS`, in order.
+
+        Lost lines are left out. The results of late held-out evaluations are added to the lines of their steps.
+        """
         try:
             status = self.run.metrics_file.stat()
         except FileNotFoundError:
             return []
-        if status.st_ino != self._inode or status.st_size < self._offset:
+        if status.st_ino != self._inode or status.st_size < self._offset:  # the file was replaced or truncated
             self._inode = status.st_ino
             self._offset = 0
         new_lines: list[Line] = []
@@ -151,7 +154,7 @@ class RunReader:
             known_steps: the steps of the checkpoints whose evaluations are not new.
         """
         steps = {int(path.stem.removeprefix("step-")) for path in self.run.evaluation_dir.glob("step-*[0-9].json")}
-        if steps <= set(known_steps):
+        if steps <= set(known_steps):  # there are no new files, so no file is read
             return []
         new_results = [result for result in read_all_results(self.run)[0] if result["step"] not in known_steps]
         return [
@@ -189,7 +192,7 @@ class TrackerState:
         saved = read_json(file) if file.exists() else None
         values = vars(state)
         if isinstance(saved, dict) and all(cls._is_valid(key, saved.get(key, old)) for key, old in values.items()):
-            values.update((key, saved[key]) for key in values.keys() & saved.keys())
+            values.update((key, saved[key]) for key in values.keys() & saved.keys())  # sets the attributes of `state`
         return state
 
     @staticmethod

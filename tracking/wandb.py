@@ -46,7 +46,8 @@ def _read_records(file: Path) -> Iterator[Any]:
     """Yield the records of an offline file, up to the first incomplete record, which a crash may leave."""
     from wandb.proto import wandb_internal_pb2
 
-    record_type: Any = vars(wandb_internal_pb2)["Record"]  # created when the module is imported
+    # type checkers do not find this class, because it is created when the module is imported
+    record_type: Any = vars(wandb_internal_pb2)["Record"]
     data = file.read_bytes()
     offset = _HEADER_BYTES
     content = b""
@@ -95,6 +96,7 @@ class Wandb(Tracker):
         if config.mode == "offline":
             self._wait_until_quiet(folder)
             saved_steps = list(read_offline_steps(folder, run_id))
+            # steps without `step_time_s` contain only evaluations (see `flush`)
             state.step = max((step for step, values in saved_steps if "step_time_s" in values), default=0)
             state.evaluations = sorted(
                 {int(values["evaluation/step"]) for _, values in saved_steps if "evaluation/step" in values}
@@ -112,7 +114,7 @@ class Wandb(Tracker):
         )  # fmt: skip
         self._session.define_metric("evaluation/*", step_metric="evaluation/step")
         if config.mode == "online":
-            self._last_step = max(0, self._session.step - 1)
+            self._last_step = max(0, self._session.step - 1)  # `session.step` is the step of the next call of `log`
             state.step = self._last_step
 
     @staticmethod

@@ -92,7 +92,7 @@ class Webhook(Tracker):
         recovery = self.run.config.recovery
         quiet_s = now - max(self.state.heard, self._awake_since)  # how long no data has arrived
         hang_s = recovery.hang_s or MIN_HANG_S
-        if attempt is None or 2 * quiet_s < hang_s:
+        if attempt is None or 2 * quiet_s < hang_s:  # once there is a step, every limit below is at least `hang_s` / 2
             return False
         steps = [*read_last_objects(self.run.metrics_file, is_step_line)]  # newest first
         if not steps or (steps[0].get("time") or 0.0) < attempt.timestamp:  # no step of this attempt
@@ -185,6 +185,7 @@ class Webhook(Tracker):
             return f"{stage} {outcome}: {reason}"
         if event["event"] == Cancelled.NAME:
             return f"{stage} was cancelled"
+        # the last stage of a sweep itself is the last shared stage, so its end is not the end of the sweep
         if event["event"] == Done.NAME and stage == last_stage(self.run) and self.run.config.sweep is None:
             result = read_newest_result(self.run)
             return f"done. {format_result(result)}" if result else "done"
@@ -209,7 +210,7 @@ class Mail(Webhook):
             raise UserError("track.no_sendmail", f"track.mail: {HOST} has no sendmail; the message is: {text}")
         mail = EmailMessage()
         mail["To"] = self.run.config.track.mail
-        mail["Subject"] = text.partition(" [")[0]
+        mail["Subject"] = text.partition(" [")[0]  # without path, host and identifier
         mail["Message-ID"] = f"<{identifier}@{HOST}>"
         mail.set_content(text)
         subprocess.run([sendmail, "-t"], input=bytes(mail), timeout=_MAIL_TIMEOUT_S, check=True)
