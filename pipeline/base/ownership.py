@@ -214,6 +214,7 @@ def make_ownership_script(folders: Iterable[str]) -> str:
 # Another user may have replaced the run while the job was pending. Check that you still own the code, and that nobody
 # else can write to it. The subshell keeps the variables local. %f prints the type and mode in hexadecimal: 4… is a
 # folder, 0x12 the permissions of group and others to write, and 0x9 their permissions to enter the folder.
+# If they cannot enter the first folder, their permissions in the other folders do not matter.
 (
   closed=
   for folder in {" ".join(folders)}; do

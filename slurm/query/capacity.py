@@ -67,6 +67,7 @@ class _Requirement:
 def parse_nodes(output: str) -> list[NodeGroup]:
     """Parse the output of `sinfo --exact` with the format `_FORMAT`; malformed lines are left out."""
     rows = [cells for line in output.splitlines() if len(cells := line.strip().split("|")) == 6]
+    # sinfo marks the default partition with `*`, and prints `(null)` for nodes without features
     return [
         NodeGroup(
             partition.rstrip("*"), int(count), _parse_number(cpus), _parse_number(memory),
@@ -89,6 +90,7 @@ def _parse_gpus(gres: str) -> dict[str, float]:
         name, *rest = re.sub("^gres[:/]", "", resource.strip()).split(":")
         if name != "gpu":
             continue
+        # the rest is [TYPE:][no_consume:]COUNT
         types = [part for part in rest[:-1] if part != "no_consume"]
         gpu_type = types[0].lower() if types else ""
         counts[gpu_type] = counts.get(gpu_type, 0) + (_parse_number(rest[-1]) if rest else math.inf)
@@ -99,8 +101,8 @@ def has_features(constraint: str, features: frozenset[str]) -> bool:
     """Return True if a node with these features may be part of an allocation with this constraint (sbatch(1)).
 
     If the constraint has counts (`[a*2&b*4]`), a node needs only one of the features, because other nodes may have the
-    other features. Brackets without counts (`[a|b]`) are treated as parentheses. If the constraint cannot be parsed,
-    the result is True.
+    other features. Brackets without counts (`[a|b]`) are treated as parentheses, and a comma as `&`. If the constraint
+    cannot be parsed, the result is True.
     """
     text = re.sub(r"\*\d+", "", constraint).translate(str.maketrans("[],", "()&"))
     if re.search(r"\*\d+", constraint):
@@ -401,6 +403,7 @@ def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], set
         for stage, sizes in planned.items():
             if text.isdigit() and max(sizes, default=0) > int(text) > 0:
                 if config.sweep is not None and STAGES[stage].is_per_point:
+                    # the size of this array has no config key: it is the number of points
                     raise UserError(
                         "slurm.array_too_large",
                         f"sweep: an array of {max(sizes)} points; on this cluster an array has at most {text} tasks "

@@ -111,7 +111,7 @@ def parse_job_info(output: str) -> JobInfo:
     with suppress(ValueError):  # TimeLimit may be UNLIMITED
         time_left_s = float(parse_time_limit(fields.get("TimeLimit", "")) - parse_time_limit(fields.get("RunTime", "")))
     state = fields.get("JobState", "UNKNOWN")
-    exit_code = fields.get("ExitCode", "").split(":")[0]
+    exit_code = fields.get("ExitCode", "").split(":")[0]  # Slurm prints CODE:SIGNAL
     excluded_nodes = fields.get("ExcNodeList", "")
     return JobInfo(
         state=state,
@@ -159,7 +159,8 @@ def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
         fields = parse_key_values(line)
         state = fields.get("State", "")
         slurmd_start = fields.get("SlurmdStartTime", "")
-        is_down = "DOWN" in state or "*" in state or "NOT_RESPONDING" in state
+        is_down = "DOWN" in state or "*" in state or "NOT_RESPONDING" in state  # `*` means that it does not respond
+        # the later of two times in Slurm's format is also the greater text; without a time, Slurm prints a word
         has_restarted = bool(since) and slurmd_start[:1].isdigit() and slurmd_start > since
         if is_down or has_restarted:
             failed.add(fields["NodeName"])
@@ -301,6 +302,7 @@ def _list_nodes(partition: str | None) -> dict[str, bool]:
     """
     command = ["sinfo", "-h", "-N", *(["-p", partition] if partition else []), "-o", "%N|%T|%P"]
     rows = [line.split("|") for line in (run_slurm_command(*command) or "").splitlines()]
+    # after a state, `*` means that the node does not respond; after a partition, that it is the default partition
     return {
         name: not state.endswith("*") and not state.startswith(UNUSABLE_NODE_STATES)
         for name, state, partition_name in rows

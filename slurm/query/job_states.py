@@ -187,7 +187,8 @@ def query_job_states(
     Args:
         jobs: the jobs.
         final_states: a cache for callers that query repeatedly; None for no cache. Jobs in the cache are not queried
-            again. This function adds the states of jobs that squeue no longer shows, because they do not change.
+            again. This function adds the states of jobs that squeue no longer shows, and of jobs of other clusters,
+            because later queries would return the same states.
     """
     return find_jobs(jobs, frozenset(), final_states)[0]
 
@@ -207,6 +208,7 @@ def find_jobs(
         `comments`, have not ended and are not among `jobs`. It is None if the controller does not respond.
     """
     is_in_job = bool(os.environ.get("SLURM_JOB_ID"))
+    # outside a job, a user waits for the result
     deadline = time.monotonic() + (TIMEOUT_S if is_in_job else slurm_commands.INTERACTIVE_TIMEOUT_S)
     if final_states is None:
         final_states = {}
@@ -247,7 +249,7 @@ class _Query:
 
     Args:
         cluster: the local cluster.
-        jobs: the jobs to find.
+        jobs: the jobs to find, sorted by job id.
         deadline: when all commands must have ended, by the monotonic clock.
     """
 
@@ -292,6 +294,7 @@ class _Query:
                 `unclaimed`.
         """
         jobs = dict.fromkeys(jobs)
+        # the name of the cluster is literal text in the format, so that the rows have the same nine cells as sacct's
         columns = f"%i|%T|%r|%N|{self.cluster}|%U|%V|%j|%k{_COMMENT_END}%o"
         command = ["squeue", "-h", "-r", "-t", "all", "-o", columns, *filters]
         if len(jobs) < _MAX_IDS_OF_SQUEUE and not includes_other_jobs and not any(job.is_unconfirmed for job in jobs):
@@ -422,7 +425,7 @@ def _parse_rows(output: str | None) -> list[JobState]:
         states.append(
             JobState(
                 job_id,
-                state.split(" ")[0].rstrip("+"),
+                state.split(" ")[0].rstrip("+"),  # `CANCELLED by 0`, or `CANCELLED+` if truncated (sacct(1))
                 reason,
                 nodes,
                 cluster,

@@ -47,7 +47,7 @@ def should_exit_to_requeue(config: Mapping[str, str], mode: str, info: JobInfo) 
         mode: the PreemptMode that applies to the job.
         info: the job.
     """
-    limit = config.get("MaxBatchRequeue", "5")
+    limit = config.get("MaxBatchRequeue", "5")  # 5 is Slurm's default
     # The exit number MaxBatchRequeue leaves the job held, so one exit fewer is possible. Some restarts had other causes
     # than an exit in a grace period; counting all of them is on the safe side.
     remaining_exits = (int(limit) if limit.isdigit() else 0) - 1 - info.restarts

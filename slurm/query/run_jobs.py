@@ -262,8 +262,11 @@ def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, lis
             if started_id != listed.job_id and not is_task_of_array:
                 continue
             is_same_cluster = event.cluster in (None, listed.cluster)
+            # an event from before the submission belongs to an earlier job with the same id
             if not is_same_cluster or event.timestamp < listed.submit_time - SUBMIT_TIME_TOLERANCE_S:
                 continue
+            # This event replaces the missing one. Without a time in the event, Slurm's submit time is recorded later
+            # (slurm/submit/sbatch.py).
             submitting = Submitting(
                 time="",
                 stage=event.stage,
@@ -297,7 +300,7 @@ def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob
     """
     if STAGES[stage].is_training:  # all jobs of this stage except the first are successor jobs
         return next(iter(active), None)
-    return next((job for job in reversed(active) if not job.is_array_of_parts), None)
+    return next((job for job in reversed(active) if not job.is_array_of_parts), None)  # the newest of these jobs
 
 
 def find_successor(job: SubmittedJob, active: Sequence[SubmittedJob]) -> SubmittedJob | None:

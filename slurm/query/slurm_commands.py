@@ -152,7 +152,7 @@ def parse_key_values(text: str) -> dict[str, str]:
 
 
 def parse_slurm_config(text: str) -> dict[str, str]:
-    """Parse the names and values in the output of `scontrol show config`."""
+    """Parse the output of `scontrol show config`. A name may have an index, such as `SlurmctldHost[0]`."""
     return dict(re.findall(r"^(\w+(?:\[\d+\])?)[^\S\n]*=[^\S\n]*(.*?)[^\S\n]*$", text, re.MULTILINE))
 
 

@@ -197,6 +197,7 @@ def _find_last_stop_of_task(events: Sequence[Event], pending_job: str | None) ->
     started = state.start_event
     if started is not None and state.is_open and pending_job is not None:
         stop = state.describe_open_stop()
+        # after a requeue, the job itself is pending; another pending job is its successor
         retry = Requeued if pending_job in (started.slurm_job, started.job_id) else HandedOver
     if stop is None:
         return None
@@ -354,6 +355,7 @@ class StatusPoller:
         self._last_query_result: tuple[int, Sequence[SubmittedJob], bool] | None = None
         """Number of events, jobs, and whether a sweep point was active, at the last query."""
         self._event_count = -1
+        """Number of events at the last query; -1 before the first poll, which therefore always queries."""
         self._query_interval_s = QUERY_INTERVALS_S[0]
         self._next_query_time = 0.0
 
@@ -494,6 +496,7 @@ class StatusPoller:
         state, problem, is_active = determine_state(missing, is_locked, recent_events, job)
         if state == "done" and may_get_new_inputs:
             state, problem, is_active = _determine_state_so_far(run, is_locked, recent_events, job)
+        # without a log, the job probably ended because its node could not open the log file
         if (
             shown_job is not None
             and state == "failed"
@@ -704,7 +707,9 @@ def render_status(
         cause = None
         message = ""
         if failed := next((status for status in all_statuses if status.state == "failed"), None):
-            message = failed.problem  # `(CAUSE): …`
+            # With an event `failed`, the text is `(CAUSE): …`. Without one, the part of the text in `cause` equals no
+            # real cause, so `retry_command` adds no option because of it.
+            message = failed.problem
             cause = message[1:].partition(")")[0]
         lines.append(Text(f"to continue: {retry_command(run, cause, message)}"))
     if changes := run.describe_changes():

@@ -199,6 +199,7 @@ class Chain:
             remaining_stages: the stage of the failed submission, and all later stages.
         """
         queued = [f"{stage} ({', '.join(dict.fromkeys(jobs))})" for stage, jobs in self.queued_ids.items() if jobs]
+        # if only the successor of a job in the queue could not be submitted, no stage may have targets
         missing = [stage for stage in remaining_stages if self.targets[stage]] or list(remaining_stages[:1])
         if not queued:
             return []

@@ -129,6 +129,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
         is_last_stage = stage == list(config.active_stages)[-1]
         options["mail-user"] = config.track.mail
         options["mail-type"] = f"FAIL,INVALID_DEPEND{',END' if is_last_stage else ''}"
+    # a stage sets an option to false in order to omit an option of `site`
     options |= {key: value for key, value in site.sbatch.items() if value is not False}
     options |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     options |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
@@ -373,7 +374,7 @@ def _submit_once(
         )
     # sbatch inherits the lock, because sbatch may still run when this process has been killed
     with open(script, "r+b") as lock:
-        try_flock(lock.fileno(), fcntl.LOCK_EX)
+        try_flock(lock.fileno(), fcntl.LOCK_EX)  # the result is always True, because the call waits for the lock
         for target, event in zip(targets, events, strict=True):
             target.append_event(event)
         try:
@@ -612,6 +613,7 @@ def confirm_submissions(
 
     def needs_recheck(job: SubmittedJob) -> bool:
         """Return True if too few queries so far have shown this stray job, or this submission without a job."""
+        # one query precedes the pauses in `RECHECK_DELAYS_S`, and one query follows each pause
         key = _recheck_key(job)
         return key is not None and query_counts[key] <= len(RECHECK_DELAYS_S)
 
@@ -622,7 +624,8 @@ def confirm_submissions(
         for job in unsure_jobs:
             if (submitting := _find_submission_without_job(job)) is not None:
                 _wait_for_sbatch(run_by_path[job.run_path], submitting, timeout_s)
-        time.sleep(RECHECK_DELAYS_S[min(query_counts[_recheck_key(job)] for job in unsure_jobs) - 1])
+        fewest_queries = min(query_counts[_recheck_key(job)] for job in unsure_jobs)
+        time.sleep(RECHECK_DELAYS_S[fewest_queries - 1])  # after the first query, the first pause
         jobs = find_run_jobs(runs)
         require_response(job.reported_job for job in jobs)
         query_counts.update({_recheck_key(job) for job in jobs})

@@ -51,6 +51,7 @@ def build_export_option(site: SiteConfig) -> str | None:
     """Return sbatch's option `--export` for the site's jobs; None for the default, which exports all variables."""
     if not site.pass_:
         return None if site.export == "all" else "NONE"
+    # with a list of variables instead of NONE, a job does not start with the environment of a login shell
     return ",".join([*(["ALL"] if site.export == "all" else ["HOME", "PATH", "USER"]), *site.pass_])
 
 

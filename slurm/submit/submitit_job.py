@@ -51,7 +51,7 @@ class BatchExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
 
     @classmethod
     def affinity(cls) -> int:
-        """Return 1: submitit then does not require Slurm's commands."""
+        """Return 1. submitit refuses a negative value, which the method of the base class returns without srun."""
         return 1
 
 

@@ -280,6 +280,7 @@ def read_progress_marker(run: Run, stage: str) -> str:
             newest_step = max(newest_step, event.step)
             repaired_count += event.step in damaged_steps
             damaged_steps.discard(event.step)
+    # With a single number, `max` would expect an iterable. The 0 is a second number if there are no checkpoints.
     newest_step = max(newest_step, *list_checkpoint_steps(run.checkpoints_dir), 0)
     decision_count = sum(1 for _ in read_jsonl(run.decisions_file))
     return f"step {newest_step}, {repaired_count} repaired, {decision_count} decisions"
@@ -345,6 +346,7 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
         # The previous supervisor wrote the end event and did not request a requeue. So either Slurm requeued the job
         # because of the preemption, or the user requeued the job, which is a request to run the stage again.
         return (cause, no_retry_reason) if may_be_surplus_requeue else None
+    # If no retry is left, an event with `final` is written, unless the previous supervisor has written one.
     if end is None or (no_retry_reason is not None and not end.final):
         message += f"\nnot retried: {no_retry_reason}" if no_retry_reason else ""
         end_class = get_end_event(cause, final=no_retry_reason is not None and not request)

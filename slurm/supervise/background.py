@@ -123,7 +123,10 @@ def was_submitted_for_checkpoint(run: Run, job_id: str) -> bool:
 
 
 class EvaluationSubmitter:
-    """Submits an evaluate job when a new checkpoint of a run appears, if `evaluate.every` is `checkpoint`."""
+    """Submits an evaluate job when a new checkpoint of a run appears, if `evaluate.every` is `checkpoint`.
+
+    If the run has no held-out data, no jobs are submitted.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -157,7 +160,7 @@ class EvaluationSubmitter:
 
     def _submit_newest(self) -> None:
         """Submit a job for the newest checkpoint, unless this checkpoint has a job or is the final checkpoint."""
-        newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)
+        newest_step = next(iter(list_checkpoint_steps(self.run.checkpoints_dir)), 0)  # The first step is the newest.
         if newest_step <= self._last_submitted_step or self._is_final(newest_step):
             return
         from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage

@@ -266,6 +266,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
             f"site.container: {unmountable_paths[0]} cannot be mounted: choose a path without commas, colons and "
             "spaces",
         )
+    # An entry of `container.mounts` may be /OUTSIDE:/INSIDE.
     mounts = [path if ":" in path else f"{path}:{path}" for path in (*shared, *container.mounts)]
     # The ranks also expand the variables in `site.local_disk`, such as $USER, so pass these variables to the container.
     disk_variables = os.environ.keys() & re.findall(r"\$\{?(\w+)", site.local_disk or "")
@@ -623,7 +624,7 @@ class MpirunLauncher(ProgramLauncher):
             f"rank=${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} && exec >>{log_prefix}$rank.log 2>&1 && "
             f'echo "{_RANK_HEADER} $rank, process $$ on $(uname -n)" && exec "$@"'
         )
-        return [*self._mpirun, "sh", "-c", script, "sh"]
+        return [*self._mpirun, "sh", "-c", script, "sh"]  # The last argument is $0 of the script.
 
     def poll(self) -> list[RankExit]:
         """Return one exit when mpirun has exited, as :meth:`ProgramLauncher.poll` does.

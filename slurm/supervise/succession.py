@@ -28,6 +28,7 @@ LOCK_TIMEOUT_S = 10.0
 
 def find_predecessor(run: Run, stage: str, job_id: str) -> str | None:
     """Return the id of the job whose stage the job `job_id` continues; None if `job_id` is not a successor job."""
+    # If the submission of the job `job_id` was recorded, the first of these events is this submission.
     for event in events_since_submission(run.read_events(None, Submitted), job_id)[:1]:
         if (event.stage, event.job_id) == (stage, job_id) and event.is_successor:
             return next(iter(event.after or ()), None)

@@ -511,6 +511,7 @@ class Supervisor:
             return False
         signal_time = self.stop_flag.signal_time
         signal_age_s = 0.0 if signal_time is None else time.monotonic() - signal_time
+        # True if the ranks were signalled long before this process, or before now if this process got no signal.
         return rank_request.timestamp < time.time() - signal_age_s - SIGNAL_SPREAD_S
 
     # ---- events
