@@ -60,7 +60,8 @@ def _format_entry_point(program: str) -> list[str]:
     if path.name != "submit.py":
         return ["python", "submit.py"]
     for name in ("python", "python3"):
-        # If a .venv exists, any Python works, because submit.py restarts itself with the Python of the .venv.
+        # The short name is enough if it is the Python of this process. If a .venv exists, any Python works, because
+        # submit.py restarts itself with the Python of the .venv.
         if (python := shutil.which(name)) and (python == sys.executable or venv_python(path).exists()):
             return [name, shlex.quote(program)]
     return [shlex.quote(sys.executable), shlex.quote(program)]

@@ -19,7 +19,7 @@ def device_thread(
 ) -> threading.Thread:
     """Return a thread, not yet started, that calls `work` on the caller's GPU.
 
-    If CUDA is not initialized, the thread does not select a GPU.
+    If CUDA is not initialized, the thread selects neither a GPU nor a new stream.
 
     Args:
         work: the function to call.

@@ -91,7 +91,8 @@ class _LauncherVariables(NamedTuple):
     """The index in `ranks` of the marker variable. If several launchers have a set marker variable, the first launcher
     in `_LAUNCHERS` is used."""
     start: str = ""
-    """A variable that differs between two starts in one job or on one machine. The port is computed from its value."""
+    """A variable that differs between two starts in one job or on one machine. The port is computed from its value. If
+    the variable is not set, or the launcher has none (""), the port is computed from the name of the launcher."""
     hosts: str = "SLURM_JOB_NODELIST"
     """A variable with the list of nodes, which begins with the node of rank 0. With MPI launchers, SLURM_STEP_*
     describe the step of mpirun's daemons, so the variable of the job is used."""
@@ -201,7 +202,7 @@ def _find_master_host(env: Env, variables: _LauncherVariables, has_several_nodes
         host = next(iter(read_allocated_hosts(env, variables.hosts)), "")
     if not host and has_several_nodes:
         reason = f"{variables.world_size} is more than {variables.local_world_size}, so there are several nodes"
-        _require_variable(env, "MASTER_ADDR", reason)
+        _require_variable(env, "MASTER_ADDR", reason)  # always raises UserError, because the variable is not set
     return host or "localhost"
 
 
@@ -243,8 +244,10 @@ def expand_hostlist(text: str, name: str = "host list") -> list[str]:
     """
     hosts: list[str] = []
     for pattern in re.split(r",(?![^\[\]]*\])", text):  # at commas outside brackets
+        # an invalid pattern gets one part without text; its only name is empty and is removed below
         pattern_parts = re.findall(r"\[(.*?)\]|([^\[]+)", pattern) if _HOST.fullmatch(pattern) else [("", "")]
         names = product(*(_expand_ranges(ranges) if ranges else [text_part] for ranges, text_part in pattern_parts))
+        # one name more than allowed is enough to notice that there are too many
         pattern_hosts = list(filter(None, map("".join, islice(names, _MAX_NODES + 1))))
         hosts += pattern_hosts
         if not pattern_hosts or len(hosts) > _MAX_NODES:
@@ -331,6 +334,9 @@ def read_step_id(env: Env) -> str | None:
 def _read_job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
     """Return the ID of the Slurm job and, in an array, the index of this array task and the number of array tasks.
 
+    The pair is None outside an array, and also if the number of array tasks is not set. Both results are None outside
+    Slurm.
+
     The ID has the form of `scontrol requeue`: `1234`, or `1234_5`, because the SLURM_JOB_ID of an array task may be the
     ID of the whole array. submit.py submits arrays without gaps, so the index of an array task is its distance from the
     first array task.
@@ -355,7 +361,10 @@ def _read_job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
 
 
 def is_in_allocation(env: Env) -> bool:
-    """Return whether this process is in a Slurm job, but not in a step or a rank, so that srun can start a step."""
+    """Return whether this process is in a Slurm job, so that srun can start a step.
+
+    The result is False in a step, and in a rank of the launcher `local`.
+    """
     return bool(env.get("SLURM_JOB_ID")) and _read_step_number(env) is None and not env.get("SLUICE_RANK")
 
 
@@ -364,7 +373,7 @@ def is_in_batch_job(env: Env) -> bool:
 
     In a batch job, a signal comes from Slurm. In a shell, a signal may come from the user.
     """
-    return is_in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"
+    return is_in_allocation(env) and env.get("ENVIRONMENT") == "BATCH"  # Slurm sets this value for batch scripts
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class ExitCode(IntEnum):
     BAD_NODE = 26
     """A node failed the check at the start of the stage. The message names the node and the check."""
     PREEMPTED = 71
-    """Slurm gave the nodes to another job. Only supervisors exit with 71 to 74."""
+    """Slurm gave the nodes to another job. Only supervisors exit with 71 to 74, and with 77."""
     TIME_LIMIT = 72
     """The job reached its time limit."""
     NODE_FAILURE = 73
@@ -120,7 +120,7 @@ class ConfigProblem:
     @property
     def line(self) -> int | None:
         """The line number of the key in its file; None if `where` has no line number."""
-        number = self.where.rpartition(":")[2]
+        number = self.where.rpartition(":")[2]  # without a colon, all of `where`, perhaps a file name of digits
         return int(number) if number.isdecimal() and ":" in self.where else None
 
 
@@ -260,6 +260,7 @@ def raise_if_too_many_open_files(error: BaseException) -> None:
     error_number = getattr(error, "errno", None)
     is_h5py_limit = "Too many open files" in str(error)  # errors of h5py may have no errno
     if error_number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) or is_h5py_limit:
+        # find_storage_error needs an errno, which errors of h5py may lack
         limit_error = OSError(error_number or errno.EMFILE, "", getattr(error, "filename", None))
         raise find_storage_error(limit_error) or error from error
 

@@ -237,6 +237,7 @@ def read_last_objects(
     """
     try:
         with open_regular_file(path) as file:
+            # if the first line is incomplete, it is not valid JSON and is left out
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
@@ -311,7 +312,7 @@ def read_file_system_type(path: Path) -> str:
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return (result.stdout.split() or [""])[-1]
+    return (result.stdout.split() or [""])[-1]  # the first word is the title of the column
 
 
 @contextmanager

@@ -138,6 +138,7 @@ def draw_curves(
     if max(map(len, points_by_name.values()), default=0) < 2:
         return ""
     all_points = [point for points in points_by_name.values() for point in points]
+    # an x axis that is never logarithmic shows steps or a time, so whole ticks are enough
     x_scale = Scale.from_values((point[0] for point in all_points), x, log="x" in log, whole="x" not in log)
     y_values = [*([0.0, 100.0] if y == "%" else []), *(point[1] for point in all_points)]
     y_scale = Scale.from_values(y_values, y, log="y" in log).extend_to_round_numbers()
@@ -227,7 +228,8 @@ def draw_lanes(
                 f'<rect class="c{bar.colour}" fill="{COLOURS[bar.colour]}" x="{start:.3f}%" width="{width:.3f}%" '
                 f'y="{top_px}" height="{height_px}"><title>{escape(bar.title)}</title></rect>'
             )
-            # a character takes 0.7 % of a wide screen's width, and three times as much of a phone's width
+            # A character takes 0.7 % of a wide screen's width, and three times as much of a phone's width. On a narrow
+            # screen, report.css hides text of the class `wide`. A figure with a minimum width keeps its width instead.
             if bar.text and width > 0.7 * len(bar.text):
                 css_class = "in" if min_width_rem or width > 2.2 * len(bar.text) else "in wide"
                 drawing += plot.draw_label(f"{start:.3f}%", middle, bar.text, "start", css_class, ".35em", 4)

@@ -34,7 +34,8 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def check_run_ownership(run_dir: Path) -> None:
     """Raise UserError if another user owns, or may write to, a file that the run in directory `run_dir` executes."""
-    code_parent = (run_dir / "code").resolve().parent  # for a point of a sweep, the directory of the sweep
+    # `code` of a sweep point is a link into the directory of the sweep
+    code_parent = (run_dir / "code").resolve().parent
     for path, is_reachable in _list_executed_paths(run_dir, code_parent):
         try:
             status = path.stat()
@@ -79,6 +80,7 @@ def _list_executed_paths(run_dir: Path, code_parent: Path) -> Iterator[tuple[Pat
             yield path.parent, is_reachable  # each source of a mixture has its own folder in `data`
             # if `data` is a link, other users may reach the folder to which the link points
             yield path, is_reachable or data.is_symlink()
+    # the last `parent` was `code_parent`, so `is_reachable` describes its content
     yield code_parent / "code", is_reachable
     for folder, folder_names, file_names in os.walk(code_parent / "code") if is_reachable else ():
         yield from ((Path(folder, name), True) for name in (*folder_names, *file_names))
@@ -185,7 +187,8 @@ def find_unsafe_ancestors(path: Path) -> list[tuple[Path, str]]:
 def _is_writable_by_others(status: os.stat_result) -> bool:
     """Return whether another user may write to a folder with this status.
 
-    A group is ignored if it is the private group of this user: same name and gid, and no other members.
+    A group is ignored if it is the private group of this user: same name and gid, and no other members. A group of root
+    is never ignored, and neither is a group if the user or the group has no name.
     """
     if status.st_mode & stat.S_IWOTH:
         return True

@@ -162,9 +162,9 @@ def parse_yaml(text: str, name: str, where: str = "") -> Any:
         mark = error.problem_mark or error.context_mark
         position = mark.index if mark else None
         problem = f"{error.problem} ({error.context})" if error.context else str(error.problem)
-        if "an alias" in problem:
+        if "an alias" in problem:  # the value begins with `*`
             problem += "; put the value in quotes"
-        elif r"'\t'" in problem:
+        elif r"'\t'" in problem:  # PyYAML writes a tab in this form
             problem += "; indent with spaces"
     except yaml.reader.ReaderError as error:
         position = error.position
@@ -175,7 +175,7 @@ def parse_yaml(text: str, name: str, where: str = "") -> Any:
         # PyYAML raises these errors for escapes such as "\UFFFFFFFF", and Python for numbers of thousands of digits
         problem = str(error)
     location = name
-    if not where and position is not None:
+    if not where and position is not None:  # with `where`, `text` is a short value without useful line numbers
         line = text.count("\n", 0, position) + 1
         column = position - text.rfind("\n", 0, position)
         location = f"{name}:{line}:{column}"

@@ -211,7 +211,7 @@ class DataConfig(Section):
                     "mixture: the sources need a common tokenizer: set tokenizer {kind: file, path: …}, such as "
                     "data/tokenizer.json of a run on one of the sources"
                 )
-            for name in self.mixture.sources:
+            for name in self.mixture.sources:  # raise ValueError if the keys of a source contradict each other
                 type(self).model_validate(self.for_source(name).model_dump())
         record_kinds = {source.records for source in self.mixture.sources.values()} if self.mixture else {self.records}
         if record_kinds == {"tokens"} and (self.deduplicate or self.filter):

@@ -100,9 +100,9 @@ class ModelFolderError(UserError):
 def fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config `values` with the keys that the folders of `model.init_from` set. A sweep may name folders too.
 
-    If `values` contain the hash of config.json, the folder was read before and is not read again. If only the sweep
-    names folders, the section `model` gets the values of the first folder. Without `data.tokenizer`, the tokenizer of
-    the folder is used.
+    If `values` contain the hash of config.json, the folder was read before and is not read again. With `model.target`,
+    no folder is read either. If only the sweep names folders, the section `model` gets the values of the first folder.
+    Without `data.tokenizer`, the tokenizer of the folder is used.
 
     Raises:
         ModelFolderError: if a folder cannot be used, or if a key of `model` contradicts the folder.
@@ -170,7 +170,8 @@ def _check_not_contradicted(
 def read_model_section(folder: Path) -> dict[str, Any]:
     """Return the values that a folder sets in the section `model`, including metadata (`ModelMetadata`).
 
-    Raises ModelFolderError if config.json cannot be read, or if the decoder does not support the model.
+    Raises ModelFolderError if config.json cannot be read, if the decoder does not support the model, or if the files
+    with the weights are missing.
     """
     try:
         with open_inside(folder, CONFIG_FILE) as file:
@@ -291,11 +292,14 @@ def parse_model_config(content: Any) -> dict[str, Any]:
     section = {key: hf_config.get(name) for key, name in _SAME_VALUES.items()}
     section["qk_norm"] = family == "qwen3"
     section["attention_bias"] = "qkv" if family == "qwen2" else "all" if hf_config.get("attention_bias") else "none"
+    # Mistral has a window without the key use_sliding_window, and Llama never has a window.
     has_window = hf_config.get("use_sliding_window", True) and family != "llama"
     window = hf_config.get("sliding_window") if has_window else None
     layer_types = hf_config.get("layer_types")
     full_layers = hf_config.get("max_window_layers")
-    if layer_types:  # max_window_layers can only express that the first layers, and no others, have full attention
+    if layer_types:
+        # max_window_layers can only express that the first layers, and no others, have full attention. The layer types
+        # are then sorted, because "full_attention" comes before "sliding_attention".
         full_layers = layer_types.count("full_attention") if layer_types == sorted(layer_types) else None
     section |= {"sliding_window": window, "max_window_layers": None if window is None else full_layers}
     section |= _parse_rope(hf_config)
@@ -493,6 +497,7 @@ def check_added_tokens(tokenizer: Path, content: Any) -> list[dict[str, Any]]:
         ModelFolderError: if an entry has no whole number `id` or no text `content`. The message names the entry.
     """
     added_tokens = content.get("added_tokens") if isinstance(content, dict) else None
+    # a value that is not a list is checked as if it were the only entry
     tokens = added_tokens if isinstance(added_tokens, list) else [added_tokens] if added_tokens else []
     for number, token in enumerate(tokens):
         fields = token if isinstance(token, dict) else {}

@@ -71,6 +71,7 @@ def mask_secrets(values: Any, prefix: str = "") -> Any:
     if isinstance(values, list):
         return [mask_secrets(value, prefix) for value in values]
     for key, pattern in _SECRET_REFERENCES.items():
+        # null is "None" as text, which the pattern of an optional key also matches
         if prefix.startswith(f"{key}.") and not pattern.fullmatch(str(values)):
             return _MASK
     if prefix.endswith(".") and has_policy(prefix[:-1], Policy.SHELL):
@@ -102,6 +103,7 @@ def mask_unknown_key(value: Any, path: Sequence[str], similar_keys: Sequence[str
     section = "".join(f"{part}." for part in path[:-1])
     candidates = [key if "." in key else f"{section}{key}" for key in similar_keys]
     if section != "site.":
+        # `site` takes precedence, because most keys that may contain secrets are in this section
         key = "site" if "site" in candidates else next(iter(candidates), section + path[-1])
         return mask_secrets(value, f"{key}.")
     is_strict = any(has_policy(key, Policy.SHELL) or key in _SECRET_REFERENCES for key in candidates)

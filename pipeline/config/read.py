@@ -93,17 +93,18 @@ def load_config(path: Path, overrides: Sequence[str] = (), checks_sizes: bool = 
     """
     where = f"{path}, {COMMAND_LINE}" if overrides else str(path)
     config = parse_config(apply_overrides(_read_file(Path(path)), overrides), where, checks_sizes)
-    make_point_configs(config)
+    make_point_configs(config)  # raises ConfigError if a point is invalid
     return config
 
 
 def load_run_config(path: Path) -> Config:
     """Return the config in the `config.yaml` of a run, with the metadata of the run.
 
-    Raises ConfigError if the config is invalid or `run.json` is damaged. The message lists all problems.
+    Raises ConfigError if the config or a point of its sweep is invalid, or if `run.json` is damaged. The message lists
+    all problems.
     """
     config = _parse_run_config(path, _read_run_values(path))
-    make_point_configs(config)
+    make_point_configs(config)  # raises ConfigError if a point is invalid
     return config
 
 
@@ -206,7 +207,7 @@ def parse_config(values: Mapping[str, Any], where: str, checks_sizes: bool = Tru
         if config.model.target is not None:
             check_unused_keys(metadata.model, set(), "with model.target, use options")
         check_layout(config, checks_sizes)
-        if config.train.steps is not None:
+        if config.train.steps is not None:  # with train.epochs, the number of steps is known only after shard
             check_warmup(config, config.train.steps)
     except ConfigError:
         raise
@@ -341,7 +342,8 @@ def _make_path_absolute(values: Any, path: Sequence[str]) -> None:
     for key in list(values):
         is_template_name = name == "chat_template" and values[key] in CHAT_TEMPLATES
         if key == name and not is_template_name:
-            # the location is FILE:LINE or "command line"; for the command line, the folder is "", the working directory
+            # `key` may be a LocatedKey, whose location is FILE:LINE or "command line". For the command line, the folder
+            # is "", the working directory.
             folder = os.path.dirname(getattr(key, "where", ""))
             values[key] = _resolve_path(values[key], folder)
 
@@ -497,6 +499,7 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     if not has_valid_checksum(content):
         raise ConfigError("run.damaged_file", f"{file} is damaged: restore it, or start a new run")
     values = {"model": content["model"]}
+    # without a sweep, the config must not get a section `sweep`
     return {**values, "sweep": content["sweep"]} if content["sweep"]["sources"] else values
 
 

@@ -430,7 +430,7 @@ def format_config_page() -> str:
     metadata = [
         f"| `{key}` | {_format_cell(field.description or '')} |"
         for key, field in walk_fields(RunMetadata)
-        if "." in key
+        if "." in key  # without the sections themselves
     ]
     chapters.append(_RUN_JSON_KEYS + "\n".join(["| key | meaning |", "| --- | --- |", *metadata, ""]))
     return "\n".join(chapters)
@@ -473,6 +473,7 @@ def _list_rows(key: str, field: FieldInfo, key_by_section: dict[type[Section], s
 
 def _describe_type(key: str, field: FieldInfo) -> str:
     """Return a description of the type of a key. For a section, omit the keys, because the rows below list them."""
+    # `*` stands for any index of a list, such as 0, or for any name in a mapping, such as `*` itself
     path = tuple(0 if name == "*" and _is_list(key, index) else name for index, name in enumerate(key.split(".")))
     nodes = _find_schemas(path, _config_schema())
     descriptions = ["a section" if "properties" in node else _describe_schema(node) for node in nodes]

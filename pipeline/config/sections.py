@@ -360,7 +360,10 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_keys_are_used(self) -> OptimizerConfig:
-        """Raise ValueError if a key is set that the optimizer or the schedule does not use."""
+        """Raise ValueError if a key is set that the optimizer does not use.
+
+        `schedule_counts_from` must not be set with the schedule `own`. Other keys of schedules are not checked.
+        """
         unused_keys = set().union(*KEYS_OF_OPTIMIZER.values()) - KEYS_OF_OPTIMIZER[self.name]
         check_unused_keys(self, type(self).model_fields.keys() - unused_keys, f"optimizer.name is {self.name}")
         if self.schedule == "own" and self.schedule_counts_from != 1:

@@ -113,8 +113,8 @@ class UserModel:
         """Import and return the module.
 
         Args:
-            code_dir: the folder that contains the top-level package, such as the run's `code/`. It becomes the first
-                folder of the Python path.
+            code_dir: the folder that contains the top-level package, such as the run's `code/`. If the Python path does
+                not contain it yet, it becomes the first folder of the path.
 
         Raises:
             UserError: if importing fails, or if Python finds another module of the same name.
@@ -182,7 +182,10 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
         del names["CUTS"]
 
     def read_tuple(name: str) -> tuple[str, ...]:
-        """Return the tuple that is assigned to a top-level name; an empty tuple if the name is not set."""
+        """Return the tuple or list that is assigned to a top-level name, as a tuple.
+
+        The result is empty if the name is not set, or is only imported.
+        """
         try:
             value = ast.literal_eval(names.get(name) or ast.Tuple([], ast.Load()))
         except ValueError:

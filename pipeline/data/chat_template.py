@@ -97,6 +97,7 @@ class ChatTemplate:
             UnusableTemplateError: if the template cannot be used for any dialogue.
         """
         texts: list[str] = []
+        # 1 is added, because the number must not be 0.
         characters = 1 + sum(len(text) for message in messages for text in message.values())
         step = max(1, min(_MAX_PREFIXES_PER_REQUEST, _MAX_CHARACTERS_PER_REQUEST // characters))
         for start in range(0, len(prefixes), step):
@@ -105,7 +106,7 @@ class ChatTemplate:
 
     def compile(self) -> None:
         """Raise UnusableTemplateError if the source is not a Jinja template or uses a filter that is not allowed."""
-        self._request_texts([], [])
+        self._request_texts([], [])  # This request compiles the template, but renders nothing.
 
     def _request_texts(self, messages: Sequence[Mapping[str, str]], prefixes: Sequence[tuple[int, bool]]) -> list[str]:
         """Render prefixes in one request to the child process and return their texts. Raises as `render_prefixes`."""

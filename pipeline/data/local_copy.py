@@ -159,6 +159,7 @@ class LocalCopies(AbstractContextManager["LocalCopies"]):
             stage="train",
             host=socket.gethostname(),
             disk=str(self._disk),
+            # Names of copies contain a `-`. The name of the lock file, `users`, does not.
             files=sum(1 for _ in self._folder.glob("*-*")),
             bytes=copied_bytes,
             seconds=round(time.monotonic() - start_time, 1),

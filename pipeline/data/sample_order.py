@@ -367,6 +367,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         rank: int | None = None,
         order: Callable[[Int64Array], Int64Array] | None = None,
     ) -> None:
+        # `shuffle` has no effect, because this class replaces `__iter__`.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
         if global_batch % self.num_replicas:
             raise UserError(

@@ -89,7 +89,7 @@ def encode_chat_prompt(
         raise UserError(
             "data.unusable_dialogue", f"--chat: the chat template does not accept these messages: {error}"
         ) from None
-    tokenizer.encode_special_tokens = False
+    tokenizer.encode_special_tokens = False  # False: the texts of special tokens are encoded as these tokens.
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
@@ -112,14 +112,14 @@ def find_end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> EndOfTurn:
     end_tokens: dict[int, None] = {}  # Dictionaries are used as sets with an order.
     problems: dict[str, None] = {}
     encode_special_tokens_before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = False  # Encode the texts of special tokens as these tokens, as in training.
+    tokenizer.encode_special_tokens = False  # False: the texts of special tokens become these tokens, as in training.
     for turns in (1, 2):
         pairs = zip(_QUESTIONS[:turns], _ANSWERS[:turns], strict=True)
         messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(_ROLES, pair, strict=True)]
         try:
             text, spans = split_marks(template.render(messages))
         except ChatTemplateError as error:
-            if turns == 1:
+            if turns == 1:  # A template may accept one question and answer only, so a failure with two is ignored.
                 problems[f"the chat template does not accept a question and an answer: {error}"] = None
             continue
         for number, answer in enumerate(_ANSWERS[:turns], 1):
@@ -166,7 +166,7 @@ def _find_end_token(
             name = special_tokens[token].content
             return token, f"{name} ends an answer outside of {{% generation %}}, so the model does not learn it"
         if text[max(token_start, answer_end) : token_end].strip():
-            break
+            break  # Visible text follows the answer before any special token.
     return (
         None,
         f"the chat template ends an answer with {text[answer_end : answer_end + 40]!r}, which is not one special token",

@@ -145,7 +145,8 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _get_specs(config: ModelConfig, module: str) -> dict[str, ParameterSpec]:
     """Return the parameters of the submodule `module` of a block, by their names inside the submodule.
 
-    If `module` is "", return the parameters of the whole block.
+    If `module` is "", return the parameters of the whole block. All blocks have the same parameters, so those of block
+    0 are used.
     """
     prefix = f"model.layers.0.{module}".rstrip(".") + "."
     return {p.name.removeprefix(prefix): p for p in block_parameters(config, 0) if p.name.startswith(prefix)}
@@ -563,7 +564,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         for index, size, placement in reversed(axes):
             dim = getattr(placement, "dim", None)
             if dim is not None:
-                length = -(-len(ranges[dim]) // size)
+                length = -(-len(ranges[dim]) // size)  # rounded up
                 ranges[dim] = ranges[dim][index * length : (index + 1) * length]
     return tuple(slice(indices.start, indices.stop) for indices in ranges)
 
@@ -619,7 +620,7 @@ def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence_parallel:
         norms.append(part.model.norm)
     for module in norms:
         module.register_forward_hook(_cast_to_autocast_dtype)
-    part.tie_weights()
+    part.tie_weights()  # parallelize_module has replaced the parameters, which separates tied parameters
 
 
 def _cast_to_autocast_dtype(_: nn.Module, __: object, output: Tensor) -> Tensor:

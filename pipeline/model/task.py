@@ -390,6 +390,7 @@ class CustomModelTask(Task):
         self.user_model = user_model
         self.user_module = module
         self.transform = getattr(module, "transform", None)
+        # Only the shapes and types of a sample are needed, so only the first file is mapped.
         manifest_of_first_file = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
         self.sample_shapes = SampleDataset(manifest_of_first_file, run.data_dir, transform=self.transform).shapes
         self.units_per_step = run.config.train.global_batch
@@ -619,7 +620,10 @@ class CustomModelTask(Task):
         return self.user_module.metrics(outputs, batch) if "metrics" in self.user_model.names else {}
 
     def smallest_batch(self, device: torch.device) -> Batch:
-        """Return the smallest batch of zeros. Only lengths are not 0: each sample has the full padded length."""
+        """Return the smallest batch of zeros. Only lengths are not 0.
+
+        Each sample has the full padded length, or the length 1 if no array is padded.
+        """
         batch = super().smallest_batch(device)
         if self.user_model.has_lengths:
             batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.user_model.padded)])
@@ -798,6 +802,7 @@ def try_user_model(target: str, *options: str) -> None:
             raise
         for key, is_read in recording_options.list_reads():
             is_read_by_key[key] = is_read or is_read_by_key.get(key, False)
+    # The user's module may have printed text without a newline at its end.
     print(f"\n{UNREAD_OPTIONS}{json.dumps([key for key, is_read in is_read_by_key.items() if not is_read])}")
 
 

@@ -142,6 +142,7 @@ def _describe_training(run: Run, step_lines: Sequence[Mapping[str, Any]]) -> lis
 def escape_markdown(text: str) -> str:
     """Return text, such as a file name, escaped so that Markdown shows the text unchanged on one line."""
     line = " ".join(make_printable(text).split())
+    # an underscore between two letters or digits needs no escape, because it does not begin emphasis
     return re.sub(r"[\\`*\[\]<>|&!#~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line)
 
 

@@ -116,6 +116,7 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
     write_json(folder / GENERATION_CONFIG, {**token_ids, "transformers_version": TRANSFORMERS_VERSION})
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
     write_json(folder / "tokenizer_config.json", {**settings, **tokens.texts, "clean_up_tokenization_spaces": False})
+    # The files of the initial model's tokenizer replace files of the same names that were written above.
     side_files = read_source(run).get("along", {})
     for name in TOKENIZER_SIDE_FILES:
         if name in side_files:

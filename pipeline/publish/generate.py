@@ -101,6 +101,7 @@ def generate_text(
         message = [{"role": "user", "content": _replace_invalid_characters(prompt)}]
         if system is not None:
             message = [{"role": "system", "content": _replace_invalid_characters(system)}, *message]
+    # If `target` is neither a run nor a model folder, `Run.open` raises an error that says so.
     is_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
     model, tokenizer, end_ids, ids = (_load_run if is_run else _load_folder)(target, message, step, max_tokens)
     generator = torch.Generator().manual_seed(seed)
@@ -129,6 +130,7 @@ def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: 
         return int(logits_V.argmax())
     shifted_V = (logits_V - logits_V.max()).double().cpu()  # Values are at most 0, so no temperature causes overflow.
     probabilities, order = (shifted_V / temperature).softmax(-1).sort(descending=True)
+    # A token is left out if the more likely tokens together already have the probability `top_p`.
     probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
@@ -155,6 +157,7 @@ def generate_tokens(
     new_ids: list[int] = []
     assert model.lm_head is not None
     while len(new_ids) < max_tokens and not (new_ids and new_ids[-1] in end_ids):
+        # The first forward pass has the whole prompt. Each later pass has only the newest token.
         input_BT = torch.tensor([new_ids[-1:] or list(ids)], device=device)
         new_ids.append(choose(model.lm_head(model.model(input_BT)[:, -1])[0]))
     return new_ids
@@ -192,6 +195,7 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int
     ids, end_of_turn_ids = _encode_prompt(
         tokenizer, prompt, bos_ids, lambda: _find_template_in_files(read_tokenizer_files(folder), f"{folder}")
     )
+    # `vocab_size` is never None, because config.json requires this key.
     model = _build_decoder(config, config.vocab_size or 0, ids, max_tokens)
     specs = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
     weights = match_tensors(folder, specs, dict(model.named_weights()), is_tied=config.tie_word_embeddings)

@@ -106,7 +106,7 @@ def check_inputs(run: Run) -> None:
                 f"publish.rules.{name}: the evaluation will have no such metric; it will have {available}",
             )
     if settings.no_worse_than is not None:
-        _read_reference_metric(settings.no_worse_than)
+        _read_reference_metric(settings.no_worse_than)  # raises UserError if the other run has no evaluation
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
@@ -324,6 +324,7 @@ def _register(run: Run, version: Path, step: int) -> None:
     mlflow = _require_section(run).mlflow
     assert mlflow is not None
     metrics = get_metrics(read_result(run, step) or {})
+    # the lines of the weights and, if there are several files of weights, of their index
     weight_lines = [
         line for line in (version / CHECKSUMS_FILE).read_text().splitlines(keepends=True) if ".safetensors" in line
     ]
@@ -388,6 +389,7 @@ def _check_rules(settings: PublishConfig, result: Mapping[str, Any] | None, step
                 "publish.metric_mismatch",
                 f"publish.no_worse_than: the main metric is {name} in this run, but {other_name} in {other}",
             )
+        # the main metric is a loss or bits per byte, so a lower value is better
         rule = f"{name} {value:.6g}, no worse than {other_value:.6g} of {other}"
         (passed if value <= other_value else failed).append(rule)
     if failed:

@@ -43,7 +43,7 @@ def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
     """Return the class of the event to write at the end of an attempt.
 
     The class is `Failed` if no other end event belongs to the cause. It is also `Failed` if `final` is true, except for
-    the cause CANCELLED.
+    the cause CANCELLED. The causes TIME_LIMIT and REQUEUED belong to `Stopped`.
 
     Args:
         cause: Why the attempt ended.
@@ -51,7 +51,7 @@ def get_end_event(cause: ExitCode, *, final: bool) -> type[EndEvent]:
     """
     if final and cause != ExitCode.CANCELLED:
         return Failed
-    if cause in (ExitCode.TIME_LIMIT, ExitCode.REQUEUED):
+    if cause in (ExitCode.TIME_LIMIT, ExitCode.REQUEUED):  # no end event has the name of one of these causes
         return Stopped
     return next((event_class for event_class in END_EVENTS if cause.name.lower() == event_class.NAME), Failed)
 

@@ -61,7 +61,8 @@ def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, An
 
     Returns:
         The dotted keys of `options` that the model never reads. A key is reported if no build reads the key, and no
-        string constant in the source of the model equals its last part. The key `layers` is never reported.
+        string constant in the source of the model equals its last part. The key `layers` is never reported, because
+        `build` also receives the layers as its second argument.
 
     Raises:
         UserError: as :func:`copy_code`, or if the module cannot be imported or its model cannot be built.
@@ -85,7 +86,7 @@ def copy_code(run_dir: Path, model: UserModel | None, excluded_dir: str, umask: 
 
     The copy includes the top-level package of a custom model. If the model's module is a single file, the copy also
     includes the files and packages in the same directory that this file imports. If copying or compiling fails, the
-    older copy stays.
+    older copy stays. If a sweep point has a copy of its own, a link to the new copy replaces it.
 
     Args:
         run_dir: the run directory.
@@ -138,6 +139,7 @@ def _copy_sources(new_dir: Path, model: UserModel | None, excluded_dir: str) -> 
     Raises:
         UserError: if the custom model's package or module has the name of a file or package that Sluice copies.
     """
+    # a model inside a package of Sluice itself is copied with this package
     if model is not None and model.root.name in _COPIED_NAMES and model.root.parent != CODE_ROOT:
         raise UserError(
             "model.reserved_name", f"model.target: {model.root} has the name of a package of Sluice; rename it"
@@ -237,6 +239,7 @@ def _compile_files(copy_dir: Path, code_dir: Path, sources: Mapping[str, Path]) 
         try:
             py_compile.compile(str(file), dfile=str(code_dir / relative_path), doraise=True)
         except (py_compile.PyCompileError, ValueError) as error:  # ValueError: a null byte
+            # the first line names the file and the line number, the last line the error
             lines = str(error).strip().replace(str(code_dir / relative_path), str(source)).splitlines()
             raise UserError(
                 "run.invalid_code",

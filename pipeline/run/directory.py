@@ -159,7 +159,7 @@ class Run:
             run.corrections = run._find_corrections(config)
             if run.corrections:
                 run._config = config
-                resolve_user_model(config, run._model_folders)
+                resolve_user_model(config, run._model_folders)  # raises UserError if the model cannot be used
             return run
         # the run directory itself may exist without a config
         existing_parent = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
@@ -170,7 +170,7 @@ class Run:
             raise run._make_creation_error(error) from error
         if existing_parent == run.path:
             run.check_owner()
-        resolve_user_model(config, _source_folders())
+        resolve_user_model(config, _source_folders())  # raises UserError if the model cannot be used
         return run
 
     @classmethod
@@ -192,7 +192,7 @@ class Run:
         os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
-            resolve_user_model(config, _source_folders())  # before anything is written
+            resolve_user_model(config, _source_folders())  # raises UserError before anything is written
         if not run.path.exists():
             try:
                 run.path.mkdir(parents=True, exist_ok=True)
@@ -216,6 +216,7 @@ class Run:
     def _make_creation_error(self, error: OSError) -> UserError:
         """Return the UserError to raise if making the run directory failed with `error`."""
         message = f"run.root: cannot make {self.path}: {error.strerror}; choose another run.root"
+        # `error` may name a parent directory. Without its file name, the message names the run directory.
         return find_storage_error(OSError(error.errno, error.strerror), self.path) or UserError(
             "run.not_writable", message
         )
@@ -299,7 +300,7 @@ class Run:
             return {}
         before = self.config
         self._config = None
-        self.__dict__.pop("user_model", None)
+        self.__dict__.pop("user_model", None)  # the cached property depends on the config
         return changes.describe_changes(before, self.config)
 
     def _changes_stamp(self) -> tuple[int, int]:
@@ -361,6 +362,7 @@ class Run:
             return self.config
         config = parse_config(apply_overrides(dump_values(self.config), overrides), "command line")
         changes.check_resume_changes(self.path, self.config, config)
+        # these calls only check the points of a sweep and the custom model
         make_point_configs(config)
         resolve_user_model(config, _source_folders() if new_code else [self.code_dir])
         return config
@@ -560,6 +562,7 @@ class Run:
         """Return the process that holds the lock of the stage, or of a task of its array; None if there is none."""
         for lock in sorted((self.jobs_dir / stage).glob("lock*")):
             with open(open_lock_file(lock, os.O_RDONLY), "rb") as file:
+                # the lock to test with is shared, so that two such tests at the same time do not disturb each other
                 if not try_flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB):
                     pid, _, host = file.read(200).decode(errors="replace").strip().partition(" ")
                     return LockHolder(int(pid) if pid.isdigit() else 0, host)

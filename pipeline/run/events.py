@@ -609,7 +609,8 @@ def _make_check(hint: object) -> LineCheck:
 def _field_checks(name: str) -> tuple[dict[str, LineCheck], dict[str, LineCheck]]:
     """Return the checks of the required fields of the event `name`, and the checks of its optional fields.
 
-    Both results map the name of a field to a function that checks its value.
+    Both results map the name of a field to a function that checks its value. If no class has the name, only the fields
+    of `Event` are checked.
     """
     event_class = EVENT_CLASSES.get(name, Event)
     hints = typing.get_type_hints(event_class, include_extras=True)
@@ -815,7 +816,10 @@ def read_stage_state(events: Iterable[Event]) -> StageState:
 
 
 def select_task_events(events: Iterable[Event], stage: str, task: int | None) -> list[Event]:
-    """Return the events of a stage, or of one task of its array, and the events that concern every stage."""
+    """Return the events of a stage, or of one task of its array, and the events that concern every stage.
+
+    If `task` is None, the events of array tasks are left out. Otherwise only events of this task remain of the stage.
+    """
     return [
         event
         for event in events

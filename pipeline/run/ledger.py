@@ -140,6 +140,7 @@ def build_ledger(
             ledger += _account_attempts(stage, task, task_events, steps, max(ready_times, default=0.0), jobs)
             last = ledger[-1]
             if stage in running and last.cause == _NO_END:
+                # without a complete step, the attempt is probably still in its start-up
                 last.seconds["compute" if last.seconds["compute"] else "startup"] += max(0.0, now - last.end_time)
                 last.end_time = max(now, last.end_time)
                 last.cause = "running"

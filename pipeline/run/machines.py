@@ -157,7 +157,7 @@ def list_slow_gpus(
         }
         for gpu in medians_by_gpu:
             newest = samples[gpu][0]
-            is_lost = newest.keys() <= {"index", "xid"}
+            is_lost = newest.keys() <= {"index", "xid"}  # these are known even if no sensor of the GPU can be read
             if is_lost or gpu in used_gpus:
                 severity, problems = _find_gpu_problems(newest, used_gpus.get(gpu, {}), model_medians, is_lost)
                 if problems:
@@ -188,7 +188,11 @@ def _read_gpu_samples(
 
 
 def _compute_medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the medians of the used memory, clock and utilisation of a GPU, without medians of too few samples."""
+    """Return the medians of the used memory, clock and utilisation of a GPU.
+
+    Medians of clock and utilisation need `_MIN_SAMPLES` samples. One sample of the used memory is enough, because it
+    only shows whether the run uses the GPU.
+    """
     medians: dict[str, float] = {}
     for key in ("memory_gb", *_SLOW_LIMITS):
         values = [sample[key] for sample in samples if is_number(sample.get(key))]

@@ -137,7 +137,7 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
         run: the run.
         stage: the stage.
         granted_nodes: the number of nodes in the allocation; None if it is unknown. The largest number of nodes in the
-            config is then used.
+            config is then used. For a stage that is not distributed, this argument is ignored.
     """
     resources = run.config.stages.get_resources(stage)
     if granted_nodes is None or not STAGES[stage].is_distributed:

@@ -92,12 +92,12 @@ class WorkerPool:
                     header = json.loads(process.stdout.readline())
                     content = process.stdout.read(header["bytes"])
                 except ValueError:  # the worker died before it sent a complete header
-                    header = {"bytes": -1}
+                    header = {"bytes": -1}  # differs from every length, so the error below is raised
                     content = b""
                 if len(content) != header["bytes"]:
                     raise self._make_death_error(process)
                 is_end = header["end"]
-                if is_end:
+                if is_end:  # before `yield`, because a caller may not ask for more, and `finally` kills a busy worker
                     self._idle.append(process)
                 yield AnswerPart(header["value"], content)
         finally:
