@@ -106,7 +106,10 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
     """Index of this Slurm array task, and number of array tasks."""
 
     sequence_length = -1
-    """`data.sequence_length`. A shard must have more tokens to contain a training sample."""
+    """`data.sequence_length`. A shard must have more tokens to contain a training sample.
+
+    The shard stage sets this value. With -1, this is not checked.
+    """
 
     def __init__(self, data: DataConfig, path: Path, package: Path = PACKAGE) -> None:
         self.data = data

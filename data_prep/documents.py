@@ -353,6 +353,7 @@ def _read_text_file(path: str, has_compressed_name: bool) -> Iterator[Document]:
     """Yield the document of a text file, which is the whole file."""
     with open_decompressed(path) as (stream, head, compression):
         check_compression(path, head, compression, has_compressed_name)
+        # A shorter head is the whole content. Otherwise the stream is read, which begins with the head again.
         content = head if len(head) < HEAD_BYTES else stream.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
         yield Document(1, "", f"{describe_too_long()}: set data.text_documents: line, or split it into files")
@@ -1160,6 +1161,8 @@ class FilterError(Exception):
 
 def find_filter_file(target: str) -> Path:
     """Return the file of a filter that is given as `FOLDER/MODULE:FUNCTION`.
+
+    If FOLDER does not contain the module, the folders of Python's path are searched.
 
     Raises UserError if there is no such file, the file is not valid Python, or it does not define the function.
     """

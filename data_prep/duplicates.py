@@ -109,6 +109,7 @@ class Duplicates:
         rows = np.empty(len(hashes), _HASH_ROW)
         rows["hash"] = hashes[order]
         rows["index"] = order
+        # A row begins with its hash, so the first byte of the row is the first byte of the hash.
         first_bytes = rows.view(np.uint8)[:: _HASH_ROW.itemsize]
         _write_file(self._hash_files[unit], np.searchsorted(first_bytes, np.arange(_BUCKETS + 1)), rows)
 

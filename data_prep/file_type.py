@@ -79,6 +79,7 @@ def open_decompressed(path: str) -> Iterator[tuple[BinaryIO, bytes, str | None]]
         try:
             content = io.BufferedReader(stream, _BLOCK_BYTES)
             head = content.read(HEAD_BYTES)
+            # Put the head before the rest of the content, because not every stream can seek back to its start.
             yield cast(BinaryIO, io.BufferedReader(_PrefixedReader(head, content), _BLOCK_BYTES)), head, name
         finally:
             stream.close()
@@ -321,6 +322,7 @@ def is_mds(path: str) -> bool:
 def is_text(head: bytes) -> bool:
     """Return True if the first bytes of a file are UTF-8 without control characters."""
     try:
+        # A head of `HEAD_BYTES` may end within a character. A shorter head is the whole file.
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
         return False

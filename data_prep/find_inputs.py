@@ -154,7 +154,7 @@ class _DocumentFiles:
         kind = _KINDS_BY_CONTENT.get(file_type.kind)
         if kind not in self.kinds:
             return None
-        if file_type.compression is None or kind == "tar":
+        if file_type.compression is None or kind == "tar":  # The format `tar` includes compressed archives.
             return kind
         compressed = compressed_format(kind, COMPRESSION_ENDINGS[file_type.compression])
         return compressed if compressed in FORMATS else None

@@ -151,12 +151,14 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
                 "adds, and documents of other sources do not. Prompts of evaluation tasks and of `generate` are "
                 f"encoded like the documents of {parts[0].name}: set data.add_special_tokens"
             )
+        # The sums of all counts of documents, tokens and bytes.
         totals = {
             key: sum(getattr(manifest, key) for manifest in manifests)
             for key, field in Manifest.model_fields.items()
             if field.annotation is int and key.endswith(("documents", "tokens", "bytes"))
         }
         lists = {"source": tuple(self.data.sources), "train": tuple(train), "held_out": tuple(held_out)}
+        # The other fields, such as those of the tokenizer, are those of the first source.
         combined = first_manifest.model_copy(
             update={**totals, **lists, "parts": tuple(parts), "key": self.manifest_key}
         )

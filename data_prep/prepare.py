@@ -66,7 +66,7 @@ def check_inputs(run: Run) -> None:
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Run the prepare stage. Only rank 0 does the work."""
     gc.enable()  # The program that starts the stages disables garbage collection.
-    flag.exit_on_signal()  # All files are written atomically.
+    flag.exit_on_signal()  # The process may end at any time, because all files are written atomically.
     if rank_info.rank == 0:
         open_data_folder(run).prepare(print_log)
     return ExitCode.DONE

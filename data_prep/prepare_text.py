@@ -222,7 +222,11 @@ def _make_no_documents_error(
     record_reader: RecordReader | None,
     document_filter: DocumentFilter | None,
 ) -> UserError:
-    """Return the error for inputs without any training document. The message names the first unreadable document."""
+    """Return the error for inputs without any training document.
+
+    The message names the first unreadable document. If all documents can be read, it says that they are empty, held out
+    or excluded by the filter.
+    """
     ranges = split_into_units(inputs, weights, 1)[0]
     for source, document in _read_ranges(data, inputs, ranges, record_reader, document_filter):
         if document.reason and document.reason != FILTERED:

@@ -96,7 +96,8 @@ def _find_used_tokens(template: str, tokenizer: Path, settings: Any, eos_token: 
         settings: the parsed content of tokenizer_config.json.
         eos_token: `data.tokenizer.eos_token`.
 
-    Raises UserError if the template needs `bos_token`, but nothing defines this variable.
+    Raises UserError if the template needs `bos_token`, but nothing defines this variable. A null in one of the files is
+    a definition: the variable then has no value. Also raises it if special_tokens_map.json cannot be read.
     """
     used_names = [name for name in ("bos_token", "eos_token") if uses_variable(template, name)]
     if not used_names:

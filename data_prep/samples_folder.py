@@ -135,12 +135,15 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
             entry = _unpack_file(prepared, self.path, f"{SHARDS_DIR}/unit-{unit:05d}.h5")
         else:
             entry = prepared.model_copy(update={"sha256": sha256_file(prepared.file)})
-        self.inputs[unit].check()
+        self.inputs[unit].check()  # If the file has changed meanwhile, the manifest must not be written.
         write_manifest(self.unit_path(unit), SampleManifest(key=self.prepared.key, train=(entry,)))
         return True
 
     def combine_units(self, units: Sequence[SampleManifest], log: Log) -> None:
-        """Write the manifest of all files. Raises UserError if all samples would be held out."""
+        """Write the manifest of all files. If `data.held_out` is not 0, at least one sample is held out.
+
+        Raises UserError if all samples would be held out.
+        """
         samples = self.prepared.samples
         held_out_samples = max(1, round(self.data.held_out * samples)) if self.data.held_out else 0
         if held_out_samples >= samples:

@@ -86,10 +86,11 @@ def progress(run: Run) -> Progress:
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Build the work units of this array task. The last task to finish writes the manifest."""
     gc.enable()  # The program that starts the stages disables garbage collection.
-    flag.exit_on_signal()  # All files are written atomically.
+    flag.exit_on_signal()  # The process may end at any time, because all files are written atomically.
     folder = open_data_folder(run)
     task, tasks = rank_info.array or (rank_info.rank, rank_info.world_size)
     folder.shard(task, tasks, print_log, run.config.site.stripe)
+    # `finalize` checks whether a shard has enough tokens for a sample of this length.
     folder.sequence_length = run.config.data.sequence_length
     folder.finalize(print_log)
     return ExitCode.DONE

@@ -71,7 +71,7 @@ class ShardWriter:
         self._attributes = attributes
         self._window = window
         self._eos_id = eos_id
-        # A file with windows has whole windows and one more token.
+        # `_write_file` adds one more token to the whole windows of a file, and this token must also fit.
         self._limit = limit if window is None else (limit - 1) // window * window
         types = {"tokens": np.dtype(dtype).newbyteorder("<")}
         if window is not None:
@@ -96,7 +96,7 @@ class ShardWriter:
             mask: mask of the document, shape (n,); None if the writer has no windows.
         """
         if self._window is not None:
-            remaining = -self._token_count % self._window
+            remaining = -self._token_count % self._window  # 0 at the start of a window.
             if len(tokens) > remaining:  # The record does not fit into the rest of the window.
                 self._append_padding(remaining)
                 if self._token_count == self._limit:

@@ -348,7 +348,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         for batch, encoded in encode_ahead(self._encode_batch, make_batches(documents)):
             for document, record in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
-                writer = writers[is_held_out(utf8, self.data.held_out)]
+                writer = writers[is_held_out(utf8, self.data.held_out)]  # False selects `train`, True `held_out`.
                 if not isinstance(record, EncodedRecord):
                     writer.add(record, len(utf8))
                     continue

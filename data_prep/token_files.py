@@ -338,21 +338,23 @@ def _inspect_megatron(path: str) -> TokenFile:
             "data.damaged_file",
             f"{index_path} is cut short: it has {index_size} bytes, fewer than its header of {_MEGATRON_HEADER.size}",
         )
-    _, version, type_code, sequences, documents = _MEGATRON_HEADER.unpack(head)
+    _, version, type_code, sequences, boundaries = _MEGATRON_HEADER.unpack(head)
     if version != 1 or type_code not in _MEGATRON_TYPES:
         raise UserError(
             "data.unsupported_file",
             f"{index_path}: version {version} with tokens of type {type_code} is not supported",
         )
-    expected_size = _MEGATRON_HEADER.size + 12 * sequences + 8 * documents
-    if not documents or index_size not in (expected_size, expected_size + sequences):
+    # One length (4 bytes) and one offset (8 bytes) for each sequence. Multimodal data has one more byte (the mode).
+    expected_size = _MEGATRON_HEADER.size + 12 * sequences + 8 * boundaries
+    if not boundaries or index_size not in (expected_size, expected_size + sequences):
         raise UserError(
             "data.damaged_file",
-            f"{index_path} has {index_size} bytes, but {sequences} sequences and {documents} document boundaries need "
+            f"{index_path} has {index_size} bytes, but {sequences} sequences and {boundaries} document boundaries need "
             f"{expected_size}",
         )
     width = np.dtype(_MEGATRON_TYPES[type_code]).itemsize
-    ends = _MegatronDocumentEnds(index_path, documents - 1, data_path, data_size, sequences, width)
+    # The last boundary is the end of the last document, so there is one document less than boundaries.
+    ends = _MegatronDocumentEnds(index_path, boundaries - 1, data_path, data_size, sequences, width)
     return TokenFile(data_path, "Megatron .bin", _MEGATRON_TYPES[type_code], data_size // width, 0, ends)
 
 

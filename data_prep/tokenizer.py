@@ -133,6 +133,7 @@ class Encoder:
             mask = np.zeros(len(tokens), np.uint8)
             for learned_start, learned_end in record.learned:
                 mask[(starts < learned_end) & (ends > learned_start)] = MASK_LEARNED
+            # `mask[-len(end_ids) :]` would be the whole mask if there are no end tokens.
             mask[len(tokens) - len(end_ids) :] = MASK_LEARNED
             mask[:1] = MASK_DOCUMENT_START
             full_length = len(tokens)
@@ -184,7 +185,9 @@ def load_encoder(path: str | Path, eos_token: str, add_special_tokens: Literal["
         raise UserError(
             "data.no_eos_token", f"{path} has no token {eos_token!r}: set data.tokenizer.eos_token to a token of it"
         )
-    tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])  # The token keeps its id.
+    # `encode_special_tokens` affects only special tokens, and the file may not list the token as special. The token
+    # keeps its id.
+    tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

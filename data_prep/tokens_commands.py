@@ -65,7 +65,7 @@ def run_data_command(
         eos: text of the end-of-text token.
         packed: for `import`, whether documents can continue in the next row of a file.
 
-    Raises UserError if a path cannot be used. `inspect` and `verify` examine all paths first.
+    Raises UserError if a path cannot be used. `inspect` and `verify` examine all paths before they raise it.
     """
     encoder = load_encoder(tokenizer, eos) if tokenizer else None
     if action != "import":

@@ -96,7 +96,7 @@ def median_time_s(device: torch.device, call: Callable[[], object], times: int =
     Args:
         device: The rank's device.
         call: The function to measure.
-        times: Number of calls between two readings of the clock. It is increased automatically for short calls.
+        times: Number of calls between two readings of the clock. If it is 1, it is increased for short calls.
     """
     durations = []
     for _ in range(_WARM_UP_REPEATS + REPEATS):
@@ -121,7 +121,7 @@ def time_machine(config: Config, layout: Layout, world: World, work: Workload) -
     Products and attention have the shapes of `work`. All ranks must call this.
     """
     device = world.device
-    dtype = DTYPES.get(work.precision, torch.float32)
+    dtype = DTYPES.get(work.precision, torch.float32)  # `DTYPES` does not contain fp32.
     random_tensor = partial(torch.randn, dtype=dtype, device=device)
     q_BHTD, k_BHTD, v_BHTD = random_tensor(3, work.micro_batch, work.heads // work.tensor, work.sequence, work.head)
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -192,6 +192,7 @@ def time_step(config: Config, layout: Layout, world: World, work: Workload) -> S
     engine = Engine(config, layout, world, DecoderTask(config, work.vocab))
     step_numbers = count(1)
     samples = config.train.global_batch // layout.dp
+    # All tokens except the last are inputs, and all tokens except the first are targets.
     tokens_BT = torch.randint(0, work.vocab, (samples, work.sequence + 1), device=world.device)
 
     def run_step() -> None:
@@ -255,6 +256,7 @@ def fit_line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
     else:  # All rows have about the same ratio of x and y, so the fit cannot distinguish a and b.
         a = 0.0
         b = sum_y / sum_yy
+    # If one of the two would be negative, it is 0, and the other is fitted alone.
     if b <= 0:
         return (sum_x / sum_xx, 0.0)
     return (a, b) if a >= 0 else (0.0, sum_y / sum_yy)
@@ -310,6 +312,7 @@ def fit_machine(timings: Timings, gpu: str, memory_gib: float, multiprocessors: 
     between = fit_link((exchange for exchange in timings.exchanges if exchange.between), ranks_per_core)
     no_link = Link(latency=_MIN_LATENCY_S, bandwidth=1 / _MIN_SECONDS_PER_BYTE)
     memory_bandwidth = 2 * copied_bytes * ranks_per_core / copy_s  # A copy reads and writes each byte.
+    # `rate` counts the idle half of the last wave as work, so it may be higher than the rate of each product (`peak`).
     machine = Machine(
         gpu=gpu, memory_gib=memory_gib, bandwidth=memory_bandwidth,
         multiprocessors=multiprocessors, peak={work.precision: max(rate, peak)}, achievable={work.precision: rate},
@@ -368,7 +371,7 @@ def write_machine(machine: Machine, file: Path, comments: Sequence[str]) -> None
         write_atomic(
             temporary, text + dump_yaml(_round_numbers(json.loads(machine.model_dump_json(exclude_none=True))))
         )
-        os.link(temporary, file)
+        os.link(temporary, file)  # Unlike a rename, this fails if the file exists.
     except FileExistsError:
         raise UserError(
             "plan.file_exists", make_printable(f"{file} exists and is not replaced: move it, or name another file")
@@ -469,6 +472,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for rank in range(train.ranks):
+            # Rank 0 inherits the listening socket, so that no other program can take the port.
             listen_fd = listener.fileno() if rank == 0 else None
             environment = {**os.environ, **make_local_rank_env(rank, train.ranks, port, listen_fd)}
             fds = () if listen_fd is None else (listen_fd,)
@@ -478,6 +482,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
             if all(process.poll() == 0 for process in processes):
                 return 0
             time.sleep(0.1)
+        # The exit code is negative if a signal ended the process.
         return next(abs(code) for process in processes if (code := process.poll()))
     finally:
         for process in processes:

@@ -244,6 +244,8 @@ def effective_ratio(job: JobConditions, interval_s: float) -> float:
     saved_s += (1 - failure_share) * work_per_interval_s * started_intervals
     starts = math.exp(rate * job.restart_s)  # expected number of starts until a restart succeeds
     wait_s = failure_share * job.wait_s + (1 - failure_share) * job.preempted_s
+    # The divisor is the time of the waits and starts, (e^(λR) − 1)/λ + e^(λR)·w, of the attempt, 1/λ, and of the save
+    # before a preemption.
     return saved_s / (starts * (1 / rate + wait_s) + (1 - failure_share) * job.save_s)
 
 
@@ -379,6 +381,7 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
     spares = pool.spares or 0  # negative if nodes are missing
     repairs: list[float] = []  # heap of the times at which failed nodes are repaired
     for _ in range(_MAX_STARTS):
+        # Take repaired nodes back. If nodes are missing, wait for the next repair.
         while repairs and (repairs[0] <= clock or spares < 0):
             repair_time = heappop(repairs)
             no_node_s += max(0.0, repair_time - clock)
@@ -386,14 +389,16 @@ def simulate_run(job: JobConditions, interval_s: float, work_s: float, pool: Nod
             spares += 1
         attempt_s = random.expovariate(job.rate) if job.rate else math.inf
         ran_s = attempt_s - job.restart_s  # negative if the attempt ends during the restart
-        # After the last interval, the run ends without waiting for another save.
+        # After the last interval, the run ends without waiting for another save. 1e-9 allows for rounding errors.
         saves = math.ceil((work_s - done_s) / interval_s - 1e-9) - 1
+        # The first save only blocks. Every further save may also have to wait for the previous save.
         remaining_s = (work_s - done_s) + (saves > 0) * job.blocked_s + max(0, saves - 1) * (cycle - interval_s)
         if ran_s >= remaining_s:
             return SimulatedRun(clock + job.restart_s + remaining_s, failures, lost_s, no_node_s)
         clock += attempt_s
         worked_s = _work_after_restart(job, interval_s, ran_s)
-        if random.random() * job.rate < job.preemption_rate:
+        if random.random() * job.rate < job.preemption_rate:  # A preemption ended the attempt, not a failure.
+            # The job saves before the preemption, unless it was still starting.
             done_s += worked_s
             clock += job.preempted_s + (job.save_s if ran_s >= 0 else 0.0)
             continue
@@ -661,6 +666,7 @@ def describe_expected_goodput(
     """
     ranks_per_node = config.stages.train.tasks_per_node
     measured = measure_goodput_figures(events, steps, attempts, ranks_per_node)
+    # The expectation uses the assumed failure rate. The measured rate is only shown beside it.
     measured_failures = measured.pop("failures", None)
     productive_s = sum(sum_categories(attempts)[category] for category in PRODUCTIVE_CATEGORIES)
     node_days = sum(_node_days(attempt, ranks_per_node) for attempt in attempts)

@@ -75,6 +75,7 @@ class Step(Section):
     def _check_sizes(self) -> Step:
         """Raise ValueError if an integer of the workload is less than 1, except integers that may be 0."""
         may_be_zero = ("head_size", "experts", "zero", "trained_from")
+        # `isinstance` is not used, because a bool is also an instance of int.
         sizes = {name: size for name, size in vars(self.work).items() if type(size) is int and name not in may_be_zero}
         if invalid := [name for name, size in sizes.items() if size < 1]:
             raise ValueError(f"work.{invalid[0]} is {sizes[invalid[0]]}")

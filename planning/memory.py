@@ -213,13 +213,15 @@ class _RankEstimate:
         peak = self._peak_of_actions(actions, loss, temporary, gathered, gathered_at_loss)
         trained_values = sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.trained_parameters)
         moments = sum(self._moment_bytes(parameter) for parameter in self.trained_parameters)
+        # During the update, this rank has the gradients of its shards and temporary tensors, but no activations.
         peak = max(peak, self.stored_bytes * trained_values + self._update_bytes())
         state = self.stored_bytes * trained_values + moments
         peak, replica_state = self._add_replica_state(trained_values, state, peak)
         values = sum(parameter.numel for parameter in self.parameters)
         weights = self.stored_bytes * sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.parameters)
         if self.config.train.evaluate_every is not None:
-            # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py).
+            # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py). If the model is split,
+            # all ranks share one copy. `values` is already divided by pipeline and tensor parallelism.
             is_split = self.layout.zero == 3 or self.layout.pp * self.layout.tp > 1
             weights += 4 * (values // (self.layout.dp if is_split else 1))
         return RankMemory(
@@ -291,11 +293,11 @@ class _RankEstimate:
             saved = self.compute_bytes * (self.vocab // layout.tp + self.tokens) * dim
             in_chunk = max((4 + self.compute_bytes) * rows, self.compute_bytes * (rows + dim))
             temporary = (4 * dim + in_chunk) * self.vocab // layout.tp + 2 * self.compute_bytes * self.tokens * dim
-            temporary -= saved
+            temporary -= saved  # `temporary` does not include the saved bytes.
         saved += self.compute_bytes * self.tokens * dim + self.stream_bytes
-        if self.on_cpu:
+        if self.on_cpu:  # The last norm saves more tensors, as the norms of a block do.
             saved += self.tokens * (8 - self.stream_value_bytes) * dim // self.sequence_shards
-        if self.cast_bytes:
+        if self.cast_bytes:  # Autocast also copies the weights of the output layer.
             saved += self.table_bytes
         if chunk is None and layout.pp > 1:  # The logits are the output of the pipeline-parallel stage, which is kept.
             saved += self.compute_bytes * self.tokens * self.vocab // vocab_shards
@@ -328,7 +330,9 @@ class _RankEstimate:
             # FSDP gathers a block and the next one. A tied embedding is used at both ends and stays gathered.
             tied_table = self.table_bytes * self.config.model.tie_word_embeddings
             return min(gathered, 2 * self.block_weight_bytes + tied_table), self.table_bytes
-        # Compiled blocks recompute casts. In other blocks, autocast frees the casts when the backward pass starts.
+        # Compiled blocks recompute casts. In other blocks, autocast frees the casts when the backward pass starts. They
+        # do not exist at the same time as its temporary tensors, so only the excess is added. Without checkpointing,
+        # `_peak_of_actions` counts the casts.
         casts = 0 if self.checkpointing == "none" or self.config.train.compile else self.cast_bytes * self.block_count
         casts = max(0, casts - max(loss_temporary, block_temporary))
         return casts, casts
@@ -393,7 +397,9 @@ class _RankEstimate:
                 held_bytes += trained_blocks * (self._saved_block_bytes("none") + self.cast_bytes)
             elif kind != "I":
                 held_bytes -= trained_blocks * saved_block + saved_output
-            # The next lines describe the backward pass of the first block, before the gradients of the block exist.
+            # The next lines describe the backward pass of the first block, before the gradients of the block exist. The
+            # tensors that the block saved still exist, although `held_bytes` no longer contains them. With
+            # checkpointing, they are part of `temporary`.
             if kind == "B":
                 missing_gradients = 0  # bytes of the gradients that do not exist yet
                 if not self.keeps_sharded_gradients:
@@ -435,7 +441,7 @@ class _RankEstimate:
         return 40 * min(1 << 24, max((p.fsdp_numel(self.fsdp_ranks) for p in self.trained_parameters), default=0))
 
     def _add_replica_state(self, values: int, state: int, peak: int) -> tuple[int, int]:
-        """Add the state of data-parallel replicas: residuals of gradient compression, or of local SGD.
+        """Add the state of data-parallel replicas: residuals of gradient compression, or local SGD's outer optimizer.
 
         Args:
             values: Number of trained values on this rank.

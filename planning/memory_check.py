@@ -51,7 +51,8 @@ class HostMemory(NamedTuple):
     ranks: int
     """Number of ranks on the node."""
     start: int
-    """Memory at the start: weights, gradients, optimizer state, and prefetched batches."""
+    """Memory at the start: processes and prefetched batches. On CPUs and with `parallel.offload`, also weights,
+    gradients and optimizer state."""
     peak: int
     """Memory during a save. It includes the copy from which the checkpoint is written, and activations on CPUs."""
 
@@ -150,7 +151,7 @@ def allocated_memory(env: Mapping[str, str]) -> tuple[int, str] | None:
 def _parse_slurm_memory(text: str) -> int:
     """Return the bytes of a size in the format of sbatch, whose default unit is MiB.
 
-    Return 0 if `text` is malformed. The size 0 itself requests all memory of the node.
+    Return 0 if `text` is malformed. The size 0 itself requests all memory of the node, so the bytes are also unknown.
     """
     size = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip(), re.IGNORECASE)
     return int(size[1]) * _UNITS[size[2].upper() or "M"] if size else 0
@@ -185,7 +186,8 @@ class MemoryVerdict(NamedTuple):
     kind: str
     """`GPU` or `host`."""
     fits: bool
-    """Whether the run fits. False if the config names an unknown GPU; True if the size of the memory is unknown."""
+    """Whether the run fits. False if the config names an unknown GPU. True if the size of the memory is unknown, or if
+    the needed memory is not estimated."""
     message: str
     """Description of the needed and the available memory."""
 
@@ -233,7 +235,11 @@ def memory_warnings(config: Config, executor: Executor) -> list[str]:
 
 
 def _check_gpu_memory(config: Config, layout: Layout, vocab: int, machine: str | None) -> Iterator[MemoryVerdict]:
-    """Yield the verdict on GPU memory. Yield nothing if the config does not give the size of the GPU."""
+    """Yield the verdict on GPU memory. Yield nothing if the config does not give the size of the GPU.
+
+    If the GPU may have several sizes, the run fits if it fits into one of them. If `site.machine` is invalid, the
+    verdict is negative. If `machine` is invalid, raise UserError.
+    """
     kind = "GPU"
     try:
         sizes = list_gpu_sizes(config, machine)

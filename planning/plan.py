@@ -347,10 +347,13 @@ def _compute_timeline(
         forward: Duration of a micro-batch's forward pass, by stage.
         backward: Duration of its backward pass, by stage.
     """
-    ranks, duration, _ = replay_step(
+    actions_of_ranks, duration, _ = replay_step(
         work.schedule, work.pipeline, work.virtual_stages, work.micro_batches, forward, backward
     )
-    return [[TimedAction(*action, start, start + duration(action)) for action, start in actions] for actions in ranks]
+    return [
+        [TimedAction(*action, start, start + duration(action)) for action, start in actions]
+        for actions in actions_of_ranks
+    ]
 
 
 def _compute_operators(work: Workload, machine: Machine) -> dict[str, tuple[float, float]]:
@@ -363,6 +366,7 @@ def _compute_operators(work: Workload, machine: Machine) -> dict[str, tuple[floa
         traffic: float = value_bytes * (m * k + k * n + m * n)
         flops: float = 2 * m * n * k
         operators[name] = flops / traffic, flops / rank.product_time(m, n, k, work.precision)
+    # The causal mask leaves half of the 4 FLOPs per score and channel.
     flops = 2 * rank.tokens * work.sequence * work.heads * work.head / work.tensor
     # Attention reads queries, keys and values, and writes an output of the size of the queries.
     traffic = value_bytes * 2 * rank.tokens * (work.heads + work.kv_heads) * work.head / work.tensor
@@ -453,7 +457,7 @@ def draw_effective_time(config: Config, configured_interval_s: float) -> list[st
     node_counts = [train.max_nodes * 4**power for power in range(8)]
     jobs = {count * train.tasks_per_node: job_conditions(inputs, assumptions, count) for count in node_counts}
     ratios_at_best = [(gpus, 100 * effective_ratio(job, best_interval_s(job))) for gpus, job in jobs.items()]
-    minutes = [1.25**power for power in range(31)]
+    minutes = [1.25**power for power in range(31)]  # 1 minute to 13 hours
     x = "minutes of work between two saves"
     marks = []
     if configured_interval_s > 0:

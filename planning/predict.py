@@ -201,6 +201,7 @@ class RankModel:
         # masked.
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)
         score_bytes = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
+        # The two products take 4 FLOPs per score and channel. The causal mask leaves half of them.
         flops = 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor
         return flops / rate + self.memory_time(score_bytes)
 
@@ -212,6 +213,7 @@ class RankModel:
         """
         work = self.work
         stream = work.hidden / (work.tensor if work.split_sequence else 1)
+        # The activation function reads one value, or two if the MLP is gated, and writes one value.
         activation = (work.matrices if work.matrices == 3 else 2) * work.ffn * work.active
         rotation = 2 * (work.heads + work.kv_heads) * work.head
         # Norms, sums and casts read or write the residual stream about 10 times.
@@ -367,6 +369,7 @@ def replay_step(
         micro-batches that were replayed.
     """
     round_size = micro_batches // max(1, micro_batches // ranks)  # about one micro-batch per pipeline rank
+    # The remainder is replayed as well, so that only whole rounds are left out.
     replayed = min(micro_batches, REPLAYED_ROUNDS * round_size + micro_batches % round_size)
     backward_share = {"F": 0.0, "B": 1.0, "I": 0.5, "W": 0.5}
 
@@ -400,6 +403,7 @@ def _pipeline_span(
     span = max(ends) - min(starts)
     if schedule == "zb2p":  # Ranks do not wait for each other between steps (arXiv 2401.10241, section 4).
         span = max(end - start for start, end in zip(starts, ends, strict=True))
+    # Each micro-batch that was not replayed adds the work of the busiest rank.
     return span + busy * (micro_batches - replayed) / replayed, busy * micro_batches / replayed
 
 
@@ -449,6 +453,7 @@ def predict_step(
 
     # -- forward and backward pass of each pipeline-parallel stage for one micro-batch
     head_forward, head_backward = rank.head_times()
+    # With several stages per rank, messages are assumed to take no time of the rank.
     message_time = rank.stage_message_time() if work.pipeline > 1 and work.virtual_stages == 1 else 0.0
     last_stage = len(stages) - 1
     stage_forward = tuple(
@@ -500,6 +505,7 @@ def predict_step(
     backward_blocks *= 2 if work.recompute == "full" else 1
     block_passes = micro_batches * (work.layers / work.pipeline + backward_blocks)
     messages = micro_batches * (1 + (first_trained < work.layers)) * message_time
+    # `busy` contains all communication of `data_exposed` except `data`, which follows after the last backward pass.
     return StepPrediction(
         step=step,
         tokens_per_gpu=tokens_per_gpu,

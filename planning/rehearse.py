@@ -77,6 +77,7 @@ class TensorAccount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Storage] = {}
+        """The storages that exist now, by their addresses (`_cdata`)."""
         self.current = 0
         """Bytes of all tensors at this moment."""
         self._resize = torch.UntypedStorage.resize_
@@ -153,6 +154,7 @@ class TensorAccount(TorchDispatchMode):
                 self._update_storage(tensor.untyped_storage())
         name = func.__name__.split(".")[0]
         if func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
+            # Operators of `c10d` change their first argument. Those of `_c10d_functional` return new tensors.
             self._count_sent(_COLLECTIVES[name], args, args[0] if func.namespace == "c10d" else result)
         return result
 
@@ -224,6 +226,7 @@ class _FakeAccount(TensorAccount):
         done: torch.futures.Future[Any] = torch.futures.Future()
         done.set_result(args[0])
         work = _create_work_from_future(done).boxed()
+        # Some operators return only a work, others also the tensors that they change.
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _call_functional_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -358,7 +361,7 @@ def run_counted_step(engine: Any, account: TensorAccount, step: int, batch: dict
         account.set_kind("weights", parameter.detach())
         account.set_kind("gradients", parameter.grad)
     engine.clip_gradients(engine.config.optimizer.clip_norm)
-    engine.update_weights(1.0)
+    engine.update_weights(1.0)  # With any finite norm, the weights are updated.
     for state in engine.optimizer.state.values():
         for tensor in state.values():
             account.set_kind("optimizer", tensor)
@@ -457,6 +460,7 @@ def rehearse_rank(
         raise
     except Exception as error:
         frames = [frame for frame in extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+        # The innermost frame of Sluice's code, outside of this module if possible.
         frame = next((frame for frame in reversed(frames) if frame.filename != __file__), frames[-1])
         location = f"{Path(frame.filename).name}:{frame.lineno}"
         message = f"rank {rank} fails in {frame.name} ({location}): {type(error).__name__}: {error}"
@@ -487,6 +491,7 @@ def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     start = time.monotonic()
     layout = resolve_layout(config)
     is_compiled = config.train.compile
+    # The rehearsal neither compiles nor evaluates, so the estimate below must not include these options either.
     train = config.train.model_copy(update={"compile": False, "evaluate_every": None})
     config = config.model_copy(update={"train": train})
     vocab = config.model.vocab_size or config.data.tokenizer.vocab_size

@@ -80,6 +80,7 @@ def _order_one_stage(schedule: str, pipeline: int, batches: int, rank: int) -> l
         if delay is not None and micro >= delay:
             order.append(Action("W", rank, micro - delay))
         order += [Action("F", rank, micro + warmup)] if micro + warmup < batches else []
+    # The remaining W. Without `delay`, the range is empty.
     return order + [Action("W", rank, micro) for micro in range(max(0, batches - (delay or 0)), batches)]
 
 
@@ -110,7 +111,8 @@ def replay_schedule(
 ) -> list[list[tuple[Action, float]]]:
     """Return each rank's actions with their start times.
 
-    An action starts as soon as its rank is free and the neighbouring stages have delivered its inputs.
+    An action starts as soon as its rank is free and the neighbouring stages have delivered its inputs. Messages take no
+    time, unless `duration` includes their time.
 
     Args:
         orders: The actions of each rank, in order.
@@ -131,7 +133,7 @@ def replay_schedule(
                 kind, stage, micro = action
                 if kind == "F":
                     ready = forward_ends[stage - 1].get(micro) if stage else 0.0
-                elif kind == "W":
+                elif kind == "W":  # W follows I of the same micro-batch on the same rank, and needs no message.
                     ready = 0.0
                 else:
                     ready = forward_ends[stage].get(micro)

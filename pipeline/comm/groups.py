@@ -70,6 +70,7 @@ def join_process_group(rank_info: RankInfo, config: Config) -> World:
     if backend == "mpi":
         return _join_mpi(rank_info, config.parallel.accurate_sums)
     store = _connect_store(rank_info)
+    # The backend `auto` becomes NCCL on GPUs, which also needs a GPU for each rank.
     device = _select_device(assign_gpu_over_store(rank_info, store, exclusive=backend != "gloo"))
     if backend == "nccl" and device.type == "cpu":
         raise UserError(

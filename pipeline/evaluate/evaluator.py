@@ -202,7 +202,7 @@ class Evaluator:
         for first_batch in range(0, batch_count, self.world.size):
             start_time = time.monotonic()
             self.watchdog.enter_phase(step, "batch")
-            self.coordinator.start_exchange()
+            self.coordinator.start_exchange()  # The exchange takes place while the batch is computed.
             batch_index = first_batch + self.world.rank
             if batch_index < batch_count:
                 stop = min((batch_index + 1) * batch_size, dataset.count)
@@ -240,7 +240,7 @@ class SampleHeldOut:
         """Return the sums of loss and metrics over the samples [start, stop), and the number of loss entries."""
         arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
         samples = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
-        (batch,) = self.task.split_micro_batches(samples, stop - start)
+        (batch,) = self.task.split_micro_batches(samples, stop - start)  # One micro-batch, trimmed to its longest sample.
         outputs = model(*self.task.model_inputs(batch))
         entries = self.task.count_loss_entries(batch)
         metrics = self.task.metrics(outputs, batch)
@@ -287,6 +287,7 @@ class TextHeldOut:
         self.eos_id = manifest.eos_id
         self.device = device
         self.length = run.config.data.sequence_length
+        # `manifest.held_out` has the files in the order of the sources.
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
         self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
         """Name of a file → name of its source in the mixture; empty without a mixture."""
@@ -296,7 +297,7 @@ class TextHeldOut:
         window_counts: list[tuple[ShardEntry, int]] = []
         """Pairs of a file and its number of windows. The windows are not listed, because there may be billions."""
         for source_number, shards in enumerate(shards_by_source.values()):
-            # Each source has the same share of the limit.
+            # Each source has the same share of the limit. The first sources get one window more if it is not divisible.
             remaining = (limit + len(shards_by_source) - 1 - source_number) // len(shards_by_source) if limit else None
             for shard in shards:
                 count = -(-shard.tokens // self.length)
@@ -365,7 +366,7 @@ class TextHeldOut:
             source_losses[f"{source}.loss"] = source_loss / max(1, source_tokens)
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
+            "perplexity": math.exp(min(loss, 700.0)),  # exp(710) would overflow.
             "bits_per_byte": loss / math.log(2) * float(positive_counts.sum()) / text_bytes,
             "unigram_bits_per_byte": unigram_bits / text_bytes,
             "tokens": int(tokens),
@@ -517,6 +518,7 @@ class TaskFile:
             if not sequences and not self.is_sharded:
                 break
             logits_BTV = self._compute_logits(model, [ids[:-1] for ids, _ in sequences] or [[self.eos_id]])
+            # Without sequences, `logits_BTV` has a row that is only computed for the other ranks.
             for (ids, count), logits_TV in zip(sequences, logits_BTV, strict=False):
                 choice_TV = logits_TV[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(dim=-1)
                 choice_ids_T1 = torch.tensor(ids[-count:], device=choice_TV.device)[:, None]

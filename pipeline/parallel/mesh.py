@@ -314,7 +314,8 @@ def resolve_layout(
         replicate, shard = (1, dp) if parallel.zero else (dp, 1)
     virtual = parallel.virtual_stages if pp > 1 else 1
     # FSDP2 stores the weights in three cases: with offload; with ZeRO or a split model on several data-parallel ranks;
-    # and with ZeRO on a single rank if the weights must be converted.
+    # and with ZeRO on a single rank if the weights must be converted. `world_size` is larger than `dp` if the model is
+    # split.
     splits_state = (world_size > dp or parallel.zero > 0) and dp > 1
     casts_on_one_rank = (world_size > dp or parallel.zero > 0) and world_size == 1 and config.train.precision != "fp32"
     return Layout(
@@ -506,7 +507,8 @@ def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_s
         "data.sequence_length": config.data.sequence_length if parallel.sequence else 0,
     }
     if config.optimizer.state.moments == "int8":
-        # Each rank quantizes blocks of `INT8_BLOCK` consecutive elements, so it needs whole blocks.
+        # Each rank quantizes blocks of `INT8_BLOCK` consecutive elements, so it needs whole blocks. If a size is not a
+        # multiple of `INT8_BLOCK`, the quotient is a fraction, and no multiple of `tp`.
         columns = {"model.heads × size": query_width(model), "model.intermediate_size": model.ffn_size}
         sizes |= {f"{name} / {INT8_BLOCK} (moments: int8)": size / INT8_BLOCK for name, size in columns.items()}
     for name, size in sizes.items() if model.target is None else ():

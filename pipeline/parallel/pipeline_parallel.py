@@ -103,6 +103,7 @@ class PipelineRunner:
         schedule_class: Any = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
         # Schedules with several stages per rank expect a list, other schedules expect one stage.
         stage_argument = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
+        # The gradients are not scaled, because `loss` already returns a scaled loss (`Engine._loss_factor`).
         self._schedule = schedule_class(stage_argument, layout.micro_batches, loss_fn=loss, scale_grads=False)
 
     def run_step(

@@ -103,6 +103,7 @@ def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[AxisTr
     largest: dict[str, AxisTraffic] = {}
     for pp_rank in range(layout.pp):
         for traffic in count_rank_traffic(config, layout, vocab, pp_rank):
+            # Both have the same axis, so `max` compares their numbers of bytes.
             largest[traffic.axis] = max(traffic, largest.get(traffic.axis, traffic))
     yield from largest.values()
 
@@ -196,6 +197,7 @@ class _RankTraffic:
             tensor_ranks = layout.tp if parameter in self.rowwise_muon_matrices else 1
             num_bytes += self.muon_bytes * tensor_ranks * parameter.fsdp_numel(ranks)
         description = f"weights gathered {(1 + layout.gathers_blocks) * gathers}×, gradients reduced {reductions}×"
+        # `num_bytes` are the bytes of shards. In a ring, each rank sends `ranks` - 1 shards.
         return AxisTraffic("shard", num_bytes * (ranks - 1), description)
 
     def count_replicate(self) -> AxisTraffic:

@@ -186,7 +186,7 @@ class BadStepGuard(Callback):
                 f"from its last checkpoint and excludes samples {first_position} to {first_position + count - 1}. If "
                 "this happens again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect these samples",
             )
-        if position not in self._skip_reasons:
+        if position not in self._skip_reasons:  # Otherwise an earlier attempt has written this decision.
             self._write_decision("skip", position, step, reason)
         return reason
 

@@ -134,6 +134,7 @@ class Engine:
         self.model: nn.Module = self.parts[0]
         """The module whose `forward` is called if there is no pipeline."""
         self.replica_sync = ReplicaSync()
+        # Only ranks with the full model, which has a single part, use these parameters.
         trainable = {name: weight for name, weight in task.named_weights(self.parts[0]) if weight.requires_grad}
         self._pipeline: PipelineRunner | None = None
         if layout.pp > 1 and mesh is not None:
@@ -151,6 +152,7 @@ class Engine:
             )
         elif mesh is None and parallel.local_sgd is not None:
             self.replica_sync = LocalSgd(parallel.local_sgd, trainable)
+        # A single rank needs the hook to apply residuals of a checkpoint from several ranks.
         elif mesh is None and (world.size > 1 or parallel.hook.kind in HOOKS_WITH_RESIDUALS):
             ddp = self.model = data_parallel.wrap_with_ddp(self.model, world.device, parallel.bucket_mb)
             if parallel.hook.kind != "none":

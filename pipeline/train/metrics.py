@@ -200,6 +200,7 @@ class MetricsWriter(Callback):
 
         Raises UserError if a callback added a metric that cannot be converted to JSON.
         """
+        # The metrics `step_time_s` and `tokens_per_s` include the time of other work, such as saves.
         step_s = trainer.step_s + sum(trainer.overhead_s.values())
         units_per_s = self.task.units_per_step / step_s  # Tokens per second; for a custom model, samples per second.
         line = {

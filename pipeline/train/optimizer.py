@@ -85,6 +85,7 @@ class LeanAdamW(torch.optim.Optimizer):
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]
                 state["step"] += 1
+                # The state has the order of `create_zero_moments`: the two moments, then their scales.
                 tensors = [parameter, parameter.grad, *(state[key] for key in state if key != "step")]
                 local_tensors = [torch.atleast_1d(local_tensor(tensor)) for tensor in tensors]
                 step = int(state["step"])
@@ -97,7 +98,7 @@ class LeanAdamW(torch.optim.Optimizer):
                 if parameter not in self._positions:
                     self._positions[parameter] = _make_positions(parameter, self.rounding_seeds[parameter])
                 row_positions, *column_positions = self._positions[parameter]
-                row_size = max(1, local_tensors[0][:1].numel())
+                row_size = max(1, local_tensors[0][:1].numel())  # This rank's shard may be empty.
                 rows_per_chunk = max(1, self._chunk_size // row_size)
                 split_tensors = [tensor.split(rows_per_chunk) for tensor in (row_positions, *local_tensors)]
                 for chunk in zip(*split_tensors, strict=True):

@@ -86,6 +86,7 @@ def resume_note(run: Run) -> str | None:
             "set optimizer.schedule_counts_from=0, which counts steps as transformers does, or a larger "
             "optimizer.min_lr_ratio"
         )
+    # At this step, the position in the schedule is `warmup_steps` (`compute_learning_rate`).
     last_warmup_step = optimizer.warmup_steps + 1 - optimizer.schedule_counts_from
     if not previous_lr or step < last_warmup_step:
         return None

@@ -444,7 +444,7 @@ class Trainer:
         if self.early_stop is not None:
             extra["early_stop"] = self.early_stop
         elif reason := self._gather_requested_stop_reason():
-            extra["stop_request"] = reason
+            extra["stop_request"] = reason  # If this attempt ends now, the next attempt carries out the request.
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
 
