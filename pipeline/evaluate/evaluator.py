@@ -240,7 +240,7 @@ class SampleHeldOut:
         """Return the sums of loss and metrics over the samples [start, stop), and the number of loss entries."""
         arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
         samples = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
-        (batch,) = self.task.split_micro_batches(samples, stop - start)  # One micro-batch, trimmed to its longest sample.
+        (batch,) = self.task.split_micro_batches(samples, stop - start)  # Trimmed to the longest sample.
         outputs = model(*self.task.model_inputs(batch))
         entries = self.task.count_loss_entries(batch)
         metrics = self.task.metrics(outputs, batch)
