@@ -68,6 +68,7 @@ def resume(
         if update_code:
             run.copy_code()
             run.append_event(CodeUpdated(commit=run.commit))
+    # outside the `with` block, because `start_run` takes the lock again
     start_run(run, chosen_executor, is_resumed=True)
 
 

@@ -84,6 +84,7 @@ def submit(
     chosen_executor = executor
     if executor != "slurm" or not dry_run:  # a dry run for Slurm also works without a controller
         is_on_slurm = existing_run.config_file.exists() and uses_slurm(existing_run)
+        # a run that did not use Slurm before is treated as a new run
         chosen_executor = choose_executor(executor, existing_run if is_on_slurm else None)
     checked_run = check_submission(loaded_config, chosen_executor == "slurm")
     corrections = checked_run.corrections

@@ -133,7 +133,7 @@ class Follower:
             self._commit(tracker)
 
     def _commit(self, tracker: Tracker, **progress: Any) -> None:
-        """Flush the tracker, and save its state with the changes in `progress`."""
+        """Flush the tracker, and save its state with the changes in `progress`. The current time becomes `heard`."""
         tracker.flush()
         vars(tracker.state).update(progress, heard=time.time())
         write_json(self._state_file, vars(tracker.state))

@@ -346,7 +346,7 @@ def _describe_training(
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)
         yield f"local compute time per step by host, as a multiple of the median, slowest first: {hosts}"
     begin = 0.0
-    end = 0.0
+    end = 0.0  # without attempts, the period is empty, and no GPU is slow
     if train_attempts:
         end = train_attempts[-1].end_time
         begin = max(end - _SLOW_GPU_PERIOD_S, train_attempts[-1].start_time)

@@ -147,7 +147,8 @@ class RecordedJob:
         if not self.is_unconfirmed:
             return row.comment in self.comments
         is_task = self.array_task is None or row.job_id == self.resolve_job_id(row)
-        # a copy of the run has the same key, but another path
+        # A copy of the run has the same key, but another path. The path must follow a space, so that a longer path with
+        # the same end does not match.
         script_dirs = (f" {comment.removeprefix(COMMENT_PREFIX)}/jobs/" for comment in self.comments)
         is_script_of_run = any(folder in f" {row.command}" for folder in script_dirs)
         return is_task and is_script_of_run and self.key == row.key

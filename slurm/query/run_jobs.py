@@ -82,7 +82,7 @@ def read_recorded_job(run: Run, event: Submitting | Submitted | Started) -> Reco
     paths = dict.fromkeys((run.path, run.sweep_or_self.path))
     return RecordedJob(
         job_id=job_id or "",
-        comments=tuple(job_comment(path).strip() for path in paths),
+        comments=tuple(job_comment(path).strip() for path in paths),  # the comments in squeue's rows are stripped too
         cluster=event.cluster,
         uid=event.uid,
         name=event.job_name or "",
@@ -225,7 +225,8 @@ def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]
     ]
     if unclaimed is None and executor == "slurm" and not submitted:
         return [SubmittedJob(runs[0].path, "", "", JobState("", UNKNOWN, NOT_RESPONDING))]
-    # unrecorded tasks of an array count as one job, unless an event contains another task of the array
+    # Unrecorded tasks of an array count as one job, unless an event contains another task of the array. An active task
+    # is preferred as the state of this job.
     unrecorded: dict[str, JobState] = {}
     recorded_arrays = {array_job_id(job.job_id) for *_, job in submissions if job.job_id}
     for listed in unclaimed or ():

@@ -559,6 +559,7 @@ def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Even
         f"rank {event.rank} on {event.host} takes {event.ratio} × the time of its peers"
         for event in find_current_stragglers(events)
     ]
+    # if `telemetry_s` is not set, the run may have older samples; the period below is then GPU_COMPARISON_S
     interval_s = run.config.track.telemetry_s or GPU_COMPARISON_S / DEFAULT_SAMPLE_COUNT
     period_s = max(GPU_COMPARISON_S, DEFAULT_SAMPLE_COUNT * interval_s)
     begin = max(started.timestamp if started else 0.0, time.time() - period_s)

@@ -107,7 +107,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
     array_parallelism = (config.sweep.at_most if config.sweep and STAGES[stage].is_per_point else None) or 1000
     parameters: dict[str, Any] = {
         "job_name": job_name(config, stage),
-        "time": math.ceil(parse_time_limit(resources.time) / 60),
+        "time": math.ceil(parse_time_limit(resources.time) / 60),  # in minutes
         "nodes": resources.max_nodes,
         "ntasks_per_node": resources.processes_per_node,
         "cpus_per_task": site.cpus_per_task,
@@ -120,7 +120,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
         "dependency": dependency,
         "signal_delay_s": site.signal_s,
         "stderr_to_stdout": True,
-        "use_srun": False,
+        "use_srun": False,  # the supervisor is the process of the batch script, and starts srun itself
         "wckey": None,  # submitit would otherwise set the wckey `submitit`
     }
     options: dict[str, Any] = {}

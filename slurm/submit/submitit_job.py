@@ -62,6 +62,7 @@ def render_script(executor: BatchExecutor, tasks: int) -> str:
     private members of submitit.
     """
     executor.parameters["map_count"] = tasks if tasks > 1 else None
+    # submitit does not use the second argument
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
@@ -81,6 +82,7 @@ def write_pickle(executor: BatchExecutor, path: Path, stage: str, target: Run, c
         code: the folder with the run's copy of the code.
     """
     submission = DelayedSubmission(exec, BECOME_SUPERVISOR, _make_globals(stage, target, code))
+    # submitit makes the same call when it submits a job; only its signal handler reads these values
     submission.set_timeout(executor.parameters["time"], executor.max_num_timeout)
     submission.dump(path)
 

@@ -166,7 +166,7 @@ class Supervisor:
         with run_followers(run, self.stage, self.nodes, self.on_slurm) if has_followers else nullcontext():
             attempt_end, retry_facts = self._run_attempts(lock_fd)
             if lock_fd is not None:
-                os.close(lock_fd)
+                os.close(lock_fd)  # All ranks have exited, so the stage need not stay locked while this process waits.
             return attempt_end.cause if retry_facts is None else self._exit_for_retry(attempt_end, retry_facts)
 
     # ---- before the first attempt
