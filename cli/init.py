@@ -44,6 +44,7 @@ def write_starter(folder: Path, model: bool) -> str:
             "cli.file_exists", f"{existing[0]} exists and was not changed: rename it, or start in another folder"
         )
     for name, template in files.items():
+        # in a config, SCHEMA stands for the path of the JSON Schema, which editors read
         text = (_TEMPLATES / template).read_text().replace("SCHEMA", str(CODE_ROOT / "configs/schema.json"))
         with open(folder / name, "x") as file:
             file.write(text)

@@ -98,7 +98,7 @@ def _list_profiles(run: Run) -> list[Path]:
 
 def _require_training(run: Run) -> None:
     """Raise UserError if the train stage is not running."""
-    if not any(name.startswith("train") for name in describe_running_stages(run)):
+    if not any(description.startswith("train") for description in describe_running_stages(run)):
         raise UserError(
             "run.not_training", f"{run.name} is not training now; --steps 0 prints the steps that were recorded before"
         )

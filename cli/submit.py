@@ -343,7 +343,10 @@ def _list_jobs(config: Config, point_count: int) -> Iterator[_Job]:
 
 
 def _list_done_stages(run: Run) -> Iterator[str]:
-    """Yield the stages of a run that are done. For a sweep, only the stages that its points share are examined."""
+    """Yield the stages of a run that are done; none if the run does not exist yet.
+
+    For a sweep, only the stages that its points share are examined.
+    """
     for stage in stages.list_run_stages(run) if run.config_file.exists() else ():
         if stages.describe_missing_outputs_quickly(run, stage) is None:
             yield stage
@@ -366,7 +369,10 @@ def _check_time_limits(config: Config) -> Iterator[str]:
 
 
 def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> Iterator[str]:
-    """Yield a line with the number of jobs, the nodes and GPUs of the largest job, and the most hours of all jobs."""
+    """Yield a line with the number of jobs, the nodes and GPUs of the largest job, and the most hours of all jobs.
+
+    If there are no jobs, or the stages do not run on Slurm, the line only says this.
+    """
     if not jobs:
         yield "jobs      none: all stages are done"
         return

@@ -316,6 +316,8 @@ def _describe_training(
 ) -> Iterator[str]:
     """Yield the lines about the train stage, the evaluation, slow hosts and GPUs, and malformed lines.
 
+    For a sweep, the lines about progress, goodput and the evaluation are left out.
+
     Args:
         run: the run.
         data: the data of the run.
@@ -388,7 +390,7 @@ def draw_timeline(attempts: Sequence[AttemptTimes]) -> str:
         longest_category = max(a.seconds, key=lambda category: a.seconds[category])
         for category, duration_s in a.seconds.items():
             title = f"{a.stage} {a.number}, ended: {a.cause}; {category} {format_duration(duration_s)}"
-            label = cause if category == longest_category else ""
+            label = cause if category == longest_category else ""  # the widest bar has the most space for the text
             bar_end = position + duration_s / size
             bars.append(Bar(position, bar_end, PART_COLOURS[category], title, label))
             position = bar_end
@@ -508,7 +510,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
 
 
 def draw_training(run: Run, steps: LineHistory) -> list[str]:
-    """Draw the figures over steps: losses, learning rate, throughput, step times and memory.
+    """Draw the figures over steps: losses, held-out metrics, gradient norm, learning rate, throughput, times and memory.
 
     Vertical lines mark steps at which an attempt resumed from a checkpoint.
     """
@@ -589,7 +591,7 @@ def _late_losses(steps: LineHistory) -> dict[str, Points]:
 
 
 def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the evaluations over the checkpoints, and the evaluation tasks of the newest checkpoint.
+    """Draw the evaluations over the checkpoints, and the tasks of the newest evaluation; [] without results.
 
     Args:
         results: the results of all evaluations, oldest first.

@@ -93,7 +93,7 @@ _OPTIONAL_COLUMNS = (
 )
 """Columns that are left out if the terminal is narrow, in this order. Other columns, such as Slurm's reason, stay."""
 _END_OF_SHORT_PROGRESS = r"(?<=units): |; "
-"""Pattern of the text after which a progress description is cut off in the table."""
+"""The table shows a progress description only up to this pattern: `8/8 units: 731 documents` becomes `8/8 units`."""
 
 
 # -- last stop ---------------------------------------------------------------------------------------------------------
@@ -385,6 +385,7 @@ class StatusPoller:
         paths = {self.run.path, *(point_statuses[0].run.path for point_statuses in statuses_by_point)}
         run_jobs = [job for job in jobs if job.run_path in paths]  # `jobs` may contain jobs of other runs
         is_slurm_responding = not any(job.reported_job.reason == NOT_RESPONDING for job in run_jobs)
+        # while another process submits the jobs of the run, some jobs are missing only for a moment
         if run_jobs and is_slurm_responding and is_active and not self.run.is_being_submitted:
             run_statuses = self._add_missing_jobs(run_statuses)
             statuses_by_point = list(map(self._add_missing_jobs, statuses_by_point))
@@ -524,7 +525,7 @@ class StatusPoller:
             "step": f"{progress.completed}/{progress.total}" if STAGES[stage].is_training else short_progress,
             "loss": progress.loss_description,
             "ETA": format_duration(progress.remaining_s) if is_running and progress.remaining_s is not None else "",
-            "attempts": str(max(starts_of_task.values(), default=0)),
+            "attempts": str(max(starts_of_task.values(), default=0)),  # of the array task with the most attempts
             "time": format_duration(seconds),
         }
         if not problem and state != "done":

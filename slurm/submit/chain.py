@@ -71,7 +71,7 @@ def submit_chain(run: Run, console: Console, *, resubmit_failed: bool) -> None:
             the cluster, or Slurm refuses a job or does not respond.
     """
     run.check_not_cancelled()
-    run.stop_file.unlink(missing_ok=True)
+    run.stop_file.unlink(missing_ok=True)  # an earlier request to stop must not stop the new jobs
     chain = Chain(run, console, resubmit_failed)
     chain.inspect_jobs()
     check_limits(run.config, chain.count_planned_tasks())

@@ -67,7 +67,7 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
         code of that stage. Otherwise, the highest exit code of the sweep points that failed.
     """
     run.check_not_cancelled()
-    run.stop_file.unlink(missing_ok=True)
+    run.stop_file.unlink(missing_ok=True)  # an earlier request to stop must not stop the stages that start now
     if is_in_allocation(os.environ) and run.config.site.setup:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
@@ -222,7 +222,7 @@ def _describe_event(event: Event) -> str | None:
 
 
 def follow_stage(run: Run, stage: str, should_follow: Callable[[], bool], console: Console) -> float:
-    """Print the progress and new events of a stage while it runs.
+    """Print the progress and new events of a stage while it runs, and changes of the config by other processes.
 
     Args:
         run: the run.

@@ -117,7 +117,8 @@ def secrets_script_lines(site: SiteConfig) -> list[str]:
 def apply_site_environment(site: SiteConfig, job_id: str | None) -> None:
     """Set the variables of the site profile in this process, unless the batch script has already set them.
 
-    Inside salloc, and in batch scripts that users write, no script of Sluice has set the variables.
+    Inside salloc, and in batch scripts that users write, no script of Sluice has set the variables. The commands of
+    `site.setup` are not run there either, and a message says so.
 
     Args:
         site: the site's config.

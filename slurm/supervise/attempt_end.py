@@ -297,6 +297,9 @@ def end_unfinished_attempt(run: Run, stage: str, rank_info: RankInfo, task: int 
     function also applies the rules for retries: it writes the event of the retry, which counts in the budget of the
     cause. If no retry is left, the stage fails permanently.
 
+    After a preemption, Slurm may requeue a job whose stage has ended (slurm/query/preemption.py). Such a requeue does
+    not start the stage again.
+
     Args:
         run: the run.
         stage: the stage.

@@ -282,6 +282,8 @@ class Supervisor:
     def _run_attempt(self, lock_fd: int | None, progress_marker: str) -> AttemptEnd:
         """Start the ranks once, wait for them, and return how they ended.
 
+        If the ranks cannot be started, the reason is the end of the attempt.
+
         Args:
             lock_fd: the file descriptor of the stage's lock. If it is None, no ranks are started.
             progress_marker: the stage's progress before the attempt (:func:`read_progress_marker`).
@@ -536,7 +538,7 @@ class Supervisor:
             self._write_event(Stopping, by=stop_reason, **fields)
 
     def _write_end(self, attempt_end: AttemptEnd, no_retry_reason: str | None) -> None:
-        """Write the event that ends the attempt.
+        """Write the event that ends the attempt. If the run was cancelled, a stop is recorded as the event `cancelled`.
 
         Args:
             attempt_end: how the attempt ended.
