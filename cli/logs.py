@@ -133,14 +133,14 @@ def _explain_missing_log(run: Run, stage: str, source: str, statuses: list[Stage
         statuses: the statuses of all stages of the run.
     """
     status = next(status for status in statuses if status.stage == stage)
+    name = source if source == SUPERVISOR else f"rank {source}"
     if existing := sorted(path.name for path in (run.jobs_dir / stage).glob("rank-*.log")):
-        return f"{stage} has no log of rank {source}; existing logs: {', '.join(existing)}"
+        return f"{stage} has no log of {name}; existing logs: {', '.join(existing)}"
     job = status.cells["job"]
     if status.is_active and job:
         reason = status.cells["reason"]
         return f"{stage} has not started: job {job} is {status.state}" + (f" ({reason})" if reason else "")
     has_started = status.cells["attempts"] != "0"
-    name = source if source == SUPERVISOR else f"rank {source}"
     hint = ""
     if source == SUPERVISOR and has_started:
         hint = " (if you submitted the job by hand, its log is where your sbatch command put it)"

@@ -181,6 +181,7 @@ def read_report_data(run: Run, statuses: Iterable[StageStatus]) -> ReportData:
     shared_events = [event for event in events if isinstance(event, Done)]
     point_stages = stages.list_point_stages()
     for point_number, point in enumerate(points):
+        # `statuses` does not contain the stages of points, so the locks show which of these stages are running
         running = [stage for stage in point_stages if point.lock_holder(stage)]
         history = LineHistory(point.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines()
         point_events = [*shared_events, *point.read_events()]
@@ -510,7 +511,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
 
 
 def draw_training(run: Run, steps: LineHistory) -> list[str]:
-    """Draw the figures over steps: losses, held-out metrics, gradient norm, learning rate, throughput, times and memory.
+    """Draw the figures over steps: losses, metrics, gradient norm, learning rate, throughput, step times and memory.
 
     Vertical lines mark steps at which an attempt resumed from a checkpoint.
     """
@@ -591,7 +592,7 @@ def _late_losses(steps: LineHistory) -> dict[str, Points]:
 
 
 def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the evaluations over the checkpoints, and the tasks of the newest evaluation; [] without results.
+    """Draw the evaluations of all checkpoints, and the tasks of the newest evaluation; [] without results.
 
     Args:
         results: the results of all evaluations, oldest first.

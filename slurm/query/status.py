@@ -408,6 +408,7 @@ class StatusPoller:
         """Return a message if the queue lacks a job that the stage needs in order to be completed; "" otherwise."""
         jobs = [job for job in self._jobs if (job.run_path, job.stage) == (status.run.path, status.stage)]
         active = [job for job in jobs if job.reported_job.is_active and not job.is_stray]
+        # a job that evaluates a checkpoint during the training does not complete the evaluate stage
         awaited_job = find_awaited_job(status.stage, [job for job in active if job.step is None])
         if status.state == "waiting" or (status.is_active and active and awaited_job is None):
             events = status.run.read_events(status.stage, Submitted, NotSubmitted)
@@ -491,7 +492,7 @@ class StatusPoller:
         jobs = [job for job in jobs if job.job_id or job.reported_job.reason]
         shown_job = _choose_job(jobs)
         job = shown_job.reported_job if shown_job else None
-        last_submission = max(find_submission_indices(events), default=-1)
+        last_submission = max(find_submission_indices(events), default=-1)  # without one, all events are recent
         recent_events = events[last_submission + 1 :]
         is_locked = lock_holder is not None
         state, problem, is_active = determine_state(missing, is_locked, recent_events, job)
@@ -505,7 +506,7 @@ class StatusPoller:
         ):
             check = format_command("doctor", str(run.path.parent), "--check-nodes")
             problem += f" and wrote no log. Check that nodes see the run: {check}"
-        if state == "waiting" and hasattr(stage_module, "missing_inputs"):
+        if state == "waiting":
             problem = stages.missing_inputs(run, stage) or ""
         if state == "waiting" and run.cancelled_file.exists():
             state = "cancelled"  # the stage was cancelled before it started

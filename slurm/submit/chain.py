@@ -430,7 +430,7 @@ def cancel_pending_jobs(run: Run) -> tuple[list[str], list[str]]:
 
     Returns:
         The ids of all jobs of the run in the queue before the call, and messages. The messages tell why the states of
-        some jobs are unknown, and which submissions could not be confirmed.
+        some jobs are unknown, and what was found out about unconfirmed submissions.
     """
     targets = (run, *list_points(run))
     messages: list[str] = []

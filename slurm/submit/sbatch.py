@@ -140,12 +140,14 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
         del parameters["ntasks_per_node"]
         # sbatch reads this option; the single number in `parameters` remains, because submitit computes with it
         options["nodes"] = f"{resources.min_nodes}-{resources.max_nodes}"
+        # each node must have enough CPUs for its ranks
         options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
     elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11, sbatch refuses a plane distribution without --ntasks ("Too few processes")
         options["ntasks"] = resources.max_nodes * resources.processes_per_node
     if site.gpus_per_node and site.gpus_as != "none":
         gpu_type = f"{site.gpu_type}:" if site.gpu_type else ""
+        # the value of `gpus_as` is the name of the option
         options[site.gpus_as] = f"{'gpu:' if site.gpus_as == 'gres' else ''}{gpu_type}{site.gpus_per_node}"
     if site.mem_gb and (conflicting := {"mem-per-cpu", "mem-per-gpu"} & options.keys()):
         raise UserError(

@@ -158,7 +158,7 @@ class Supervisor:
         """
         run = self.run
         if self.on_slurm:
-            with suppress(OSError):
+            with suppress(OSError):  # Without this event, submit.py can find the job by the key of its submission.
                 record_own_job(run, self.stage, self.rank_info.job_id or "")
         lock_fd = self._lock_stage()
         # Jobs that run a part of a stage start no followers, because several of these jobs may run at the same time.
