@@ -60,6 +60,7 @@ def profile_steps(run: Run, ranks: str, steps: int) -> Iterator[str]:
             step was recorded, or a profile is damaged.
     """
     try:
+        # the brackets of a host list contain numbers in the same format
         rank_numbers = [int(rank) for rank in expand_hostlist(f"[{ranks}]")] if ranks else None
     except UserError:
         raise UserError("cli.rank", f"--ranks {ranks}: must be a list of ranks, such as 0,4-7") from None

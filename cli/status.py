@@ -88,7 +88,7 @@ def print_runs(root: Path, console: Console) -> None:
         try:
             run = Run(folder)
             if run.config_file.exists():
-                statuses[run] = _read_statuses(run, [])
+                statuses[run] = _read_statuses(run, [])  # without jobs, this shows which stages are done
         except (UserError, OSError) as error:
             error_lines.append(Text(f"{folder} cannot be read: {find_storage_error(error) or error}", style="red"))
     unfinished = [

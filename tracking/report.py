@@ -152,7 +152,7 @@ def read_job_times(jobs: Iterable[RecordedJob]) -> list[JobRun]:
     ids = ",".join(sorted({job_id for job_id, _ in expected})) if cluster else ""
     job_times = []
     for line in (query_accounting(ids, "JobID,Start,End,JobName") if ids else "").splitlines():
-        job_id, start, end, name = line.split("|", 3)
+        job_id, start, end, name = line.split("|", 3)  # the user may choose a name with `|`
         # the name in `expected` is "" if the events of the job contain no name
         if expected.isdisjoint((array_job_id(job_id), candidate) for candidate in (name, "")):
             continue  # another job that had this id before

@@ -279,7 +279,8 @@ def excluded_nodes_at_requeue(run: Run, stage: str, info: JobInfo) -> str | None
         return None
     recorded = {_node_name(record["host"], nodes) for record in records}
     configured = str(run.config.resolve_site(stage).sbatch.get("exclude") or "")
-    nodes_of_user = expand_hostlist(configured) if configured and "/" not in configured else []
+    is_file = "/" in configured  # by the rule of sbatch(1), --exclude
+    nodes_of_user = expand_hostlist(configured) if configured and not is_file else []
     kept_nodes = list(dict.fromkeys([*nodes_of_user, *(node for node in current if node not in recorded)]))
     new_list = kept_nodes + select_bad_nodes([run], time.time(), nodes, kept_nodes, _min_nodes(run, stage))
     return None if set(new_list) == set(current) else ",".join(dict.fromkeys(new_list))

@@ -298,6 +298,7 @@ class _Query:
         # the name of the cluster is literal text in the format, so that the rows have the same nine cells as sacct's
         columns = f"%i|%T|%r|%N|{self.cluster}|%U|%V|%j|%k{_COMMENT_END}%o"
         command = ["squeue", "-h", "-r", "-t", "all", "-o", columns, *filters]
+        # with a list of ids, squeue would not show other jobs and the jobs of unconfirmed submissions
         if len(jobs) < _MAX_IDS_OF_SQUEUE and not includes_other_jobs and not any(job.is_unconfirmed for job in jobs):
             command += ["-j", _join_ids(jobs)]
         output = slurm_commands.run_slurm_command(

@@ -193,8 +193,8 @@ def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, jo
         log = job.paths.stdout if job else run.jobs_dir / stage
         say(f"{stage:9} ended, and its supervisor wrote no event; its log: {log}", style="red")
         if log.is_file():
-            # lines of submitit itself are left out
             output = log.read_text(errors="replace").splitlines()
+            # lines of submitit itself are left out
             say("\n".join([line for line in output if not line.startswith("submitit ")][-_MAX_LOG_LINES:]), style="red")
         say(f"to try again: {run.resume_command}")
         return ExitCode.CRASHED

@@ -374,7 +374,8 @@ def _submit_once(
                 **event_fields,
             )
         )
-    # sbatch inherits the lock, because sbatch may still run when this process has been killed
+    # sbatch inherits the lock, because sbatch may still run when this process has been killed. The script is opened for
+    # writing, because an exclusive lock requires this on NFS (flock(2)).
     with open(script, "r+b") as lock:
         try_flock(lock.fileno(), fcntl.LOCK_EX)  # the result is always True, because the call waits for the lock
         for target, event in zip(targets, events, strict=True):

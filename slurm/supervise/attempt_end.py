@@ -124,6 +124,7 @@ def keep_user_frames(run: Run, message: str) -> str:
         run: the run.
         message: a message that contains a traceback.
     """
+    # Without a user's module, this is a path that does not exist, so no frame has it.
     user_module_path = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
     # A frame is a line `  File "PATH", line N, in NAME`, followed by indented lines with source code.
     other_frames = rf'^  File "(?!{re.escape(user_module_path)}\b).*\n(?: {{4}}.*\n)*'

@@ -300,7 +300,7 @@ class Supervisor:
         if lock_fd is None:
             return self._end_without_lock(attempt)
         for report in list_reports(run, stage, "*", self.task):
-            report.unlink()
+            report.unlink()  # The reports of the previous attempt must not count as reports of this attempt.
         if self.on_slurm and (reason := capacity.find_placement_problem(run, stage, rank_count)) is not None:
             fields = {"attempt": attempt, "cause": "placement", "message": reason}
             return AttemptEnd(ExitCode.USER_ERROR, fields=fields)
