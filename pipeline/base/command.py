@@ -55,7 +55,7 @@ def _format_entry_point(program: str) -> list[str]:
         program: the value of sys.argv[0].
     """
     path = Path(program)
-    if path.name == "sluice":
+    if path.name == "sluice":  # the name alone is enough if the shell finds this program by it
         return ["sluice" if shutil.which("sluice") == program else shlex.quote(program)]
     if path.name != "submit.py":
         return ["python", "submit.py"]

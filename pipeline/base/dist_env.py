@@ -361,7 +361,7 @@ def _read_job(env: Env) -> tuple[str | None, tuple[int, int] | None]:
 
 
 def is_in_allocation(env: Env) -> bool:
-    """Return whether this process is in a Slurm job, so that srun can start a step.
+    """Return whether this process is in a Slurm job and may start a step with srun.
 
     The result is False in a step, and in a rank of the launcher `local`.
     """

@@ -150,6 +150,7 @@ def open_lock_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     Raises UserError if `path` is a symbolic link, because the link may point to a valuable file.
     """
     try:
+        # O_NONBLOCK: if `path` is a pipe, opening it must not wait for another process
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -320,8 +321,8 @@ def translate_read_errors(path: str, *other_exceptions: type[Exception]) -> Iter
     """Raise UserError, naming the file, if the block raises an error that a damaged or unreadable file may cause.
 
     An OSError with an errno becomes `data.unreadable_file`. An OSError without an errno, EOFError, zlib.error and
-    `other_exceptions` become `data.damaged_file`. UserError, MemoryError, ImportError and all other errors pass
-    unchanged.
+    `other_exceptions` become `data.damaged_file`. All other errors pass unchanged. UserError, MemoryError and
+    ImportError pass unchanged even if `other_exceptions` includes them.
 
     Args:
         path: the file that the block reads.

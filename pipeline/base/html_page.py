@@ -214,6 +214,7 @@ def draw_lanes(
     """
     drawing = ""
     top_px = 4
+    # a lane with a name is 22 px high, a thin lane 7 px; the gap after it is 6 px or 2 px
     for name, bars in lanes[:_MAX_LANES]:
         height_px = 22 if name else 7
         middle = f"{top_px + height_px / 2}"
@@ -237,5 +238,6 @@ def draw_lanes(
     # the names are to the left of the lanes; a character takes about 0.55 rem
     left_rem = 1.5 + 0.55 * max((min(len(name), MAX_LABEL_CHARACTERS) for name, _ in lanes), default=0)
     note = [(f"{len(lanes) - _MAX_LANES} more lanes are left out", PALE)] if len(lanes) > _MAX_LANES else []
+    # 4.5rem is about the padding above and below the drawing area (report.css), which contains the axis
     style = f"height:calc({top_px}px + 4.5rem);padding-left:{left_rem:.1f}rem;min-width:{min_width_rem}rem"
     return format_figure(heading, plot.draw_axis(x) + drawing, [*keys, *note], style) if lanes else ""

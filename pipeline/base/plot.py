@@ -72,7 +72,7 @@ class Scale:
         high = max(values)
         if high - low <= 1e-9 * max(abs(low), abs(high), 1e-300):
             margin = max(abs(low), abs(high)) / 2
-            low, high = (low - margin, high + margin) if margin > 1e-300 else (-0.5, 0.5)
+            low, high = (low - margin, high + margin) if margin > 1e-300 else (-0.5, 0.5)  # all values are about 0
         return cls(low, high, title, log and low > 1e-300 and high / 50 > low, whole)
 
     def extend_to_round_numbers(self) -> Scale:
@@ -80,6 +80,7 @@ class Scale:
         if self.log:
             return self
         step = _round_step_up(self.high / 5 - self.low / 5)
+        # 1e-6: a bound that is round except for a rounding error is not moved to the next round number
         first = math.floor(self.low / step + 1e-6)
         last = math.ceil(self.high / step - 1e-6)
         return Scale(first * step, last * step, self.title)
@@ -99,6 +100,7 @@ class Scale:
             values = [float(f"{digit}e{decade}") for decade in shown_decades for digit in digits]
         else:
             step = max(_round_step_up(self.high / max_count - self.low / max_count), float(self.whole))
+            # 1e-6: a tick at a bound is kept in spite of rounding errors
             first = math.ceil(self.low / step - 1e-6)
             last = math.floor(self.high / step + 1e-6)
             values = [n * step for n in range(first, last + 1)]
@@ -112,7 +114,7 @@ def _round_step_up(step: float) -> float:
 
 
 def format_number(value: float) -> str:
-    """Return a number as a tick label: 2e-4, 0.02, 350, 20k, 1.5M."""
+    """Return a number as a tick label: 2e-4, 0.02, 350, 5000, 20k, 1.5M. From 10,000 on, k, M and G shorten numbers."""
     if 0 < abs(value) < 1e-3:
         digits, power = f"{value:.5e}".split("e")
         return f"{float(digits):g}e{int(power)}"
@@ -238,6 +240,7 @@ def svg_document(content: str, width: int = 640, height: int = 240) -> str:
         width: The width of the drawing area in pixels. The labels are outside this area.
         height: The height of the drawing area in pixels.
     """
+    # labels need 60 px to the left of the area, 20 to the right, 40 above and 50 below
     view = f'viewBox="-60 -40 {width + 80} {height + 90}" font-family="sans-serif" font-size="12"'
     background = '<rect x="-60" y="-40" width="100%" height="100%" fill="white"/>'
     inner = f'<svg width="{width}" height="{height}" overflow="visible">{content}</svg>'

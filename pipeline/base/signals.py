@@ -54,7 +54,7 @@ class StopFlag:
         """Set the flag for signals that the main thread could not handle yet. Other threads call this method."""
         if self._pipe is not None:
             with suppress(BlockingIOError):
-                for number in os.read(self._pipe, 64):
+                for number in os.read(self._pipe, 64):  # each byte is the number of a signal
                     if number in STOP_SIGNALS:
                         self._set(number)
 

@@ -65,7 +65,7 @@ def mask_secrets(values: Any, prefix: str = "") -> Any:
     """Return values of a config with masks in place of possible secrets.
 
     Args:
-        values: a section, a list or a single value.
+        values: a section, a list or a single value. The keys of a section may be dotted.
         prefix: the dotted key of `values`, followed by a dot; "" for the whole config.
     """
     if isinstance(values, list):

@@ -262,7 +262,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values of `key=value` overrides: `["train.steps=400"]` → `{"train": {"steps": 400}}`.
 
     Each value is parsed as YAML. An empty value (`site.account=`) means null. If several overrides set the same key,
-    the last override wins. Raises ConfigError if an override is not of the form `section.key=value`.
+    the last override wins. Raises ConfigError if an override is not of the form `section.key=value`, or if its value is
+    `PLACEHOLDER` or not valid YAML.
     """
     changes: dict[str, Any] = {}
     for override in overrides:
@@ -547,7 +548,8 @@ def _read_file(path: Path, extended_by: tuple[str, ...] = (), section: str = "",
         report: whether to print the new names of renamed keys.
 
     Raises:
-        ConfigError: if a file cannot be read, or if files extend one another in a circle.
+        ConfigError: if a file cannot be read, or if files extend one another in a circle or in a chain of more than
+            `_MAX_DEPTH` files.
     """
     values, real_path = _parse_file(path)
     if real_path in extended_by or len(extended_by) > _MAX_DEPTH:
@@ -596,7 +598,7 @@ def _merge_extended_files(
 
 
 def dump_config(config: Config) -> str:
-    """Return the whole config as YAML, from which `load_config` reads the same config."""
+    """Return the whole config, without its metadata, as YAML. `load_config` reads the same config from this text."""
     return dump_yaml(config.model_dump(mode="json"))
 
 

@@ -101,6 +101,7 @@ def suggest_keys(path: KeyPath) -> list[str]:
         return [_prefer_key_in_section(key, section, section_keys) for key in counterpart.keys]
     same_name = [key for key in list_keys(()) if key.rpartition(".")[2] == name]
     similar_path = difflib.get_close_matches(".".join(map(str, path)), same_name, n=1, cutoff=0.0)
+    # after a first suggestion, further keys must be more similar
     return similar_path + difflib.get_close_matches(name, section_keys, n=2, cutoff=0.7 if similar_path else 0.5)
 
 

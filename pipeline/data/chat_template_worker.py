@@ -136,7 +136,7 @@ class _Generation(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Return the node of a tag and its body."""
-        line_number = next(parser.stream).lineno
+        line_number = next(parser.stream).lineno  # The first token is the name of the tag.
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_add_marks"), [], [], body).set_lineno(line_number)
 

@@ -260,6 +260,7 @@ class SampleManifest(KeyedManifest):
 
     def __str__(self) -> str:
         """Return a summary of training and held-out samples: `9,000 + 1,000 held-out samples`."""
+        # the argument 0 is ignored
         return f"{self.count_training_samples(0):,} + {self.held_out_samples:,} held-out samples"
 
     @property
@@ -352,7 +353,7 @@ def count_training_steps(config: Config, data_dir: Path) -> int | None:
         samples = load_data_manifest(config, data_dir).count_training_samples(config.data.sequence_length)
     except InputError:
         return None
-    return -(-train.epochs * samples // train.global_batch)
+    return -(-train.epochs * samples // train.global_batch)  # rounded up
 
 
 def format_amount_read(config: Config, data_dir: Path, step: int) -> str:

@@ -262,6 +262,7 @@ class Mixture:
     def count_epochs(self, samples: int) -> dict[str, float]:
         """Return how many epochs of each source have been read after `samples` samples of the run, by source name."""
         counts = self.count_by_source(np.array([samples]))[:, 0].tolist()
+        # A source without samples, which must have the weight 0, has read 0 epochs.
         return {name: count / max(1, self.sizes[name]) for name, count in zip(self.sizes, counts, strict=True)}
 
 

@@ -62,7 +62,7 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
                 # If all these values are the same as at an earlier check, the file has not changed since then.
                 stamp = status and [status.st_size, status.st_mtime_ns, status.st_ino, entry.sha256]
                 has_changed = stamp is None or verified_before.get(entry.name) != stamp
-                entry.check(run.data_dir, mode != "sizes" and has_changed)
+                entry.check(run.data_dir, hashes=mode != "sizes" and has_changed)
                 verified[entry.name] = stamp
             except InputError as error:
                 if not entry.is_user_file:

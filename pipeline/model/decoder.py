@@ -132,6 +132,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     divided_frequencies = frequencies / scaling.factor
     if scaling.rope_type == "linear":
         return divided_frequencies
+    # For `llama3`, the config check makes sure that `high` and the original sequence length are not 0.
     low = scaling.low_freq_factor or 0.0
     high = scaling.high_freq_factor or 0.0
     turns = (scaling.original_max_position_embeddings or 0) * frequencies / (2 * math.pi)

@@ -102,6 +102,7 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
                     f"{folder / CONFIG_FILE} has changed since this run was created from it: start a new run",
                 )
         names = list_weight_files(folder)[rank::world_size]
+        # None: an older version, which did not record this hash, created the run.
         if metadata.init_files not in (None, hash_weight_stats(folder)):
             raise UserError(
                 "model.folder_changed",
@@ -115,7 +116,7 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
         specs_by_file |= specs_of_rank
     parameters = dict(task.named_weights(task.build(range(model.layers))))
     weights = match_tensors(folder, specs_by_file, parameters, is_tied=model.tie_word_embeddings)
-    threads = ThreadPoolExecutor(4)
+    threads = ThreadPoolExecutor(4)  # The threads continue while the caller copies the weights.
     pending_hashes = {name: threads.submit(hash_file, name) for name in sorted(specs_by_file)[rank::world_size]}
 
     def write_source() -> None:

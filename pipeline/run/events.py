@@ -64,7 +64,7 @@ class Event:
 
     NAME: ClassVar[str] = ""
     """The value of `event` in the file."""
-    time: str = field(default_factory=lambda: utc_timestamp())
+    time: str = field(default_factory=lambda: utc_timestamp())  # a lambda, so that tests can replace utc_timestamp
     stage: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the class does not define: values with arbitrary names, and fields of other versions."""

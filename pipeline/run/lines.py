@@ -43,7 +43,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number."""
+    """Return True for a finite number with an absolute value below 1e300."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
@@ -102,7 +102,7 @@ def read_valid_lines(path: Path, is_valid: LineCheck) -> Iterator[dict[str, Any]
 def describe_malformed_lines(path: Path, is_valid: LineCheck) -> str:
     """Return a message with the number of malformed lines of a file; "" if no line is malformed.
 
-    An incomplete last line does not count, because another process may be writing it.
+    Empty lines do not count. An incomplete last line does not count either, because another process may be writing it.
     """
     count = 0
     if path.exists():

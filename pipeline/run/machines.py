@@ -118,7 +118,7 @@ def sum_gpu_energy_kwh(run_dir: Path, spans: Sequence[tuple[float, float]]) -> f
                 if 0 < duration_s < _MAX_GAP_S and any(begin <= time <= end for begin, end in spans):
                     joules += duration_s * (power_w + previous[1]) / 2
             previous = (time, power_w)
-    return joules / 3.6e6 if is_measured else None
+    return joules / 3.6e6 if is_measured else None  # 3.6e6 J are 1 kWh
 
 
 def list_slow_gpus(
