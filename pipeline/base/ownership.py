@@ -76,10 +76,11 @@ def _list_executed_paths(run_dir: Path, code_parent: Path) -> Iterator[tuple[Pat
         yield from ((path, is_reachable) for path in (jobs, *jobs.glob("*/"), *files))
         data = parent / "data"
         yield data, is_reachable
-        for path in (path for name in _EXECUTED_DATA_FILES for path in (data / name, *data.glob(f"*/{name}"))):
-            yield path.parent, is_reachable  # each source of a mixture has its own folder in `data`
-            # if `data` is a link, other users may reach the folder to which the link points
-            yield path, is_reachable or data.is_symlink()
+        for name in _EXECUTED_DATA_FILES:
+            for path in (data / name, *data.glob(f"*/{name}")):
+                yield path.parent, is_reachable  # each source of a mixture has its own folder in `data`
+                # if `data` is a link, other users may reach the folder to which the link points
+                yield path, is_reachable or data.is_symlink()
     # the last `parent` was `code_parent`, so `is_reachable` describes its content
     yield code_parent / "code", is_reachable
     for folder, folder_names, file_names in os.walk(code_parent / "code") if is_reachable else ():

@@ -212,7 +212,7 @@ def draw_curve(x: Scale, y: Scale, curve: Curve) -> str:
     points = [f"{1000 * x.position(a):.1f},{1000 - 1000 * y.position(b):.1f}" for a, b in curve.points]
     colour = COLOURS[curve.colour]
     width = 1 if curve.is_faint else 1.6
-    if curve.is_filled:
+    if curve.is_filled:  # close the outline along the x axis; the curve begins and ends at the ends of the axis
         points = ["0,1000", *points, "1000,1000"]
     style = (
         f'class="c{curve.colour}" fill="{colour if curve.is_filled else "none"}" stroke="{colour}" '

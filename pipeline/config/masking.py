@@ -102,7 +102,7 @@ def mask_unknown_key(value: Any, path: Sequence[str], similar_keys: Sequence[str
         return value
     section = "".join(f"{part}." for part in path[:-1])
     candidates = [key if "." in key else f"{section}{key}" for key in similar_keys]
-    if section != "site.":
+    if section != "site.":  # for keys of `site`, `_mask_unknown_value` has stricter rules
         # `site` takes precedence, because most keys that may contain secrets are in this section
         key = "site" if "site" in candidates else next(iter(candidates), section + path[-1])
         return mask_secrets(value, f"{key}.")

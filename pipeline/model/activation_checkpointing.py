@@ -37,7 +37,8 @@ def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
             return original_forward(*inputs)
         options: dict[str, Any] = {}
         if kind == "selective":
-            options["context_fn"] = _create_contexts  # A module-level function, because torch.compile rejects closures.
+            # As `context_fn`, torch.compile accepts a function of a module, but no closure.
+            options["context_fn"] = _create_contexts
         return checkpoint.checkpoint(original_forward, *inputs, use_reentrant=False, **options)
 
     block.forward = forward

@@ -180,7 +180,8 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
     tensors = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _allocate(_build_decoder(run.config.model, vocab_size, ids, max_tokens), run.config.model)
-    load_checkpoint({f"model.{name}": weight.detach() for name, weight in model.named_weights()}, checkpoint, None)
+    weights = {f"model.{name}": weight.detach() for name, weight in model.named_weights()}
+    load_checkpoint(weights, checkpoint, group=None)
     return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *end_of_turn_ids], ids
 
 

@@ -162,18 +162,18 @@ def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]
 
     overrides = [f"{key}={json.dumps(values[key])}" for key in accepted if key in values and is_public(key)]
     problem = ""
-    omitted = accepted
     try:
         changed = parse_config(apply_overrides(dump_values(old), overrides), COMMAND_LINE)
     except ConfigError as error:
         overrides = []
+        omitted = accepted
         problem = str(error).split("\n")[0]
     else:
         remaining = describe_changes(changed, new)
         omitted = [key for key in accepted if key in remaining]
     yield f"to continue it: {format_command('resume', name, *overrides)}"
     if problem:
-        yield f"{', '.join(limit_lines(accepted))}: invalid without the other changes: {problem}"
+        yield f"{', '.join(limit_lines(omitted))}: invalid without the other changes: {problem}"
     elif omitted:  # the value is secret, or the key was removed from a mapping
         keys = ", ".join(limit_lines(omitted))
         yield f"add yourself, because it is not shown or cannot be removed by key=value: {keys}"

@@ -65,7 +65,8 @@ def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, An
         `build` also receives the layers as its second argument.
 
     Raises:
-        UserError: as :func:`copy_code`, or if the module cannot be imported or its model cannot be built.
+        UserError: as :func:`copy_code`, or if the module cannot be imported, its model cannot be built, or this takes
+            longer than `IMPORT_TIMEOUT_S`.
     """
     distinct_options = list(dict.fromkeys(map(json.dumps, options)))[:MAX_BUILT_MODELS]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
@@ -285,7 +286,8 @@ def _try_model(code_dir: Path, module: str, options: Sequence[str]) -> list[str]
         The dotted keys of `options` that no build reads.
 
     Raises:
-        UserError: if the module cannot be imported or the model cannot be built.
+        UserError: if the module cannot be imported, the model cannot be built, or this takes longer than
+            `IMPORT_TIMEOUT_S`.
     """
     arguments = ["pipeline.model.task", "try_user_model", module, *options]
     slow_work = f"model.target: do less at the top level of {module}: importing the module"
