@@ -238,6 +238,6 @@ def draw_lanes(
     # the names are to the left of the lanes; a character takes about 0.55 rem
     left_rem = 1.5 + 0.55 * max((min(len(name), MAX_LABEL_CHARACTERS) for name, _ in lanes), default=0)
     note = [(f"{len(lanes) - _MAX_LANES} more lanes are left out", PALE)] if len(lanes) > _MAX_LANES else []
-    # 4.5rem is about the padding above and below the drawing area (report.css), which contains the axis
+    # 4.5rem is about the padding that report.css adds above and below the drawing area, for the labels of the axis
     style = f"height:calc({top_px}px + 4.5rem);padding-left:{left_rem:.1f}rem;min-width:{min_width_rem}rem"
     return format_figure(heading, plot.draw_axis(x) + drawing, [*keys, *note], style) if lanes else ""

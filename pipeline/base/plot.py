@@ -76,7 +76,10 @@ class Scale:
         return cls(low, high, title, log and low > 1e-300 and high / 50 > low, whole)
 
     def extend_to_round_numbers(self) -> Scale:
-        """Return this scale, extended to round numbers at both ends. A logarithmic scale is returned unchanged."""
+        """Return this scale, extended to round numbers at both ends. A logarithmic scale is returned unchanged.
+
+        Ticks of the result need not be whole numbers (`whole`).
+        """
         if self.log:
             return self
         step = _round_step_up(self.high / 5 - self.low / 5)

@@ -685,6 +685,7 @@ def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyP
     allowed = describe_allowed(path)
     if error_type == "finite_number":
         allowed = allowed.replace("a number", "a finite number")
+    # for example a number, where the name of a partition is expected
     hint = "; put the value in quotes" if "text" in allowed and isinstance(value, (bool, int, float)) else ""
     code = "config.out_of_range" if error_type in _OUT_OF_RANGE else "config.wrong_type"
     if error_type == "literal_error" and isinstance(value, str):

@@ -255,6 +255,7 @@ def _answer_request(request: Mapping[str, Any]) -> Iterable[AnswerPart]:
         messages = request["messages"]
         for count, add_generation_prompt in request["prefixes"]:
             values = {"messages": messages[:count], "add_generation_prompt": add_generation_prompt}
+            # transformers also sets `tools` and `documents` to None if there are none
             texts.append(_render(template, {**request["tokens"], **values, "tools": None, "documents": None}))
         answer = {"texts": texts}
     except _ChangingTextError as error:

@@ -344,7 +344,8 @@ def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManif
 def count_training_steps(config: Config, data_dir: Path) -> int | None:
     """Return the number of optimizer steps of the whole run.
 
-    If `train.epochs` is set, the number depends on the manifest. Return None if the manifest is missing or damaged.
+    If `train.epochs` is set, the number depends on the manifest. In that case, return None if the manifest is missing
+    or damaged.
     """
     train = config.train
     if train.epochs is None:

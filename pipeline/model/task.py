@@ -814,9 +814,10 @@ def _get_buffers(module: nn.Module) -> dict[str, Tensor]:
 def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
     """Return the task of a run: for tokens a `DecoderTask`, for arrays a `CustomModelTask`.
 
-    Raises UserError if the user's module cannot be imported or its `transform` fails.
+    Raises UserError if the user's module cannot be imported, or if its `transform` does not return the expected arrays.
     """
     if isinstance(manifest, Manifest):
-        return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, manifest.bos_ids == (manifest.eos_id,))
+        eos_starts_next = manifest.bos_ids == (manifest.eos_id,)
+        return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, eos_starts_next)
     assert run.user_model is not None
     return CustomModelTask(run, run.user_model, run.user_model.load(run.code_dir), manifest)

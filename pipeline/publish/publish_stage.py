@@ -86,8 +86,8 @@ def check_inputs(run: Run) -> None:
     """Raise UserError if the rules in the config cannot be checked.
 
     This is the case if there will be no evaluation, or if the run in `publish.no_worse_than` has no evaluation. It is
-    also the case if the evaluation of the decoder will not have a metric. The metrics of a custom model are not known
-    yet.
+    also the case if the evaluation of the decoder will not have a metric that `publish.rules` names. The metrics of a
+    custom model are not known yet.
     """
     settings = _require_section(run)
     metrics = [name for name, bounds in settings.rules.items() if bounds is not None]

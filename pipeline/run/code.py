@@ -293,6 +293,7 @@ def _try_model(code_dir: Path, module: str, options: Sequence[str]) -> list[str]
     slow_work = f"model.target: do less at the top level of {module}: importing the module"
     result = _run_child(code_dir, *arguments, slow_work=slow_work)
     if result.returncode:
+        # the last lines of the traceback show where the error occurred in the user's module
         output = "\n".join(result.stderr.replace(f"{code_dir}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(
             "model.import_failed",
