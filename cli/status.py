@@ -286,7 +286,7 @@ def _render_lines(console: Console, width: int, *contents: Group | Text) -> list
             plain.print(content, no_wrap=True, overflow="ellipsis")
         else:
             plain.print(content)
-    return output.getvalue().split("\n")[:-1]
+    return output.getvalue().split("\n")[:-1]  # the last text is empty, because the output ends with a line break
 
 
 def _describe_progress(run: Run, history: LineHistory, width: int) -> Iterator[str]:

@@ -290,7 +290,8 @@ def flatten_numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 def tracker_run_id(run: Run) -> str:
     """Return 16 hex digits that identify this run in a tracker.
 
-    If this run is removed, and a new run is created in the same directory, the new run has other digits.
+    If this run is removed, and a new run is created in the same directory, the new run has other digits, because its
+    first event has another time.
     """
     first_event = next(iter(RunReader(run).read_events(0)), ({}, 0))[0]
     return sha256_line({"path": str(run.path), "made": first_event.get("time")})[:16]

@@ -503,4 +503,4 @@ def _read_sacctmgr(*arguments: str, columns: str) -> list[list[str]]:
         "sacctmgr", "-n", "-P", "show", *arguments, f"format={columns}", timeout_s=_LIMIT_QUERY_TIMEOUT_S
     )
     rows = [line.split("|") for line in (output or "").splitlines()]
-    return [row for row in rows if len(row) == columns.count(",") + 1]
+    return [row for row in rows if len(row) == columns.count(",") + 1]  # one cell for each column

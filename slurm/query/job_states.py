@@ -358,7 +358,10 @@ class _Query:
                 self.matches[job] += tasks.values()
 
     def query_sacct_by_key(self, jobs: Sequence[RecordedJob]) -> None:
-        """Call sacct for unconfirmed submissions, and assign rows of ended jobs whose scripts have the same keys."""
+        """Call sacct for unconfirmed submissions, and assign rows of ended jobs whose scripts have the same keys.
+
+        Jobs that have not ended according to accounting are ignored, as in :meth:`query_sacct`.
+        """
         since = datetime.fromtimestamp(min(job.submit_time for job in jobs) - SUBMIT_TIME_TOLERANCE_S)
         columns = "JobID,State,Reason,NodeList,Cluster,UID,Submit,JobName,SubmitLine"
         names = ",".join(sorted({job.name for job in jobs}))

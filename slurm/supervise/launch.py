@@ -676,7 +676,10 @@ class MpirunLauncher(ProgramLauncher):
 
     @staticmethod
     def find_first_failure(messages: str, exit_code: int) -> RankExit | None:
-        """Return the exit of the rank that failed first according to mpirun's messages; None if they name no rank."""
+        """Return the exit of the rank that failed first according to mpirun's messages; None if they name no rank.
+
+        `exit_code` is not used, because a message about a rank contains the signal or exit code of this rank.
+        """
         if killed := slurm_commands.MPIRUN_KILLED.search(messages):
             return RankExit(int(killed[1]), -int(killed[3]), killed[2])
         if exited := slurm_commands.MPIRUN_EXITED.search(messages):
