@@ -448,7 +448,8 @@ def draw_mesh(layout: Layout) -> str:
         lanes.setdefault(f"node {node}", []).append(box)
     keys = [(f"pipeline {rank}", rank % GREY) for rank in range(layout.pp)]
     x = Scale(-0.5, per_node - 0.5, "rank on its node", whole=True)
-    return draw_lanes(f"Layout: {layout.describe_sizes()}", x, [*lanes.items()], keys, min_width_rem=8 + 6 * per_node)
+    min_width_rem = 8 + 6 * per_node  # 6 rem for the label of each box, and 8 rem for the name of the node
+    return draw_lanes(f"Layout: {layout.describe_sizes()}", x, [*lanes.items()], keys, min_width_rem=min_width_rem)
 
 
 def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, results: Sequence[float]) -> str:
@@ -507,6 +508,7 @@ def draw_sweep_points(points: Sequence[Mapping[str, Any]], result_name: str, res
     # the best curve is drawn last, on top of the others
     lines_svg = "".join(plot.draw_curve(unit_scale, unit_scale, curve) for curve in reversed(curves))
     content = plot.stretch(lines_svg) + drawing
+    # the padding is the space for the names above the axes
     return format_figure("Values and results", content, keys, f"{FIGURE_STYLE};padding-top:44px")
 
 
