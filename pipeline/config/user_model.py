@@ -117,7 +117,7 @@ class UserModel:
                 not contain it yet, it becomes the first folder of the path.
 
         Raises:
-            UserError: if importing fails, or if Python finds another module of the same name.
+            UserError: if an import raises ImportError, or if Python finds another module of the same name.
         """
         if str(code_dir) not in sys.path:
             sys.path.insert(0, str(code_dir))

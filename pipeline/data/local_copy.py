@@ -196,7 +196,7 @@ def _lock_shared(folder: Path) -> int:
         with suppress(FileNotFoundError):  # Another process has just removed the folder.
             check_own_folder(folder)
             lock = open_lock_file(folder / "users")
-            try_flock(lock, fcntl.LOCK_SH)
+            try_flock(lock, fcntl.LOCK_SH)  # Without LOCK_NB, this waits until no other process removes the folder.
             # Another process may have removed or replaced the file before this process locked it.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), (folder / "users").stat()):

@@ -311,6 +311,7 @@ def read_manifest_file(path: Path, kind: type[T], remedy: str = RERUN_SHARD_HINT
         if isinstance(values, dict):
             values.pop("sha256", None)
         manifest = kind.model_validate(values)
+        # This is checked second, so that a manifest of another version is reported as such.
         if not is_intact:
             raise InputError(
                 "data.damaged_manifest", f"{path} is damaged: its content does not match its own hash: {remedy}"

@@ -447,7 +447,7 @@ def assign_to_ranks(lengths: Int64Array, ranks: int) -> Int64Array:
         if len(assigned[rank]) < samples_per_rank:
             heapq.heappush(loads, (load + int(lengths[position]), rank))
     balanced = np.array(assigned, dtype=np.int64)
-    contiguous = np.sort(order).reshape(ranks, samples_per_rank)
+    contiguous = np.sort(order).reshape(ranks, samples_per_rank)  # `order` is a permutation of 0 to G - 1.
     if lengths[balanced].sum(1).max() <= lengths[contiguous].sum(1).max():
         return balanced
     return np.take_along_axis(contiguous, np.argsort(-lengths[contiguous], axis=1, kind="stable"), axis=1)

@@ -563,7 +563,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
         axes = list(zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True))
         for index, size, placement in reversed(axes):
-            dim = getattr(placement, "dim", None)
+            dim = getattr(placement, "dim", None)  # None if the tensor is replicated along this mesh dimension
             if dim is not None:
                 length = -(-len(ranges[dim]) // size)  # rounded up
                 ranges[dim] = ranges[dim][index * length : (index + 1) * length]

@@ -432,7 +432,8 @@ class Run:
             )
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
-                file.unlink()  # create_points writes config.yaml again, from the new config
+                # create_points writes config.yaml again, from the new config, which replaces all earlier changes
+                file.unlink()
         self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, running_stages: Sequence[str]) -> None:
@@ -609,7 +610,7 @@ class Run:
             UserError: if the model does not compile, or cannot be imported or built.
         """
         config = self.config
-        model = resolve_user_model(self.config, _source_folders())
+        model = resolve_user_model(config, _source_folders())
         if model is not None:
             # the Python or container of the jobs may have packages that are missing here
             has_other_python = config.site.python is not None or config.site.container is not None
