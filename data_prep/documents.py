@@ -672,7 +672,7 @@ def _read_json_values(path: str, stream: BinaryIO) -> Iterator[ObjectRecord]:
     reader = _JsonReader(path, stream)
     value_number = 0
     is_array = reader.skip_spaces() == "["
-    reader.position += is_array
+    reader.position += is_array  # Move behind the "[".
     if is_array and reader.skip_spaces() == "]":  # The array is empty.
         reader.position += 1
         _check_end_of_file(reader)

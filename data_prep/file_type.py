@@ -154,7 +154,7 @@ class _MultiStreamReader(io.RawIOBase):
                 content = self._decompressor.decompress(self._compressed, len(buffer))
             except (lzma.LZMAError, ValueError) as error:
                 raise OSError(str(error)) from error
-            self._compressed = b""
+            self._compressed = b""  # The decompressor keeps the input that it has not used yet.
         buffer[: len(content)] = content
         return len(content)
 

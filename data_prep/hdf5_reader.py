@@ -176,6 +176,7 @@ def _answer_request(request: Any) -> Iterable[AnswerPart]:
     try:
         import h5py
 
+        # `Exception`, because h5py raises many kinds of exceptions for a damaged file.
         with translate_read_errors(path, Exception), h5py.File(path, "r", locking=False) as file:
             if "name" in request:
                 yield from _read_blocks(file[request["name"]], request["rows"])

@@ -133,6 +133,7 @@ class MixtureFolder(DataFolder[Any, UnitManifest]):
         for name, folder in self.sources.items():
             folder.stripe_options = self.stripe_options
             source_units = [unit for unit, (owner, _) in zip(units, self._source_units, strict=True) if owner is folder]
+            # This does not check for a training sample, because `sequence_length` is only set for the mixture.
             folder.combine_units(source_units, _prefix_log(log, name))
             manifest = load_manifest(folder.path)
             manifests.append(manifest)

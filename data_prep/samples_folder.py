@@ -97,6 +97,7 @@ class SamplesFolder(DataFolder[SampleManifest, SampleManifest]):
         The check runs in a child process, and covers at most `MAX_FILES_CHECKED` files.
         """
         files = super().check_inputs()
+        # A file is the first argument, because the message names this argument if the check takes too long.
         first_file, *others = files[:MAX_FILES_CHECKED]
         call_in_child_process(
             "data_prep.samples_folder",
@@ -198,6 +199,7 @@ def _describe_file(source: Input, model: UserModel) -> SampleFile:
                 "data.wrong_type",
                 f"{path}: {name} is {dataset.dtype}; supported types are, little-endian: {', '.join(_SUPPORTED_TYPES)}",
             )
+        # A virtual dataset stores no data itself, so its size is not checked.
         max_bytes = max(_MIN_DAMAGED_BYTES, MAX_COMPRESSION_RATIO * dataset.stored_bytes)
         if not dataset.is_virtual and dataset.nbytes > max_bytes:
             raise UserError(

@@ -135,6 +135,7 @@ class ShardWriter:
         """Write the collected tokens to a shard, and empty the temporary files."""
         name = f"{SHARDS_DIR}/{self._prefix}-{len(self._entries):02d}.h5"
         if self._window is not None:
+            # Complete the window, and append the target of its last token.
             self._append_padding(-self._token_count % self._window + 1)
         documents = np.array([*self._document_starts, self._token_count], dtype="<i8")
         path = self._data_dir / name
@@ -151,7 +152,7 @@ class ShardWriter:
         )
         self._entries.append(entry)
         for file, _ in self._buffers.values():
-            file.truncate(file.seek(0))
+            file.truncate(file.seek(0))  # `seek` returns the new position, 0.
         self._token_count = 0
         self._document_starts = array("q")
         self._text_bytes = 0

@@ -158,7 +158,7 @@ def _describe_file(file: TokenFile) -> str:
 
 def _describe_content(file: TokenFile, encoder: Encoder | None) -> str:
     """Read a whole token file and return a description of its tokens, with its SHA-256."""
-    eos_id = encoder.eos_id if encoder else -1
+    eos_id = encoder.eos_id if encoder else -1  # No token has the id -1.
     vocab_size = encoder.vocab_size if encoder else _MAX_VOCAB_SIZE
     statistics = scan_tokens(file, eos_id, vocab_size)
     ends = ""

@@ -136,7 +136,10 @@ class TokensFolder(TextFolder):
         log(f"prepare: {summary}")
 
     def _starts_with_bos(self, file: TokenFile, encoder: Encoder) -> bool:
-        """Return True if the file's first document starts with the tokens that the tokenizer adds before a text."""
+        """Return True if the file's first document starts with the tokens that the tokenizer adds before a text.
+
+        If the tokenizer adds no tokens there, also return True.
+        """
         assert file.tokens is not None
         count = len(encoder.bos_ids)
         first_tokens = file.read_tokens(0, min(count + 1, file.tokens)).tolist()
@@ -146,11 +149,12 @@ class TokensFolder(TextFolder):
         return tuple(first_tokens[:count]) == encoder.bos_ids
 
     def _choose_bos_ids(self, encoder: Encoder, bos_results: Set[bool], log: Log) -> tuple[int, ...]:
-        """Return the special tokens to put before prompts, and log a warning if some files do not start with them.
+        """Return the special tokens to put before prompts.
 
         If `data.add_special_tokens` is true, these are the tokens that the tokenizer adds before a text. If it is auto,
-        this is only the case if all files start with these tokens; otherwise there are none. `bos_results` contains the
-        results of `_starts_with_bos` for all files.
+        they are the same tokens if all files start with them, otherwise none. A warning is logged if some files do not
+        start with them; with auto, only if other files do. `bos_results` contains the results of `_starts_with_bos` for
+        all files.
         """
         setting = self.data.add_special_tokens
         if encoder.bos_ids and (False in bos_results if setting is True else len(bos_results) > 1):

@@ -125,6 +125,7 @@ def time_machine(config: Config, layout: Layout, world: World, work: Workload) -
     random_tensor = partial(torch.randn, dtype=dtype, device=device)
     q_BHTD, k_BHTD, v_BHTD = random_tensor(3, work.micro_batch, work.heads // work.tensor, work.sequence, work.head)
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    # As in a linear layer, the second matrix is stored transposed.
     products = [
         (m, n, k, median_time_s(device, partial(torch.matmul, random_tensor(m, k), random_tensor(n, k).T)))
         for m, n, k in matrix_shapes(work)

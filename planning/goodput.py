@@ -580,6 +580,7 @@ def print_goodput(
         config = parse_config(apply_overrides(dump_values(run.config), overrides), COMMAND_LINE)
         steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines().rows
         attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
+        # Without `overrides`, because the run was measured without them.
         ranks_per_node = run.config.stages.train.tasks_per_node
         measured = measure_goodput_figures(run.read_events("train"), steps, attempts, ranks_per_node)
     else:
@@ -676,6 +677,7 @@ def describe_expected_goodput(
     figures = collect_goodput_figures(config, measured, assumptions)
     job = job_conditions(figures, assumptions, max(_count_nodes(attempt, ranks_per_node) for attempt in attempts))
     interval_s = config.checkpoint.every_steps * figures["step_s"].value
+    # `effective_ratio` counts one restart per failure or preemption, but a run also starts once if nothing fails.
     expected_s = productive_s / max(_MIN_RATIO, effective_ratio(job, interval_s)) + job.restart_s
     rate, source = figures["failures"]
     count = sum(attempt.cause not in _NON_FAILURE_CAUSES for attempt in attempts)

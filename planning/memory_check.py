@@ -115,11 +115,11 @@ def local_memory_limit() -> tuple[int, str]:
 
 def _list_limit_files() -> Iterator[Path]:
     """Yield the files that may limit this process's memory: those of its control group and of all groups above it."""
-    groups = {CGROUPS, CGROUPS / "memory"}
+    groups = {CGROUPS, CGROUPS / "memory"}  # The root group of version 2, and that of version 1 for memory.
     with suppress(OSError):
         for line in PROCESS_CGROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
+            if controllers in ("", "memory"):  # The line of version 2 has no controllers.
                 root = CGROUPS / controllers
                 process_group = Path(path.lstrip("/"))
                 groups |= {root / group for group in (process_group, *process_group.parents)}

@@ -71,7 +71,7 @@ def vocab_size(config: Config) -> int:
 
 
 def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
-    """Yield the lines of the plan.
+    """Yield the lines of the plan. Memory, communication and speed are left out for a custom model.
 
     Args:
         config: The config.
@@ -119,7 +119,7 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
 
 
 def _describe_mesh(layout: Layout) -> Iterator[str]:
-    """Yield a table of ranks with their node, coordinates and blocks."""
+    """Yield a table of ranks with their node, coordinates and blocks. A long table lacks the ranks in the middle."""
     yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   blocks of each stage"
     for rank in range(layout.world_size):
         if _RANKS_SHOWN_PER_END <= rank < layout.world_size - _RANKS_SHOWN_PER_END:

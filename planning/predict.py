@@ -33,7 +33,7 @@ class CommGroup:
 
     @classmethod
     def with_stride(cls, ranks: int, stride: int, machine: Machine) -> CommGroup:
-        """Return the group of `ranks` ranks whose numbers are `stride` apart."""
+        """Return the group of `ranks` ranks whose numbers are `stride` apart. Ranks are numbered node by node."""
         return cls(ranks, max(1, min(ranks, machine.gpus_per_node // stride)))
 
     @property
@@ -70,7 +70,10 @@ def all_reduce_time(size: float, group: CommGroup, machine: Machine, share: floa
 
 
 def send_time(size: float, neighbours: CommGroup, machine: Machine, share: float = 1.0) -> float:
-    """Return the seconds of a message to the next rank of the group `neighbours`; 0 if the group has one rank."""
+    """Return the seconds of a message to the next rank of the group `neighbours`; 0 if the group has one rank.
+
+    If ranks of the group share a node, the message is assumed to stay in the node.
+    """
     link = machine.between if neighbours.ranks_per_node == 1 else machine.inside
     return (link.latency + size / (link.bandwidth * share)) * (neighbours.ranks > 1)
 
@@ -262,6 +265,7 @@ class RankModel:
         work = self.work
         columns = work.vocab / work.tensor
         hidden = float(work.hidden)
+        # The output layer is computed in 16 bits, even if the blocks use fp8 or fp4.
         precision = work.precision if work.precision == "fp32" else "bf16"
         # A fused loss reads and writes about 10 bytes per logit.
         loss = self.memory_time(self.tokens * columns * (10 if work.fused else 10 * self.constants.eager))
@@ -309,6 +313,7 @@ class RankModel:
         stages = [values[start:end] for start, end in pairwise((0, *accumulate(work.stages)))]
         sums = []
         for rank in range(work.pipeline):
+            # Stage s is on rank s mod `pipeline`. For V-shaped schedules, this is only an approximation.
             blocks = [value for stage in stages[rank :: work.pipeline] for value in stage]
             sums.append(work.layers / work.pipeline * (sum(blocks) / max(1, len(blocks))))
         return sums
@@ -504,6 +509,7 @@ def predict_step(
     backward_blocks = max(rank.sum_by_pipeline_rank([layer >= first_trained for layer in range(work.layers)]))
     backward_blocks *= 2 if work.recompute == "full" else 1
     block_passes = micro_batches * (work.layers / work.pipeline + backward_blocks)
+    # One message in the forward pass and, if a block has a backward pass, one there.
     messages = micro_batches * (1 + (first_trained < work.layers)) * message_time
     # `busy` contains all communication of `data_exposed` except `data`, which follows after the last backward pass.
     return StepPrediction(
@@ -573,7 +579,8 @@ def _data_parallel_time(rank: RankModel) -> tuple[float, float]:
     gathers = work.micro_batches
     reduces = int(tables[0])
     if machine.cores:
-        # On CPUs nothing overlaps, so all gathers of the embedding and the output layer count.
+        # On CPUs nothing overlaps, so all gathers of the embedding and the output layer count. If the embedding has a
+        # backward pass, it is gathered again for this pass (`count_shard` in pipeline/parallel/traffic.py).
         gathers *= len(tables) + (work.trained_from == 0)
         reduces = work.micro_batches * sum(tables)
     not_overlapping = gathers * rank.fsdp_time(table * work.low_bytes) * work.gathers_blocks

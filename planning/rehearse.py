@@ -101,7 +101,10 @@ class TensorAccount(TorchDispatchMode):
         return sizes
 
     def set_kind(self, kind: str, tensor: Any) -> None:
-        """Set the kind of memory of a tensor. Objects that are not tensors are ignored."""
+        """Set the kind of memory of a tensor, also in the peak that was recorded before.
+
+        Objects that are not tensors are ignored.
+        """
         if isinstance(tensor, Tensor):
             storage = self._live.get(local_tensor(tensor).untyped_storage()._cdata)
             if storage is not None:
@@ -305,7 +308,7 @@ def _replace_functions_for_rehearsal(account: _FakeAccount, config: Config, layo
 def _replace_function(owner: Any, function: Any, replacement: Any) -> Iterator[None]:
     """Replace a function of a module or class by another one inside the `with` block."""
     name = function.__name__
-    original = vars(owner)[name]
+    original = vars(owner)[name]  # Unlike `getattr`, this does not unwrap static and class methods.
     setattr(owner, name, replacement)
     try:
         yield
@@ -327,6 +330,7 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
         raise UserError("plan.torch_too_old", message) from error
     shards = layout.tp if layout.sequence_parallel else 1
     shape = hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length, shards)
+    # The residual stream has the type of the embedding's weights. Without FSDP, the weights of a rehearsal are fp32.
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
     trained_from = find_trained_parameters(config).first_block
 

@@ -162,8 +162,9 @@ def search_layouts(
 ) -> tuple[list[str], LayoutChoice]:
     """Return the lines of `plan --best`, and the layout with the most tokens per second on all GPUs.
 
-    For one number of nodes, list the `MAX_SHOWN` fastest layouts that fit. Of the layouts that are as fast but do not
-    fit, list those that need least memory. For several numbers of nodes, list the fastest layout for each number.
+    For one number of nodes, list the `MAX_SHOWN` fastest layouts that fit. Of the layouts that do not fit but are at
+    least as fast as one of these, list those that need least memory. For several numbers of nodes, list the fastest
+    layout that fits for each number.
 
     Args:
         config: The config.
@@ -173,7 +174,7 @@ def search_layouts(
         configured: The config's own layout, which is always listed and marked; None if it is invalid.
 
     Raises:
-        UserError: No layout fits.
+        UserError: No layout fits on any of the numbers of nodes.
     """
     limit = (config.site.gpu_memory_gib or machine.memory_gib) * 2**30
     lines: list[str] = []
@@ -266,7 +267,7 @@ def write_choice(choice: LayoutChoice, path: Path, overrides: Sequence[str]) -> 
     try:
         with target.open("x") as file:
             file.write(f"# Chosen by `plan {path.name} --best`: {choice.work.describe_layout()}\n")
-            file.write(dump_yaml(json.loads(json.dumps(values))))
+            file.write(dump_yaml(json.loads(json.dumps(values))))  # `dump_yaml` needs plain values.
     except FileExistsError:
         raise UserError(
             "plan.file_exists", make_printable(f"{target} exists: move it, and run the command again")

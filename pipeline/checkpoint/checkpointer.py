@@ -140,6 +140,7 @@ class Checkpointer:
                     staged.set_exception(error)
 
         if self.background:
+            # Without `daemon`, the process does not exit before the save has ended.
             self._writer = device_thread(stage_and_write, f"checkpoint-{step}", daemon=False)
             self._writer.start()
         else:

@@ -57,8 +57,8 @@ class ModelTokens:
         """Return the content of a file of the source model, with the EOS tokens of the trained model.
 
         If the training data used another chat template than the source model, the key `chat_template` is removed,
-        because the export has a file chat_template.jinja. Other values do not change. If nothing has to change, or if
-        `text` is not a JSON object, `text` is returned.
+        because the export has a file chat_template.jinja. Other values do not change. special_tokens_map.json does not
+        change if it has no EOS token. If nothing has to change, or if `text` is not a JSON object, `text` is returned.
 
         Args:
             name: the name of the file, such as generation_config.json.

@@ -275,6 +275,7 @@ def assign_gpus(ranks: Sequence[VisibleGpus], exclusive: bool) -> list[int | Non
     """
     ranks_by_gpu: dict[tuple[str, str], list[int]] = {}
     gpu_numbers: list[int | None] = [None] * len(ranks)
+    # Ranks that see fewer GPUs have fewer alternatives, so they choose first.
     for rank in sorted(range(len(ranks)), key=lambda rank: (len(ranks[rank].gpus), ranks[rank].local_rank)):
         host, _, gpus = ranks[rank]
         if gpus:

@@ -553,6 +553,7 @@ class TaskFile:
                     is_complete[index] = True
                     continue
                 ids.append(token)
+                # White space before the answer is removed, so a line end there does not complete the answer.
                 answers[index] = self.tokenizer.decode(ids[prompt_lengths[index] :]).lstrip()
                 is_complete[index] = "\n" in answers[index]
         return answers

@@ -79,6 +79,7 @@ def format_result(result: Mapping[str, Any]) -> str:
     extra_text = "".join(f", {name} {value:.4f}" for name, value in get_extra_metrics(result).items())
     if "bits_per_byte" not in result:
         return text + extra_text
+    # NaN avoids a division by zero, if the text has only one kind of token.
     ratio = result["bits_per_byte"] / (result["unigram_bits_per_byte"] or float("nan"))
     return (
         f"{text}, perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.3f} bits per byte, "

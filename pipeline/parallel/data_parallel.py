@@ -108,6 +108,7 @@ def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib
         # the next forward pass.
         model.set_is_last_backward(is_last or not layout.reduce_each_micro_batch)
         model.set_requires_gradient_sync(is_last or layout.reduce_each_micro_batch)
+        # Replicas all-reduce once per step, even if each micro-batch reduce-scatters its gradients.
         model.set_requires_all_reduce(is_last)
         if layout.zero < 3:
             model.set_reshard_after_backward(is_last)

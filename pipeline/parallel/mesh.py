@@ -368,7 +368,8 @@ def check_tensor_group_on_one_node(rank_info: RankInfo, tp: int) -> None:
 def check_layout(config: Config, check_sizes: bool = True) -> None:
     """Raise LayoutError if the layout that a config describes cannot work. The message names the config keys.
 
-    Also raise LayoutError if a stage has more ranks per node than GPUs per node, although its backend may be NCCL.
+    Also raise LayoutError if a stage has more ranks per node than GPUs per node, although its backend may be NCCL. A
+    stage that requests no GPUs is not checked.
 
     Args:
         config: a config with valid sections.

@@ -115,6 +115,7 @@ def _check_file_system(run: Run, host: str) -> None:
             "storage.full",
             f"only {free_bytes >> 20} MiB are free in {run.path}: a checkpoint would not fit. Free some space",
         )
+    # `f_files` is 0 if the file system does not count inodes.
     if status.f_files and status.f_favail < MIN_FREE_INODES:
         raise StorageError(
             "storage.no_inodes", f"only {status.f_favail} inodes are free in {run.path}: remove some files"

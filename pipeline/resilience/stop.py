@@ -90,7 +90,10 @@ class Deadline(Callback):
         return min(self._end_time, grace_period_end) - time.monotonic()
 
     def save_duration_s(self) -> float:
-        """Return the expected seconds until a save that is requested now would be finished."""
+        """Return the expected seconds until a save that is requested now would be finished.
+
+        A save in progress must finish first, so the time of two saves is returned in this case.
+        """
         return 2 * self.expected_save_s if self.is_saving else self.expected_save_s
 
     def record_step(self, seconds: float) -> None:

@@ -168,4 +168,5 @@ class StragglerDetector(Callback):
         if time.monotonic() >= self._next_host_file_time:
             self._next_host_file_time = time.monotonic() + HOST_FILE_INTERVAL_S
             ratios = {host: host_s / median_s for host, (host_s, median_s) in self._sums.items() if median_s > 0}
+            # `stage_dir` creates the folder if it is missing.
             write_json(self.run.stage_dir("train") / get_compute_times_file(self.run.jobs_dir).name, ratios)

@@ -188,7 +188,7 @@ class MetricsWriter(Callback):
     def __init__(self, run: Run, task: Task) -> None:
         self.run = run
         self.task = task
-        self._metrics = MetricsFile(None)
+        self._metrics = MetricsFile(None)  # This object writes nothing. `on_start` replaces it on rank 0.
 
     def on_start(self, trainer: TrainerContext) -> None:
         """Open metrics.jsonl on rank 0. Until now, a restore or an evaluation could replace the file."""

@@ -642,6 +642,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float]:
         """Return the state that a checkpoint saves."""
+        # The name `good` is part of the format of checkpoints.
         return {"scale": self.scale, "good": self._finite_step_count}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -466,6 +466,7 @@ class Trainer:
         Args:
             step: the step that has just ended. The watchdog reports this step if the save hangs.
         """
+        # `self.enter_phase` would call this phase `start` if `step` is the first step of this attempt.
         self.watchdog.enter_phase(step, "save")
         self.checkpointer.close()
 
