@@ -125,7 +125,9 @@ def _describe_training(run: Run, step_lines: Sequence[Mapping[str, Any]]) -> lis
     if step_lines:
         seconds = sum(line["step_time_s"] for line in step_lines)
         ranks = run.config.stages.train.ranks
-        entries.append(f"{len(step_lines):,} steps, last loss {step_lines[-1]['loss']:.4f}")
+        losses = [line["loss"] for line in step_lines if line["loss"] is not None]  # null if the loss is not finite
+        last_loss = f", last loss {losses[-1]:.4f}" if losses else ""
+        entries.append(f"{len(step_lines):,} steps{last_loss}")
         entries.append(f"{seconds / 3600:.3g} hours of steps, each step counted once; {ranks} ranks by the config")
     energy_kwh = sum_gpu_energy_kwh(run.path, [(0.0, inf)])
     description = "energy: not measured"

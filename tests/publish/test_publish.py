@@ -130,6 +130,21 @@ def test_markdown_in_a_file_name_is_rendered_as_plain_text(name: str) -> None:
     assert renderer.render(f"- {escape_markdown(f'x {name}: 3')}\n") == expected
 
 
+def test_the_card_of_a_run_has_the_last_finite_loss(configure_publish: Any, tmp_path: Path) -> None:
+    """If the loss of a skipped step is not finite, metrics.jsonl has null."""
+    run = configure_publish()
+    line = json.loads(run.metrics_file.read_text().splitlines()[0])
+    lines = [line | {"loss": 2.25}, line | {"step": 2, "loss": None, "skipped": "loss"}]
+    result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
+    run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_card(run, tmp_path, 3, result, [])
+    assert "2 steps, last loss 2.2500" in (tmp_path / "README.md").read_text()
+    run.metrics_file.write_text(json.dumps(lines[1]) + "\n")
+    write_card(run, tmp_path, 3, result, [])
+    card = (tmp_path / "README.md").read_text()
+    assert "1 steps" in card and "last loss" not in card
+
+
 def test_standard_errors_and_counts_are_not_listed_as_metrics_of_a_card(configure_publish: Any, tmp_path: Path) -> None:
     run = configure_publish()
     result = json.loads((run.evaluation_dir / "step-00000003.json").read_text())
