@@ -261,6 +261,7 @@ class DataFolder(ABC, Generic[Prepared, Unit]):
             return total, total, None
         if has_manifest and not lines_by_unit:  # All units were built once, but some files are missing now.
             return sum(self.load_unit(number) is not None for number in range(total)), total, None
+        # A unit that a task found already built has 0 seconds.
         recent_lines = [line for line in lines_by_unit.values() if line["seconds"]][-_PACE_UNITS:]
         if not recent_lines:
             return len(lines_by_unit), total, None

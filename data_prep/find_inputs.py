@@ -187,6 +187,7 @@ Selection = tuple[dict[str, str], dict[str, str]]
 
 def _select_in_folder(folder: str, recognizer: _DocumentFiles | None, endings: Mapping[str, str]) -> Selection:
     """Select the files of a folder. If at least one file is accepted, the other files are ignored, not refused."""
+    # `or ""` only satisfies the type checker, because each listed file has a format.
     if recognizer is None:  # The inputs are not documents, so only the names decide.
         return {path: _find_format(path, endings) or "" for path in _make_absolute(list_files(folder, endings))}, {}
     if recognizer.data.format is not None:  # Take the files with an ending of this format, or else all files.

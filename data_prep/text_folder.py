@@ -194,7 +194,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         return str(self.data.chat_template or "")
 
     def check_inputs(self) -> list[str]:
-        """Check the filter, the tokenizer and the inputs, and return the files that the config names.
+        """Check the filter, the tokenizer, the chat template and the inputs. Return the files that the config names.
 
         The tokenizer is loaded in a child process, so that this process does not import the package tokenizers.
         """

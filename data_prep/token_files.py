@@ -737,7 +737,8 @@ def _inspect_raw(path: str) -> TokenFile:
             "data.damaged_file", f"{path} has {size} bytes, an odd number: it is cut short, or is not uint16 tokens"
         )
     values = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
-    # `low` and `high` are the even and odd elements, which would be the low and high halves of ids of 4 bytes.
+    # `low` and `high` are the even and odd elements, which would be the low and high halves of ids of 4 bytes. `high`
+    # is below 16 for ids below 2^20.
     low, high = values[: len(values) // 2 * 2].reshape(-1, 2).T
     if len(high) >= 32 and np.mean(high < 16) >= 0.99 and low.mean() > 8 * high.mean():
         raise UserError(

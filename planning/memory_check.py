@@ -85,6 +85,7 @@ def estimate_host_memory(
         if config.parallel.offload or not on_gpu:
             start += state + memory.gradients
         starts.append(start)
+        # A save copies weights and optimizer state.
         peaks.append(start + state + (0 if on_gpu else memory.gathered + memory.activations))
     per_node = layout.world_size if one_machine else layout.ranks_per_node
     fullest = (0, 0)

@@ -199,9 +199,9 @@ class RankModel:
         work = self.work
         figures = self.machine.attention
         rate = (figures.native if work.native else figures.portable) * self.constants.attention
-        # The machine's figures are for heads of size 128. With smaller heads, exponentials cost relatively more. In
-        # short sequences, tiles on the diagonal of the scores have a larger share, and half of each such tile is
-        # masked.
+        # The machine's figures are for heads of size 128, for which the first factor is 1. With smaller heads,
+        # exponentials cost relatively more. In short sequences, tiles on the diagonal of the scores have a larger
+        # share, and half of each such tile is masked.
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)
         score_bytes = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
         # The two products take 4 FLOPs per score and channel. The causal mask leaves half of them.

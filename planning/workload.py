@@ -164,10 +164,10 @@ class Workload:
         # Number of tokens that one expert processes. Without experts, the MLP processes all tokens.
         rows = tokens * self.active * self.expert / self.experts if self.experts else tokens
         return [
-            (tokens, query + 2 * key_value, self.hidden, 1),
-            (tokens, self.hidden, query, 1),
-            (rows, ffn * (self.matrices - 1), self.hidden, local_experts),
-            (rows, self.hidden, ffn, local_experts),
+            (tokens, query + 2 * key_value, self.hidden, 1),  # query, key, value
+            (tokens, self.hidden, query, 1),  # attention output
+            (rows, ffn * (self.matrices - 1), self.hidden, local_experts),  # MLP in
+            (rows, self.hidden, ffn, local_experts),  # MLP out
         ]
 
     @property
