@@ -197,6 +197,10 @@ _MEMORY_SECTIONS = ("model", "parallel", "data", "train", "stages", "site")
 """Sections of the config whose keys affect memory, so that the points of a sweep may need different amounts."""
 
 
+_MAX_ESTIMATED_LAYERS = 100_000
+"""Models of more layers do not fit any machine. Memory is not estimated, because an estimate lists all parameters."""
+
+
 def check_memory(config: Config, executor: Executor, machine: str | None = None) -> list[MemoryVerdict]:
     """Return the verdicts on a config.
 
@@ -218,10 +222,13 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
     for point in make_point_configs(config) if differs_by_point else [config]:
         layout = resolve_layout(point)
         vocab = point.model.vocab_size or point.data.tokenizer.vocab_size
-        verdicts = [
-            *_check_gpu_memory(point, layout, vocab, machine),
-            *_check_host_memory(point, layout, vocab, executor),
-        ]
+        if point.model.target is None and point.model.layers > _MAX_ESTIMATED_LAYERS:
+            verdicts = [MemoryVerdict("host", False, f"does not fit: model.layers is {point.model.layers:,}")]
+        else:
+            verdicts = [
+                *_check_gpu_memory(point, layout, vocab, machine),
+                *_check_host_memory(point, layout, vocab, executor),
+            ]
         if not all(verdict.fits for verdict in verdicts):
             if not differs_by_point:
                 return verdicts

@@ -77,7 +77,7 @@ class ModelConfig(Section):
     """Options of the custom model: any keys and values, passed to its functions unchanged."""
     dim: PositiveInt = 256
     """Width of the residual stream (`hidden_size`)."""
-    layers: PositiveInt = Field(default=4, le=10_000)
+    layers: PositiveInt = 4
     """Number of decoder blocks (`num_hidden_layers`)."""
     heads: PositiveInt = 8
     """Number of query heads (`num_attention_heads`)."""

@@ -186,6 +186,12 @@ def test_a_gpu_type_with_several_memory_sizes_gets_a_verdict_for_each_size(run_c
     assert re.search(r"does not fit: .*a100: 40 GiB.*; fits: .*a100: 80 GiB", line), line
 
 
+@pytest.mark.timeout(60)
+def test_a_model_with_too_many_layers_to_list_does_not_fit(run_cli: Callable[..., str]) -> None:
+    output = run_cli("tiny.yaml", "--dry-run", f"model.layers={2**63}")
+    assert f"problem   host memory: does not fit: model.layers is {2**63:,}" in output, output
+
+
 def test_an_unknown_machine_is_a_problem_in_a_config_and_an_error_as_option(run_cli: Callable[..., str]) -> None:
     assert "problem   GPU memory: site.machine: h101" in run_cli("tiny.yaml", "--dry-run", "site.machine=h101")
     with pytest.raises(UserError) as error:
