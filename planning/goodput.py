@@ -667,7 +667,7 @@ def describe_expected_goodput(
     """
     ranks_per_node = config.stages.train.tasks_per_node
     measured = measure_goodput_figures(events, steps, attempts, ranks_per_node)
-    # The expectation uses the assumed failure rate. The measured rate is only shown beside it.
+    # The expectation uses the assumed failure rate. The measured rate is only printed.
     measured_failures = measured.pop("failures", None)
     productive_s = sum(sum_categories(attempts)[category] for category in PRODUCTIVE_CATEGORIES)
     node_days = sum(_node_days(attempt, ranks_per_node) for attempt in attempts)

@@ -87,7 +87,7 @@ def copy_code(run_dir: Path, model: UserModel | None, excluded_dir: str, umask: 
 
     The copy includes the top-level package of a custom model. If the model's module is a single file, the copy also
     includes the files and packages in the same directory that this file imports. If copying or compiling fails, the
-    older copy stays. If a sweep point has a copy of its own, a link to the new copy replaces it.
+    older copy stays. If a sweep point has a separate copy, a link to the new copy replaces it.
 
     Args:
         run_dir: the run directory.

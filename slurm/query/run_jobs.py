@@ -107,7 +107,7 @@ def list_submissions(
     for number, event in enumerate(run.read_events(None, SubmissionEvent) if events is None else events):
         if event.executor != "slurm":
             continue
-        key = event.key or number  # without a key, each event counts as a submission of its own
+        key = event.key or number  # without a key, each event counts as a separate submission
         if isinstance(event, NotSubmitted):
             newest.pop(key, None)
         elif isinstance(event, Submitted) or (isinstance(event, Submitting) and key not in newest):
