@@ -80,7 +80,7 @@ def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": path, "CHAOS": str(folder / "chaos")}
     environment |= cluster.environment() if cluster else {}
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     if result.returncode:
         raise RuntimeError(f"{' '.join(arguments)}: {result.stdout}{result.stderr}")
     return result.stdout

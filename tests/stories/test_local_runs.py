@@ -345,17 +345,21 @@ def test_sigterm_to_submit_stops_the_stage_and_all_its_followers(tmp_path: Path,
 
 @pytest.mark.story
 def test_a_submit_during_the_last_save_continues_the_run(tmp_path: Path, finished_folder: Path) -> None:
-    """After SIGTERM, the stage saves for three seconds. Meanwhile, a user runs submit.py again."""
+    """After SIGTERM, the save waits until a user has run submit.py again."""
     run = create_slow_run(tmp_path, finished_folder)
-    slow_save = "        if skip_reason is None:\n            time.sleep(3)\n            self.save(step)\n"
-    quick_save = slow_save.replace("            time.sleep(3)\n", "")
-    replace_in_file(run / "code/pipeline/train/trainer.py", quick_save, slow_save)
+    save = "        if skip_reason is None:\n            self.save(step)\n"
+    wait = f"            while not os.path.exists({str(tmp_path / 'may-save')!r}):\n                time.sleep(0.1)\n"
+    replace_in_file(run / "code/pipeline/train/trainer.py", save, save.replace("None:\n", f"None:\n{wait}"))
     process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for_steps(run, 5)
     process.terminate()
     wait_for("the stop", lambda: bool(read_event_lines(Run.open(run), "train", "stopping")))
-    result = run_submit(tmp_path, "tiny.yaml")
-    assert result.returncode == 0 and "following it" in result.stdout, result.stdout + result.stderr
+    second_output = tmp_path / "second"
+    with open(second_output, "w+") as output_file:
+        second_process = subprocess.Popen([*SUBMIT, "tiny.yaml"], cwd=tmp_path, stdout=output_file)
+        wait_for("the second submit.py", lambda: "following it" in second_output.read_text())
+        (tmp_path / "may-save").touch()
+        assert second_process.wait(240) == 0, second_output.read_text()
     assert process.wait(240) == ExitCode.STOPPED
     assert count_starts(run) == 2
     assert compute_run_digest(Run(run)) == read_finished_digest(finished_folder)

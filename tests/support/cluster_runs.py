@@ -25,7 +25,7 @@ def run_submit(cluster: Cluster | None, folder: Path, *arguments: str) -> subpro
     """Run submit.py in `folder`. If `cluster` is given, submit.py finds the Slurm commands of this cluster."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
     environment = {**os.environ, **(cluster.environment() if cluster else {}), "COLUMNS": "200"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def wait_for(description: str, condition: Callable[[], Any], timeout: float = 300) -> None:
