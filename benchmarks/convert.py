@@ -50,7 +50,8 @@ def make_source(folder: Path, layers: int) -> None:
 
     config = {**MODEL_CONFIG, "num_hidden_layers": layers}
     with torch.device("meta"):
-        model = Decoder(ModelConfig(**parse_model_config(config)), 128256, 64)
+        section = {key: value for key, value in parse_model_config(config).items() if key in ModelConfig.model_fields}
+        model = Decoder(ModelConfig(**section), 128256, 64)
     weights_by_file: dict[str, dict[str, Any]] = {}
     for name, weight in model.named_weights():
         number = int(name.split(".")[2]) // 4 + 1 if ".layers." in name else 0

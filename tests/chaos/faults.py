@@ -156,11 +156,12 @@ def reach_the_time_limit(context: FaultContext) -> str:
     """Reduce the time limit of the job so that the job reaches it within two minutes."""
     job_info = context.cluster.output(["scontrol", "show", "job", context.job_id])
     hours, run_minutes, seconds = job_info.split("RunTime=")[1].split()[0].split(":")[-3:]
-    # the next full minute of the run time that is at least 20 s later
-    minutes = int(hours.split("-")[-1]) * 60 + int(run_minutes) + 1 + (int(seconds) > 40)
-    context.set_step_delay(1.5)  # The run must not end before Slurm checks the limit, which it does twice a minute.
+    # The next full minute of the run time that is at least 40 s later. Slurm checks limits every 30 s. With less time,
+    # it might end the job without the signal that announces the limit.
+    minutes = int(hours.split("-")[-1]) * 60 + int(run_minutes) + 1 + (int(seconds) > 20)
+    context.set_step_delay(3.0)  # The run must not end before the limit.
     context.cluster.output(["scontrol", "update", f"JobId={context.job_id}", f"TimeLimit={minutes}"])
-    context.wait_until("the attempt ends", lambda: not context.is_running(), 120)
+    context.wait_until("the attempt ends", lambda: not context.is_running(), 180)
     # One hour is enough for the next attempt.
     context.cluster.output(["scontrol", "update", f"JobId={context.job_id}", "TimeLimit=60"])
     return "time_limit"

@@ -189,13 +189,13 @@ def make_random_case(generator: random.Random) -> tuple[Config, int] | None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_planned_peak_and_traffic_of_random_layouts_match_a_rehearsal(seed: int) -> None:
-    """The tolerance is larger than for the layouts of models in use.
+    """The tolerance is much larger than for the layouts of models in use.
 
     In some random layouts, the embedding is as large as all activations of a step, so errors in its temporary tensors
-    are a larger part of the peak.
+    are a larger part of the peak. The traffic must be equal in all layouts.
     """
     generator = random.Random(seed)
     cases = [case for case in (make_random_case(generator) for _ in range(30)) if case is not None]
-    differences = list_differences(cases, low=-0.09, high=0.17)
+    differences = list_differences(cases, low=-0.2, high=0.21)
     assert len(cases) > 10
     assert not differences, "\n".join(differences)

@@ -124,7 +124,7 @@ def run_in_shell(checkout: Path, command: str, **variables: str) -> subprocess.C
     env = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "SLURM_CONF")}
     path = [folder for folder in env["PATH"].split(":") if Path(folder) != Path(sys.executable).parent]
     env |= {"PATH": ":".join([str(checkout.parent / "bin"), *path]), "COLUMNS": "120", **variables}
-    return subprocess.run(["bash", "-c", command], cwd=checkout, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(["bash", "-c", command], cwd=checkout, env=env, capture_output=True, text=True, timeout=1800)
 
 
 def run_document(checkout: Path, document: str, **variables: str) -> int:
@@ -186,6 +186,7 @@ def test_the_guide_to_the_cluster_works(checkout: Path, cluster: Cluster) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)
 def test_the_commands_of_the_readme_work(checkout: Path) -> None:
     """Run the quickstart, and then each command in the list of commands of the README with real arguments."""
     text = (checkout / "README.md").read_text()
