@@ -92,7 +92,7 @@ test-mpich: check .venv-mpich/.installed
 	touch $@
 
 test-debian13: check
-	tests/cluster/debian13.sh $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
+	tests/cluster/debian13.sh $(PYTEST) -m "not long and not gpu_fake" \
 		$$(grep -rlE 'tests\.(cluster|chaos)' --include='test_*.py' tests)
 
 bench: $(VENV)/.tests
