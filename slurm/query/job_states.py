@@ -17,7 +17,7 @@ an UNKNOWN job is then taken from the run directory. All commands of a query sha
 
 For a submission, the event `submitting` with a random key is written before sbatch is called, and `submitted` with the
 job's id afterwards. A submission that has only the first event is unconfirmed: its job may exist. The job is found by
-the key, which is an argument of its batch script (squeue's `%o`, accounting's SubmitLine).
+the key, which is part of the name of its batch script (squeue's `%o`, accounting's SubmitLine).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _MAX_IDS_OF_SQUEUE = 500
 controller sends the whole queue for any list."""
 _IDS_PER_SACCT = 5_000
 """Maximum number of ids in one call of sacct, because the length of an argument is limited to 128 KiB."""
-_KEY_PATTERN = re.compile(r"/([0-9a-f]{12})_submission\.sh \1\s*$")
+_KEY_PATTERN = re.compile(r"/([0-9a-f]{12})_submission\.sh(?: \1)?\s*$")
 """Matches the end of the command of a batch job. The key of the submission is part of the script's name, and also the
-argument of the script."""
+argument of the script. Slurm 22.05 shows the argument; 24.11 shows only the script."""
 _COMMENT_END = "\x1f"
 """Separates comment and command in squeue's rows. Neither contains this character (slurm/submit/sbatch.py)."""
 _STATES_BEFORE_RESTART = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
@@ -87,7 +87,7 @@ class JobState:
     name: str = ""
     comment: str = ""
     command: str = ""
-    """The batch script and its arguments."""
+    """The batch script; up to Slurm 22.05 and in accounting, also its arguments."""
 
     @property
     def key(self) -> str:
