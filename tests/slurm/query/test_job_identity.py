@@ -414,3 +414,13 @@ def test_an_evaluation_of_a_checkpoint_waits_only_for_jobs_of_its_run(
     write_submitted(run, "evaluate", "7")
     # the newest job with the ID 7 is now the evaluate job of the chain
     assert not background.was_submitted_for_checkpoint(run, "7")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(" 0123456789ab", "0123456789ab"), ("", "0123456789ab"), (" abcdefabcdef", ""), (" 0123456789ab x", "")],
+)
+def test_key_is_read_from_commands_of_all_versions_of_slurm(arguments: str, key: str) -> None:
+    """Slurm 22.05 shows the argument of the script, which is the key; 24.11 does not."""
+    command = f"/runs/tiny/jobs/train/0123456789ab_submission.sh{arguments}"
+    assert JobState("1", "PENDING", command=command).key == key
