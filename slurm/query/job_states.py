@@ -87,7 +87,7 @@ class JobState:
     name: str = ""
     comment: str = ""
     command: str = ""
-    """The batch script; up to Slurm 22.05 and in accounting, also its arguments."""
+    """The batch script, with its arguments if Slurm shows them (see `_KEY_PATTERN`)."""
 
     @property
     def key(self) -> str:
