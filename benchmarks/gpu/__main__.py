@@ -285,20 +285,23 @@ def _format_result(result: dict[str, Any]) -> str:
 
 
 def write_gpu_table(folder: Path) -> None:
-    """Write benchmarks/results/gpu.md from the results of all suites in the folder."""
+    """Write benchmarks/results/gpu.md from the results of all suites in the folder.
+
+    The page has a table of the rows that measure steps, and below it a table of the checks and failed rows.
+    """
     rows = []
+    other_rows = []
     devices = set()
     for file in sorted(folder.glob("*.jsonl")):
         for result in read_results(file).values():
+            first_cells = [result["device"], file.stem, result["row"]]
             if "median_s" not in result:
-                values = {key: value for key, value in result.items() if key not in ("row", "device", "seconds")}
-                description = result.get("failed") or json.dumps(values)
-                rows.append([result["device"], file.stem, result["row"], description, *[""] * 9])
+                other_rows.append([*first_cells, _format_check(result)])
                 continue
             devices.add(f"{result['device']}, torch {result['torch']}")
             peak = get_peak_tflops(result["device"]) or float("nan")
             rows.append([
-                result["device"], file.stem, result["row"], f"{result['tokens_per_s']:,.0f}",
+                *first_cells, f"{result['tokens_per_s']:,.0f}",
                 f"{result['median_s']:.3f}", f"{result['spread']:.1%}", f"{result['tflops'] / peak:.1%}",
                 f"{result['tflops_without_embedding'] / peak:.1%}",
                 f"{result['allocated_gib']:.1f}" if "allocated_gib" in result else "", str(result.get("retries", "")),
@@ -307,7 +310,25 @@ def write_gpu_table(folder: Path) -> None:
     header = ["device", "suite", "row", "tokens/s", "median step (s)", "spread", "MFU", "without embedding", "GiB"]
     header += ["retries", *UNITS_BY_FIELD.values()]
     # `write_table` appends the description of this machine to the note.
-    write_table("gpu", "One GPU", f"{'; '.join(sorted(devices))}.\n\n{DEFINITION}\n\nWritten on", header, rows)
+    note = f"{'; '.join(sorted(devices))}.\n\n{DEFINITION}\n\nWritten on"
+    write_table("gpu", "One GPU", note, header, rows, (["device", "suite", "row", "result"], other_rows))
+
+
+def _format_check(result: dict[str, Any]) -> str:
+    """Describe the result of a check or of a failed row in one line."""
+    if "failed" in result or "wrong" in result:
+        return str(result.get("failed") or f"wrong: {result['wrong']}")
+
+    def format_value(value: Any) -> str:
+        """Return a value with four significant digits, and a digest with its first eight."""
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {format_value(entry)}" for key, entry in value.items())
+        if isinstance(value, list):
+            return ", ".join(map(format_value, value))
+        return value[:8] if isinstance(value, str) else f"{value:.4g}"
+
+    values = {key: value for key, value in result.items() if key not in ("row", "device", "seconds")}
+    return "; ".join(f"{key}: {format_value(value)}" for key, value in values.items())
 
 
 def main() -> None:
