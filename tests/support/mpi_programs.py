@@ -35,6 +35,7 @@ from pipeline.mpi.process_group import MpiProcessGroup
 from tests.support import mpi_parallel, profiled_step
 
 TIMEOUT = timedelta(seconds=150)
+"""Time-out of a collective. On two cores, 8 ranks of MPICH, which poll without pauses, needed more than 30 s."""
 REDUCING_KINDS = (
     *("all_reduce", "all_reduce_coalesced", "reduce_scatter_single", "reduce_scatter_coalesced"),
     *("old_reduce_scatter_single", "old_reduce_scatter_coalesced"),
