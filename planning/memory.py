@@ -287,11 +287,17 @@ class _RankEstimate:
             saved = 4 * self.tokens * self.vocab // vocab_shards
             temporary = (12 if vocab_shards > 1 else 8) * self.tokens * self.vocab // vocab_shards
         else:
-            # The gradients of the weights and of the hidden states are saved. A chunk also needs its logits, or its
-            # contribution to the gradient of the weights.
+            # The gradients of the weights and of the hidden states are saved. A chunk also needs its logits and their
+            # gradient. Only compiled operations need no fp32 logits. In another phase, a chunk needs its contribution
+            # to the gradient of the weights, except on a GPU, where the product of 16-bit values adds to the sum.
             rows = min(chunk, self.tokens)
             saved = self.compute_bytes * (self.vocab // layout.tp + self.tokens) * dim
-            in_chunk = max((4 + self.compute_bytes) * rows, self.compute_bytes * (rows + dim))
+            is_fused = self.config.train.compile and layout.tp == 1 and not self.on_cpu
+            adds_in_place = self.compute_bytes < 4 and not self.on_cpu
+            in_chunk = max(
+                (self.compute_bytes if is_fused else 4) * rows + self.compute_bytes * rows,
+                self.compute_bytes * (rows + (0 if adds_in_place else dim)),
+            )
             temporary = (4 * dim + in_chunk) * self.vocab // layout.tp + 2 * self.compute_bytes * self.tokens * dim
             temporary -= saved  # `temporary` does not include the saved bytes.
         saved += self.compute_bytes * self.tokens * dim + self.stream_bytes

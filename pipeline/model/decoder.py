@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -289,6 +290,11 @@ class Backbone(nn.Module):
 # -- output layer and loss -------------------------------------------------------------------------------
 
 
+CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup | None], tuple[Tensor, Tensor]]
+"""Function of logits (N, V), targets (N) and the group that shares the vocabulary, which returns the summed loss (fp32)
+and the gradient of the logits."""
+
+
 class LMHead(nn.Linear):
     """The output layer. It maps hidden states `x_BTD` to logits or, with targets, to the summed loss.
 
@@ -307,6 +313,8 @@ class LMHead(nn.Linear):
     """Number of tokens whose logits exist at the same time while the loss is computed."""
     compute_dtype: torch.dtype | None = None
     """Type of the loss's matrix products. None: the type of the hidden states."""
+    compiles_loss = False
+    """Whether torch.compile fuses the operations of the loss. This has no effect if the layer is sharded."""
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Return `logits_BTV`, or the summed loss of `targets_BT` (int64) as an fp32 scalar.
@@ -328,7 +336,11 @@ class LMHead(nn.Linear):
             weight = weight.to_local()
         x_ND = x_BTD.flatten(0, 1).to(dtype)
         weight_VD = weight.to(dtype)
-        loss, grad_x, grad_weight = _compute_loss_in_chunks(x_ND, weight_VD, targets_BT.flatten(), self.chunk, group)
+        is_fused = self.compiles_loss and group is None
+        cross_entropy = _compile_cross_entropy() if is_fused else _cross_entropy_with_gradient
+        loss, grad_x, grad_weight = _compute_loss_in_chunks(
+            x_ND, weight_VD, targets_BT.flatten(), self.chunk, cross_entropy, group
+        )
         # These are two autograd nodes with one input each, because the schedules of torch 2.11 that split the backward
         # pass cannot split a node that is implemented in Python.
         loss = loss + _KnownGradient.apply(x_ND, grad_x)  # type: ignore[no-untyped-call]
@@ -352,8 +364,9 @@ class _KnownGradient(torch.autograd.Function):
 
 @torch.no_grad()
 def _compute_loss_in_chunks(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunk: int, cross_entropy: CrossEntropy,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the summed loss (fp32), and its gradients with respect to `x_ND` and `weight_VD`.
 
     Each gradient has the type of its tensor. `chunk` is the number of tokens whose logits exist at the same time.
@@ -364,10 +377,14 @@ def _compute_loss_in_chunks(
     for chunk_x, chunk_targets, chunk_grad in zip(
         x_ND.split(chunk), targets_N.split(chunk), grad_x.split(chunk), strict=True
     ):
-        chunk_loss, grad_logits = _cross_entropy_with_gradient(chunk_x @ weight_VD.T, chunk_targets, group)
+        chunk_loss, grad_logits = cross_entropy(chunk_x @ weight_VD.T, chunk_targets, group)
         loss += chunk_loss
         torch.mm(grad_logits, weight_VD, out=chunk_grad)
-        grad_weight += grad_logits.T @ chunk_x
+        if x_ND.is_cuda and x_ND.dtype != torch.float32:
+            # The matrix product adds to the fp32 sum. Without `out_dtype`, it would be rounded first.
+            torch.addmm(grad_weight, grad_logits.T, chunk_x, out_dtype=torch.float32, out=grad_weight)
+        else:
+            grad_weight += grad_logits.T @ chunk_x
         del grad_logits  # Free the memory before the logits of the next chunk are computed.
     return loss, grad_x, grad_weight.to(weight_VD.dtype)
 
@@ -397,6 +414,34 @@ def _cross_entropy_with_gradient(
     logits_NV *= (has_loss_N / total_N).unsqueeze(1)
     logits_NV[rows_N, columns_N] -= is_local_N.float()
     return torch.where(has_loss_N, total_N.log() - target_logit_N, 0.0).sum(), logits_NV.to(dtype)
+
+
+def _fused_cross_entropy_with_gradient(
+    logits_NV: Tensor, targets_N: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return the same as :func:`_cross_entropy_with_gradient`. `group` must be None. Call this only compiled.
+
+    Compiled, it reads the logits and writes the gradient, without fp32 logits in memory. The other function changes
+    fp32 logits in place, which torch.compile cannot fuse.
+    """
+    dtype = logits_NV.dtype
+    has_loss_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
+    columns_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    is_target_NV = columns_V == targets_N.unsqueeze(1)
+    logits_NV = logits_NV.float()
+    logits_NV = logits_NV - logits_NV.amax(dim=1, keepdim=True)
+    exponentials_NV = logits_NV.exp()
+    total_N1 = exponentials_NV.sum(dim=1, keepdim=True)
+    target_logit_N1 = torch.where(is_target_NV, logits_NV, 0.0).sum(dim=1, keepdim=True)
+    gradient_NV = torch.where(has_loss_N1, exponentials_NV / total_N1 - is_target_NV.float(), 0.0)
+    return torch.where(has_loss_N1, total_N1.log() - target_logit_N1, 0.0).sum(), gradient_NV.to(dtype)
+
+
+@cache
+def _compile_cross_entropy() -> CrossEntropy:
+    """Return :func:`_fused_cross_entropy_with_gradient`, which torch compiles at its first call."""
+    compiled: CrossEntropy = torch.compile(_fused_cross_entropy_with_gradient, dynamic=False)
+    return compiled
 
 
 def _all_reduce(tensor: Tensor, op: str, group: dist.ProcessGroup | None) -> Tensor:

@@ -217,6 +217,7 @@ class DecoderTask(Task):
         if part.lm_head is not None and self.config.train.loss_chunk is not None:
             part.lm_head.chunk = self.config.train.loss_chunk
             part.lm_head.compute_dtype = part.compute_dtype
+            part.lm_head.compiles_loss = self.config.train.compile
         return part
 
     def blocks(self, part: Decoder) -> Sequence[nn.Module]:

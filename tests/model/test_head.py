@@ -73,3 +73,16 @@ def test_loss_chunk_with_a_custom_model_is_an_error() -> None:
     values = {"run": {"name": "tiny"}, "train": {"steps": 1, "loss_chunk": 8}, "model": {"target": "my.model"}}
     with raises_error("config.conflict", "train.loss_chunk", "model.target"):
         parse_config(values, "tiny.yaml")
+
+
+def test_compiled_loss_equals_the_loss_without_compilation() -> None:
+    """torch.compile gets another function (`_fused_cross_entropy_with_gradient`), with the same result."""
+    head, x_BTD, targets_BT = build_head()
+    head.chunk = 20
+    expected_loss = head(x_BTD, targets_BT=targets_BT)
+    expected_gradients = torch.autograd.grad(expected_loss, (x_BTD, head.weight))
+    head.compiles_loss = True
+    loss = head(x_BTD, targets_BT=targets_BT)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    for gradient, expected in zip(torch.autograd.grad(loss, (x_BTD, head.weight)), expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
