@@ -36,9 +36,14 @@ CREATE_TIMEOUT_S = 120
 """How many seconds the other ranks wait for rank 0 to create the run."""
 
 
-def main(arguments: list[str]) -> int:
-    """Run one stage as one rank, and return the exit code."""
-    flag = StopFlag().install()
+def main(arguments: list[str], flag: StopFlag | None = None) -> int:
+    """Run one stage as one rank, and return the exit code.
+
+    Args:
+        arguments: the command line.
+        flag: the installed flag of this process's signals; None to install one.
+    """
+    flag = flag or StopFlag().install()
     gc.disable()  # The garbage collector would scan the growing heap repeatedly, a fifth of the time of all imports.
     faulthandler.enable()
     raise_open_file_limit()

@@ -536,6 +536,9 @@ class RecoveryConfig(Section):
     """Seconds between the signal of a preemption and the end of the job. This is Slurm's GraceTime, which
     `submit.py doctor` shows. If a save cannot finish in that time, the save is skipped, and the run resumes from the
     previous checkpoint. null: the time is unknown."""
+    in_place: bool = True
+    """Restart the ranks within the same job after a crash, a hang, a lost connection or a loss that is not finite.
+    false: request that Slurm requeues the job. Without a batch job, the ranks are always restarted in place."""
     preflight: bool = True
     """Check the devices, the file system and the communication of each node before training starts."""
     exclude_hours: PositiveFloat = 24.0

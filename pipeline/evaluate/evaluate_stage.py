@@ -82,6 +82,14 @@ def progress(run: Run) -> Progress:
     return Progress(f"step {result['step']}: {name} {value:.3f}")
 
 
+def preload(run: Run) -> None:
+    """Import the modules that the ranks of the stage import, before a node agent forks the ranks."""
+    from pipeline.comm import groups  # noqa: F401
+    from pipeline.data import verify_shards  # noqa: F401
+    from pipeline.evaluate import evaluator  # noqa: F401
+    from pipeline.resilience import watchdog  # noqa: F401
+
+
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:
     """Evaluate the selected checkpoints that have no result, in ascending order of their steps.
 

@@ -80,17 +80,19 @@ def check_this_rank(run: Run, rank_info: RankInfo, device: torch.device) -> None
     except RuntimeError as error:  # torch raises this if a CUDA device is broken.
         raise NodeError("node.device_failed", f"{host}: {device} does not work: {error}") from error
     if rank_info.local_rank == 0:
-        _check_file_system(run, host)
+        _check_file_system(run, host, rank_info.rank)
 
 
-def _check_file_system(run: Run, host: str) -> None:
+def _check_file_system(run: Run, host: str, rank: int) -> None:
     """Write and read a file in the run directory, and check for free space and inodes.
+
+    The rank is a part of the file's name, because several nodes may have the same hostname.
 
     Raises:
         NodeError: if the file system does not work on this node.
         StorageError: if there is too little free space, or there are too few inodes.
     """
-    file = run.jobs_dir / f".check-{host}"
+    file = run.jobs_dir / f".check-{host}-{rank}"
     content = os.urandom(1 << 16)
     try:
         with open(file, "wb") as out:

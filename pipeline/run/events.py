@@ -270,6 +270,15 @@ class Started(AttemptEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksStarted(AttemptEvent):
+    """The node agents have forked the ranks of an attempt."""
+
+    NAME = "ranks_started"
+    processes: Mapping[str, Any] | None = None
+    """Host → process ids of the ranks on this host, by rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stopping(AttemptEvent):
     """The supervisor noticed that the attempt stops; the ranks may still save."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Mapping
@@ -109,6 +110,19 @@ def check_inputs(run: Run) -> None:
         patterns = json.dumps(run.config.optimizer.freeze)
         model = run.config.model.model_dump_json()
         call_in_child_process("pipeline.train.optimizer", "check_freeze", patterns, model)
+
+
+def preload(run: Run) -> None:
+    """Import the modules that the ranks of the stage import, before a node agent forks the ranks."""
+    from pipeline.comm import groups  # noqa: F401
+    from pipeline.data import verify_shards  # noqa: F401
+    from pipeline.resilience import health, watchdog  # noqa: F401
+    from pipeline.train import trainer  # noqa: F401
+
+    # The first optimizer step of a rank would import this module.
+    importlib.import_module("torch._dynamo")
+    if run.config.train.compile:
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def run_stage(run: Run, rank_info: RankInfo, options: Mapping[str, str], flag: StopFlag) -> ExitCode:

@@ -4,7 +4,9 @@ The supervisor (slurm/supervise/supervisor.py) gathers the facts and carries out
 (pipeline/base/errors.py). Each cause has a budget (`recovery.budgets`): the maximum number of retries since the user
 last ran `resume` (pipeline/run/attempts.py). If a stage may be retried:
 
-- In a batch job, the job is requeued under the same id. The supervisor requests the requeue, unless Slurm requeues the
+- In a batch job, the ranks restart in place if the node agents can fork them again, the cause is one of
+  `RESTARTED_IN_PLACE`, and enough time is left.
+- Otherwise, a batch job is requeued under the same id. The supervisor requests the requeue, unless Slurm requeues the
   job automatically (slurm/query/preemption.py).
 - If the site forbids requeueing (`site.requeue: false`), a successor job continues the stage.
 - In an salloc allocation or on one machine, the ranks restart in place.
@@ -27,6 +29,10 @@ from slurm.query.current_job import CAUSE_BY_STATE, JobInfo
 SIGNAL_EARLY_S = 70.0
 """How much earlier than requested Slurm may send the signal of `--signal`: 60 seconds (sbatch(1)), plus a margin of 10
 seconds."""
+RESTARTED_IN_PLACE = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.PEER_LOST, ExitCode.NON_FINITE)
+"""Causes after which the ranks of a batch job are restarted in the same job."""
+MIN_USEFUL_S = 60.0
+"""A batch job restarts its ranks in place only if so many seconds are left before Slurm may signal the time limit."""
 _MAY_BE_CAUSED_BY_SLURM = (ExitCode.STOPPED, ExitCode.CRASHED, ExitCode.PEER_LOST, ExitCode.HANG)
 """Exit codes with which ranks may exit if a node fails, or if Slurm ends the job."""
 
@@ -83,6 +89,8 @@ class StopFacts:
     """Whether the supervisor received a signal to stop. Slurm signals a job that it cancels."""
     job: JobFacts
     """What is known about the Slurm job."""
+    can_restart_in_place: bool = False
+    """Whether the node agents can fork the ranks of a batch job again, and enough of the job's time is left."""
 
 
 class NextAction(StrEnum):
@@ -201,9 +209,23 @@ def choose_next_action(facts: StopFacts) -> Decision:
             return Decision(NextAction.END)
     if (reason := explain_no_retry(facts.state, facts.cause, facts.has_progress, facts.limits)) is not None:
         return Decision(NextAction.FAIL, reason)
-    if not facts.is_batch:
+    if not facts.is_batch or _is_restarted_in_place(facts):
         return Decision(NextAction.RESTART_IN_PLACE)
     return Decision(_choose_batch_action(facts.job, facts.was_signalled))
+
+
+def has_time_to_restart(time_left_s: float, site: SiteConfig) -> bool:
+    """Return True if a batch job has enough time left to restart its ranks in place."""
+    return time_left_s > site.signal_s + SIGNAL_EARLY_S + MIN_USEFUL_S
+
+
+def _is_restarted_in_place(facts: StopFacts) -> bool:
+    """Return True if the ranks of a batch job are restarted in the same job, and not by a requeue.
+
+    A signal means that Slurm ends the job, or will do so soon.
+    """
+    is_ending = facts.was_signalled or facts.job.was_requeued
+    return facts.can_restart_in_place and facts.cause in RESTARTED_IN_PLACE and not is_ending
 
 
 def _choose_batch_action(job: JobFacts, was_signalled: bool) -> NextAction:

@@ -1,8 +1,8 @@
 """Start the ranks of a stage, send them signals, and report how they exited.
 
-A launcher starts all ranks of one attempt: as child processes, with srun, or with mpirun. :func:`create_launcher`
-chooses the launcher. The supervisor uses only the methods of :class:`RankLauncher`. Each attempt appends the output of
-rank N to `jobs/STAGE/rank-N.log`.
+A launcher starts all ranks of one attempt: as child processes, with srun, with mpirun, or through the node agents
+(slurm/supervise/agents.py). The supervisor uses only the methods of :class:`RankLauncher`. Each attempt appends the
+output of rank N to `jobs/STAGE/rank-N.log`.
 
 On one machine, the launcher binds the rendezvous socket and passes it to rank 0, so that no other process can take the
 port. In a Slurm job, every rank derives the port from the job id (pipeline/base/dist_env.py).
@@ -30,6 +30,7 @@ from typing import IO
 
 from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
 from pipeline.base.errors import ExitCode, UserError
+from pipeline.config.site import SiteConfig
 from pipeline.config.stages import STAGES
 from pipeline.run.code import make_code_env, start_process
 from pipeline.run.directory import Run
@@ -89,21 +90,56 @@ class RankLauncher(ABC):
         run: the run.
         stage: the stage.
         rank_count: the number of ranks.
+    """
+
+    def __init__(self, run: Run, stage: str, rank_count: int) -> None:
+        self._run = run
+        self._stage = stage
+        self.rank_count = rank_count
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start all ranks."""
+
+    @abstractmethod
+    def poll(self) -> list[RankExit]:
+        """Return the exits of the ranks that have exited since the last call."""
+
+    @property
+    @abstractmethod
+    def is_running(self) -> bool:
+        """True while any rank is running."""
+
+    @property
+    def rank_processes(self) -> dict[int, tuple[str, int]]:
+        """Host and process id of each rank, when they are known; empty if they are unknown."""
+        return {}
+
+    @abstractmethod
+    def send_signal(self, signal_number: signal.Signals) -> None:
+        """Send a signal to every running rank. Subclasses may replace it by a signal with the same effect."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill all ranks and wait for them to exit, at most `KILL_WAIT_S` seconds."""
+
+
+class ProcessLauncher(RankLauncher):
+    """Starts ranks as child processes, or one child process that starts all ranks.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock. The ranks inherit the descriptor, so the stage stays locked
             while any rank runs.
     """
 
     def __init__(self, run: Run, stage: str, rank_count: int, lock_fd: int) -> None:
-        self._run = run
-        self._stage = stage
-        self.rank_count = rank_count
+        super().__init__(run, stage, rank_count)
         self._lock_fd = lock_fd
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         """Running processes by rank. If one program starts all ranks, only the process of the program, under rank 0."""
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start all ranks."""
 
     def poll(self) -> list[RankExit]:
         """Return the exits of the ranks that have exited since the last call, in order of rank."""
@@ -155,10 +191,10 @@ class RankLauncher(ABC):
         # Without this variable, a rank would lock the stage and write the event `started` itself
         # (pipeline/__main__.py).
         variables = {"SLUICE_SUPERVISED": "1", **environment}
-        return start_process(self._run.code_dir, command, log, variables, descriptors, _terminate_with_parent)
+        return start_process(self._run.code_dir, command, log, variables, descriptors, terminate_with_parent)
 
 
-def _terminate_with_parent() -> None:
+def terminate_with_parent() -> None:
     """Make the kernel send TERM to this new process when the supervisor dies (prctl(2)).
 
     Otherwise the ranks would continue without a supervisor.
@@ -166,36 +202,7 @@ def _terminate_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def create_launcher(
-    run: Run, stage: str, rank_count: int, lock_fd: int, *, on_slurm: bool, task: int | None = None
-) -> RankLauncher:
-    """Return a launcher for the ranks of a stage. Call its method `start` to start the ranks.
-
-    Args:
-        run: the run.
-        stage: the stage.
-        rank_count: the number of ranks.
-        lock_fd: the file descriptor of the stage's lock.
-        on_slurm: whether this process runs in a Slurm job that was started with sbatch or salloc.
-        task: the index of this Slurm array task; None if the job is not part of an array. Only srun needs the index.
-
-    Raises:
-        UserError: if mpirun is needed and not found; or in a Slurm job, if the container of the config section `site`
-            cannot be used.
-    """
-    is_distributed = STAGES[stage].is_distributed
-    ranks_per_node = run.config.stages.get_resources(stage).processes_per_node
-    # The ranks of other stages do not communicate. Such a stage runs on one node, or is an array stage (shard), whose
-    # ranks may run on any nodes.
-    node_count = math.ceil(rank_count / ranks_per_node) if is_distributed else 1
-    if run.config.parallel.backend == "mpi" and is_distributed:
-        return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
-    if on_slurm:
-        return SrunLauncher(run, stage, rank_count, lock_fd, node_count=node_count, task=task)
-    return LocalLauncher(run, stage, rank_count, lock_fd)
-
-
-class LocalLauncher(RankLauncher):
+class LocalLauncher(ProcessLauncher):
     """Starts the ranks as child processes on this machine."""
 
     def start(self) -> None:
@@ -227,6 +234,12 @@ class RankCommand:
     """Additional environment variables of the rank."""
 
 
+def build_site_options(site: SiteConfig) -> list[str]:
+    """Return the options of srun that `site.srun` contains."""
+    enabled = {key: value for key, value in site.srun.items() if value is not False}
+    return [f"--{key}" if value is True else f"--{key}={value}" for key, value in enabled.items()]
+
+
 def build_rank_command(run: Run, stage: str) -> RankCommand:
     """Return the command that starts a rank of a stage in a Slurm job, in a container if `site.container` is set.
 
@@ -248,8 +261,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
         UserError: if a path cannot be mounted.
     """
     site = run.config.resolve_site(stage)
-    enabled = {key: value for key, value in site.srun.items() if value is not False}
-    options = [f"--{key}" if value is True else f"--{key}={value}" for key, value in enabled.items()]
+    options = build_site_options(site)
     container = site.container
     code_dir = str(run.code_dir)
     if container is None:
@@ -286,7 +298,7 @@ def build_rank_command(run: Run, stage: str) -> RankCommand:
 # ---- launchers that start all ranks with one program
 
 
-class ProgramLauncher(RankLauncher):
+class ProgramLauncher(ProcessLauncher):
     """Starts all ranks with one program, srun or mpirun.
 
     The program has a single exit code for all ranks. The messages of the program show which rank failed first, and on
@@ -372,6 +384,17 @@ class ProgramLauncher(RankLauncher):
 # ---- srun
 
 
+def build_rank_options(stage: str, rank_count: int, node_count: int) -> list[str]:
+    """Return the options of srun that determine where the ranks of a stage run, without those of `site.srun`."""
+    options = [f"--ntasks={rank_count}"]
+    if not STAGES[stage].is_array:  # The ranks of an array stage do not communicate and can use any nodes.
+        options.append(f"--nodes={node_count}")
+    # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job (srun(1)).
+    if cpus := read_cpus_per_task(os.environ):
+        options.append(f"--cpus-per-task={cpus}")
+    return options
+
+
 class SrunLauncher(ProgramLauncher):
     """Starts the ranks as the tasks of one job step in the allocation of this job.
 
@@ -414,15 +437,11 @@ class SrunLauncher(ProgramLauncher):
     def build_command(self) -> list[str]:
         """Return srun with its options. :meth:`start` appends the command of a rank."""
         folder = self._run.stage_dir(self._stage)
-        command = ["srun", f"--ntasks={self.rank_count}", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
+        command = ["srun", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
+        command += build_rank_options(self._stage, self.rank_count, self._node_count)
         # Ranks of stages without a process group may finish minutes apart. For srun, a wait of 0 means no limit.
         wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
-        if not STAGES[self._stage].is_array:  # The ranks of an array stage do not communicate and can use any nodes.
-            command.append(f"--nodes={self._node_count}")
-        # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job (srun(1)).
-        if cpus := read_cpus_per_task(os.environ):
-            command.append(f"--cpus-per-task={cpus}")
         command += [f"--output={folder}/{self._log_name}", f"--chdir={self._run.code_dir}"]
         return [*command, *self.rank_command.srun, *self._options]
 

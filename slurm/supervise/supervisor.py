@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
@@ -43,6 +44,7 @@ from pipeline.run.events import (
     Done,
     Failed,
     HandedOver,
+    RanksStarted,
     Requeued,
     Retried,
     RetryEvent,
@@ -56,6 +58,7 @@ from slurm.query.run_jobs import job_identity
 from slurm.submit.sbatch import record_own_job
 from slurm.submit.site_environment import apply_site_environment
 from slurm.supervise import succession
+from slurm.supervise.agents import AgentPool
 from slurm.supervise.attempt_end import (
     AttemptEnd,
     end_unfinished_attempt,
@@ -72,9 +75,11 @@ from slurm.supervise.decision import (
     StopFacts,
     choose_next_action,
     determine_cause,
+    has_time_to_restart,
     may_have_lost_node,
 )
-from slurm.supervise.launch import RankExit, RankLauncher, create_launcher
+from slurm.supervise.launch import RankExit, RankLauncher
+from slurm.supervise.launchers import create_agents, create_launcher
 
 POLL_S = 0.05
 """The pause between two checks of the ranks and of the signals that this process received."""
@@ -138,6 +143,8 @@ class Supervisor:
         """When Slurm started the job: the string that the controller shows; "" if unknown."""
         self.identity: dict[str, Any] = {}
         """Fields of the event `started` that identify this job, because Slurm may reuse the job id for another job."""
+        self._agents: AgentPool | None = None
+        """The node agents, if agents start the ranks. They live until the last attempt of this job ends."""
         self._log_sizes: dict[Path, int] = {}
         """Sizes of the ranks' logs before the current attempt, in bytes."""
         self.job_deadline: float | None = None
@@ -164,7 +171,10 @@ class Supervisor:
         # Jobs that run a part of a stage start no followers, because several of these jobs may run at the same time.
         has_followers = not self._runs_part_of_stage()
         with run_followers(run, self.stage, self.nodes, self.on_slurm) if has_followers else nullcontext():
-            attempt_end, retry_facts = self._run_attempts(lock_fd)
+            try:
+                attempt_end, retry_facts = self._run_attempts(lock_fd)
+            finally:
+                self._close_agents()
             if lock_fd is not None:
                 os.close(lock_fd)  # All ranks have exited, so the stage need not stay locked while this process waits.
             return attempt_end.cause if retry_facts is None else self._exit_for_retry(attempt_end, retry_facts)
@@ -266,6 +276,7 @@ class Supervisor:
                 is_batch=self.is_batch,
                 was_signalled=bool(self.stop_flag),
                 job=JobFacts(run.config.site, restart_count=self.rank_info.restart_count),
+                can_restart_in_place=self._can_restart_in_place(attempt_end),
             )
             # `facts.job` lacks what Slurm reports about the job. Therefore this call only decides whether to end, fail
             # or restart in place. `_exit_for_retry` queries Slurm, and chooses among the other actions.
@@ -308,7 +319,7 @@ class Supervisor:
         if self.job_deadline is not None:
             os.environ[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_deadline - start_time))
         try:
-            launcher = create_launcher(run, stage, rank_count, lock_fd, on_slurm=self.on_slurm, task=self.task)
+            launcher = self._create_launcher(rank_count, lock_fd, attempt)
         except UserError as error:
             return AttemptEnd(ExitCode.USER_ERROR, fields={"attempt": attempt, "message": str(error)})
         self._log_sizes = measure_log_sizes(run, stage)
@@ -337,6 +348,31 @@ class Supervisor:
             "seconds": round(time.monotonic() - start_time, 3),
         }
         return attempt_end
+
+    def _create_launcher(self, rank_count: int, lock_fd: int, attempt: int) -> RankLauncher:
+        """Return a launcher for the ranks. Keep the node agents of the previous attempt if all of them still work."""
+        agents = self._agents
+        if agents is not None and (agents.failure is not None or agents.rank_count != rank_count):
+            self._close_agents()
+        if self._agents is None:
+            self._agents = create_agents(self.run, self.stage, rank_count, lock_fd, on_slurm=self.on_slurm)
+        return create_launcher(
+            self.run, self.stage, rank_count, lock_fd, on_slurm=self.on_slurm, task=self.task, agents=self._agents,
+            attempt=attempt,
+        )  # fmt: skip
+
+    def _close_agents(self) -> None:
+        """End the node agents."""
+        if self._agents is not None:
+            self._agents.close()
+            self._agents = None
+
+    def _can_restart_in_place(self, attempt_end: AttemptEnd) -> bool:
+        """Return True if this job can restart the ranks: agents run, no node is silent, and enough time is left."""
+        if self._agents is None or self._agents.list_silent_hosts() or "in_grace" in attempt_end.fields:
+            return False
+        time_left_s = math.inf if self.job_deadline is None else self.job_deadline - time.monotonic()
+        return has_time_to_restart(time_left_s, self.run.config.site)
 
     def _count_ranks(self) -> int:
         """Return the number of ranks to start."""
@@ -373,6 +409,7 @@ class Supervisor:
         failures: list[RankExit] = []
         stop_reason: str | None = None
         deadline = math.inf
+        are_started = False
         next_request_poll = 0.0
         grace_s = STOP_GRACE_S + self.run.config.recovery.save_s
         while launcher.is_running:
@@ -388,7 +425,11 @@ class Supervisor:
             if self.is_batch and self.stage_spec.is_training:
                 self.evaluation_submitter.poll()
             exits += launcher.poll()
-            if not failures:
+            if not are_started and (processes := launcher.rank_processes):
+                are_started = True
+                self._write_ranks_started(processes)
+            if all(rank_exit.code == ExitCode.PEER_LOST for rank_exit in failures):
+                # The exit of the rank that failed first may arrive later than those of ranks on other nodes.
                 failures = [rank_exit for rank_exit in exits if rank_exit.code not in (ExitCode.DONE, ExitCode.STOPPED)]
                 if failures:
                     deadline = min(deadline, now + PEER_EXIT_WAIT_S)
@@ -464,7 +505,11 @@ class Supervisor:
         # method uses the values that were read when this process started.
         is_requeued_without_preemption = job.was_requeued and not info.is_preempted
         since = self.job_start_time if is_requeued_without_preemption else ""
-        job = replace(job, failed_nodes=current_job.find_failed_nodes(",".join(self.nodes), since))
+        failed_nodes = current_job.find_failed_nodes(",".join(self.nodes), since)
+        if is_requeued_without_preemption and not failed_nodes and self._agents is not None:
+            # Slurm may have requeued the job because a node did not respond, and the node may respond again by now.
+            failed_nodes = self._agents.list_silent_hosts()
+        job = replace(job, failed_nodes=failed_nodes)
         if is_requeued_without_preemption and not job.failed_nodes and not job.saw_preemption:
             state = current_job.query_accounted_state(self.rank_info.job_id or "", self.job_start_time)
             job = replace(job, accounted_state=state)
@@ -522,6 +567,14 @@ class Supervisor:
         """Write an event of the class `event_class` about this job and its stage."""
         event = event_class(stage=self.stage, job_id=self.submitted_job_id, task=self.task, **fields)
         self.run.append_event(event)
+
+    def _write_ranks_started(self, rank_processes: Mapping[int, tuple[str, int]]) -> None:
+        """Write the event with the host and the process id of each rank."""
+        pids_by_host: dict[str, dict[int, int]] = {}
+        for rank, (host, pid) in rank_processes.items():
+            pids_by_host.setdefault(host, {})[rank] = pid
+        with suppress(OSError):  # The ranks can run without this event.
+            self._write_event(RanksStarted, processes=pids_by_host)
 
     def _write_stopping(self, stop_reason: str) -> None:
         """Write the event `stopping` with the reason, because this process may be killed before the ranks exit.
@@ -598,6 +651,7 @@ class Supervisor:
         exclude = current_job.excluded_nodes_at_requeue(self.run, self.stage, info) if info else None
         is_requeued_on_exit = info is not None and preemption.is_requeued_on_exit(info, exclude)
         job = replace(facts.job, info=info, is_requeued_on_exit=is_requeued_on_exit)
+        facts = replace(facts, can_restart_in_place=False)
         action = choose_next_action(replace(facts, was_signalled=bool(self.stop_flag), job=job)).action
         no_retry_reason = None  # If this remains None, the stage is retried.
         if action is NextAction.CANCEL:

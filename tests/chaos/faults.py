@@ -22,6 +22,7 @@ from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_
 from pipeline.run.directory import Run
 from tests.cluster import Cluster
 from tests.support.events import read_event_lines
+from tests.support.ranks import find_rank_processes
 
 SAVE_PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")
 RANKS = 4
@@ -53,11 +54,7 @@ class FaultContext:
 
     def find_ranks(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
-        process_by_rank = {}
-        for process in self._find_processes("-m", "pipeline", "train"):
-            with contextlib.suppress(psutil.Error, KeyError):
-                process_by_rank[int(process.environ()["SLURM_PROCID"])] = process
-        return process_by_rank
+        return find_rank_processes(self.run.path)
 
     def find_supervisor(self) -> psutil.Process:
         """Return the process of the supervisor, which runs in the batch step of the job."""

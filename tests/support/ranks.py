@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, cast
+
+import psutil
 
 from pipeline.base.dist_env import RankInfo
 
@@ -145,3 +148,17 @@ class Ranks:
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
     """Call `function(rank_info, *arguments)` in `size` ranks and return their results."""
     return Ranks(size, function, *arguments).wait_for_results(timeout)
+
+
+def find_rank_processes(run_path: Path) -> dict[int, psutil.Process]:
+    """Return the running ranks of a run that node agents have forked, by rank.
+
+    A forked rank has a process name with its rank, and the command line of the agent, which contains the run.
+    """
+    process_by_rank = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            name, _, rank = process.name().rpartition("-")
+            if name == "sluice-rank" and str(run_path) in process.cmdline():
+                process_by_rank[int(rank)] = process
+    return process_by_rank

@@ -1,5 +1,7 @@
 """Cause faults inside a rank. Python imports this file automatically if its folder is in PYTHONPATH.
 
+A node agent patches its modules before it forks ranks. Therefore, functions find out at each call which rank this is.
+
 The environment variable `CHAOS` is the path of a folder. Its file `inject.json` requests the next fault. The file
 contains an object with `kind`, `rank` and, for a kill in a save, `phase`. The rank renames the file before it causes
 the fault, so that the fault happens only once. The file `delay` contains the seconds that are added to each step.
@@ -16,7 +18,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 FOLDER = Path(os.environ.get("CHAOS", "/nonexistent"))
-RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("SLUICE_RANK", "0")))
+
+
+def get_rank():
+    """Return the rank of this process."""
+    return int(os.environ.get("SLURM_PROCID", os.environ.get("SLUICE_RANK", "0")))
 
 
 def take_fault(kind, **details):
@@ -25,7 +31,7 @@ def take_fault(kind, **details):
         fault = json.loads((FOLDER / "inject.json").read_text())
     except (FileNotFoundError, ValueError):
         return False
-    if fault["kind"] != kind or fault["rank"] != RANK or any(fault.get(k) != v for k, v in details.items()):
+    if fault["kind"] != kind or fault["rank"] != get_rank() or any(fault.get(k) != v for k, v in details.items()):
         return False
     (FOLDER / "inject.json").rename(FOLDER / "done.json")
     return True
@@ -95,11 +101,26 @@ def patch_checkpoint(module):
 
 def patch_events(module):
     """Change the times of events by an hour if the clock of this rank is skewed."""
-    if SKEWED:
-        true_timestamp = module.utc_timestamp
-        module.utc_timestamp = lambda: (datetime.fromisoformat(true_timestamp()) + timedelta(hours=1)).strftime(
-            "%FT%T.000Z"
+    true_timestamp = module.utc_timestamp
+
+    def timestamp():
+        hours = timedelta(hours=1 if clock["is_skewed"] else 0)
+        return (
+            (datetime.fromisoformat(true_timestamp()) + hours).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         )
+
+    module.utc_timestamp = timestamp
+
+
+clock = {"is_skewed": False}
+
+
+def skew_clock_if_requested(module=None):
+    """Set the clock of this rank an hour ahead if that is requested. Call this at the start of a rank."""
+    if take_fault("skew"):
+        clock["is_skewed"] = True
+        true_time = time.time
+        time.time = lambda: true_time() + 3600
 
 
 PATCHES = {
@@ -107,6 +128,7 @@ PATCHES = {
     "pipeline.model.decoder": patch_model,
     "pipeline.checkpoint.checkpointer": patch_checkpoint,
     "pipeline.train.trainer": patch_trainer,
+    "pipeline.__main__": skew_clock_if_requested,  # a forked rank imports this module
 }
 
 
@@ -131,9 +153,7 @@ class PatchingFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if FOLDER.is_dir() and "pipeline" in sys.orig_argv:
+if FOLDER.is_dir() and {"pipeline", "slurm.agent"}.intersection(sys.orig_argv):
     sys.meta_path.insert(0, PatchingFinder())
-    SKEWED = take_fault("skew")
-    if SKEWED:
-        true_time = time.time
-        time.time = lambda: true_time() + 3600
+    if "pipeline" in sys.orig_argv:  # this process is a rank without an agent
+        skew_clock_if_requested()

@@ -52,6 +52,7 @@ class SimulatedRanks:
     def __init__(self, run: Run, stage: str, size: int, lock: int) -> None:
         self.rank_count = size
         self.is_running = True
+        self.rank_processes: dict[int, tuple[str, int]] = {}
         self._poll_count = 0
 
     def start(self) -> None: ...

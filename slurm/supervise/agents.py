@@ -1,0 +1,566 @@
+"""Start the node agents of a job, and let them fork the ranks of an attempt.
+
+An agent is a process on each node that has imported the pipeline and forks ranks (slurm/agent). The agents live as long
+as the job, so a restart of the ranks in the same job needs no imports. :class:`AgentPool` starts the agents, exchanges
+messages with them and notices if one is lost. :class:`AgentLauncher` starts and controls the ranks of one attempt.
+
+In a Slurm job, srun starts one agent per node, with all resources of the job on the node. A second, short job step has
+the options of the ranks, and reports where and with which CPUs, GPUs and variables srun would have started each rank
+(slurm/agent/report_placement.py). The agents fork the ranks accordingly.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hmac import compare_digest
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_local_rank_env
+from pipeline.base.errors import ExitCode
+from pipeline.base.files import raise_open_file_limit
+from pipeline.run.code import start_process
+from pipeline.run.directory import Run
+from slurm.agent.messages import Connection, Message, RankTask, write_address_file
+from slurm.submit.site_environment import get_job_python
+from slurm.supervise.launch import (
+    KILL_WAIT_S,
+    RankExit,
+    RankLauncher,
+    build_rank_command,
+    build_rank_options,
+    build_site_options,
+    terminate_with_parent,
+)
+
+START_TIMEOUT_S = 900.0
+"""How long the agents may take to start and import the pipeline. Imports are slow if many nodes read the same files."""
+PING_INTERVAL_S = 1.0
+"""The pause between two questions to an agent whether it still responds."""
+SILENT_S = 4.0
+"""An agent that has not answered for this time is silent: its node may have failed."""
+REPLY_TIMEOUT_S = 60.0
+"""An agent that has not answered for this time is lost."""
+QUICK_START_S = 5.0
+"""How long :meth:`AgentLauncher.start` waits for the answers of agents that are ready."""
+EXIT_WAIT_S = 10.0
+"""How long agents may take to exit when the supervisor no longer needs them."""
+_MAX_FIRST_MESSAGE_CLIENTS = 1 << 16
+"""The largest number of connections without a valid first message."""
+_RANK_PLACEMENT_OPTIONS = (
+    "cpu-bind", "gpu-bind", "mem-bind", "cpus-per-task", "cpus-per-gpu", "gpus-per-task", "tres-per-task", "tres-bind",
+    "distribution", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "threads-per-core",
+    "hint", "exact", "whole", "overcommit", "exclusive", "mem", "mem-per-cpu", "mem-per-gpu", "label",
+)  # fmt: skip
+"""Options of `site.srun` that place or bind ranks. The step of the agents does not have these options."""
+_RANK_PLACEMENT_VARIABLES = (
+    "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_MEM_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK",
+    "SLURM_CPUS_PER_GPU", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION", "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_GPU", "SLURM_THREADS_PER_CORE", "SLURM_HINT",
+    "SLURM_EXACT", "SLURM_WHOLE", "SLURM_OVERCOMMIT", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE",
+)  # fmt: skip
+"""Variables from which srun would read the same options. The srun of the agents does not get them."""
+
+
+@dataclass
+class _Agent:
+    """A connected agent."""
+
+    connection: Connection
+    host: str
+    pid: int
+    is_ready: bool = False
+    """Whether the agent has imported the pipeline."""
+    port: int | None = None
+    """The port that the agent opened for rank 0 of the next attempt."""
+    ping_time: float | None = None
+    """When the oldest unanswered ping was sent; None if all were answered."""
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where srun places a rank, and how it binds the rank."""
+
+    node: int
+    host: str
+    environment: dict[str, str]
+    cpus: list[int]
+    memory_policy: list[int] | None
+
+
+@dataclass
+class _AttemptState:
+    """What the agents have reported about the ranks of the current attempt."""
+
+    number: int
+    pids: dict[int, int] = field(default_factory=dict)
+    exits: list[RankExit] = field(default_factory=list)
+    """Exits that :class:`AgentLauncher` has not fetched yet."""
+
+
+class AgentPool:
+    """The agents of a job.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
+        node_count: the number of nodes, each of which gets an agent.
+        lock_fd: the file descriptor of the stage's lock. The agents and the ranks inherit it.
+        on_slurm: whether srun starts the agents. Otherwise there is one agent on this machine.
+
+    Raises:
+        UserError: if `site.container` is set, and a path cannot be mounted in the container.
+    """
+
+    def __init__(self, run: Run, stage: str, rank_count: int, node_count: int, lock_fd: int, *, on_slurm: bool) -> None:
+        self._run = run
+        self._stage = stage
+        self.rank_count = rank_count
+        self.node_count = node_count if on_slurm else 1
+        self._lock_fd = lock_fd
+        self.on_slurm = on_slurm
+        self._folder = run.stage_dir(stage)
+        self.log = self._folder / ("agents.log" if on_slurm else "agent-0.log")
+        """The output of srun, which starts the agents; outside Slurm, the output of the agent."""
+        self._log_start = 0
+        self._address_file = self._folder / "agents.json"
+        self._token = secrets.token_hex(32)
+        self._listener: socket.socket | None = None
+        self._new_connections: dict[int, tuple[Connection, float]] = {}
+        """Connections without a first message, by file descriptor, and the times at which they were accepted."""
+        self._agents: dict[int, _Agent] = {}
+        """The connected agents, by node index."""
+        self._placements: dict[int, _Placement] = {}
+        """The placement of each rank in a Slurm job."""
+        self._programs: list[subprocess.Popen[bytes]] = []
+        """The program that starts the agents and, in a Slurm job, the one that reports the placement of ranks."""
+        self._start_deadline = 0.0
+        self._next_ping_time = 0.0
+        self.attempt = _AttemptState(0)
+        self.failure: str | None = None
+
+        """Why the agents cannot start ranks, now and later; None if nothing has failed."""
+        self.failure_code = ExitCode.CRASHED
+        """The exit code that describes `failure`."""
+        self._commands = self._build_commands()
+
+    # ---- start and end
+
+    @property
+    def is_started(self) -> bool:
+        """True if :meth:`start` was called."""
+        return self._listener is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if all agents can fork ranks."""
+        has_placements = not self.on_slurm or len(self._placements) == self.rank_count
+        has_agents = len(self._agents) == self.node_count and all(agent.is_ready for agent in self._agents.values())
+        return self.failure is None and has_agents and has_placements
+
+    def start(self) -> None:
+        """Start the agents. They connect later, so call :meth:`poll` until :attr:`is_ready`."""
+        raise_open_file_limit()
+        address = "" if self.on_slurm else "127.0.0.1"
+        backlog = self.rank_count + self.node_count + 8
+        if self.on_slurm and socket.has_dualstack_ipv6():
+            self._listener = socket.create_server(
+                (address, 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+        else:
+            self._listener = socket.create_server((address, 0), backlog=backlog)
+        self._listener.setblocking(False)
+        hosts = _list_own_hosts() if self.on_slurm else ["127.0.0.1"]
+        write_address_file(self._address_file, hosts, self._listener.getsockname()[1], self._token)
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._start_deadline = time.monotonic() + START_TIMEOUT_S
+        with open(self.log, "ab") as log:
+            self._programs = [
+                start_process(
+                    self._run.code_dir,
+                    command,
+                    log,
+                    {"SLUICE_SUPERVISED": "1"},
+                    (self._lock_fd,),
+                    terminate_with_parent,
+                )
+                for command in self._commands
+            ]
+
+    def _build_commands(self) -> list[list[str]]:
+        """Return the command that starts the agents and, in a Slurm job, the one that reports placements."""
+        arguments = ["-m", "slurm.agent", self._stage, str(self._run.path), str(self._address_file)]
+        if not self.on_slurm:
+            return [[sys.executable, *arguments]]
+        site = self._run.config.resolve_site(self._stage)
+        rank_command = build_rank_command(self._run, self._stage)
+        unset = [option for name in _RANK_PLACEMENT_VARIABLES for option in ("-u", name)]
+        variables = [f"{name}={value}" for name, value in rank_command.variables.items()]
+        options = [
+            option
+            for option in rank_command.srun
+            if option.removeprefix("--").partition("=")[0] not in _RANK_PLACEMENT_OPTIONS
+        ]
+        agents = [
+            *("env", *unset, *variables, "srun", *options),
+            *(f"--nodes={self.node_count}", f"--ntasks={self.node_count}", "--ntasks-per-node=1", "--overlap"),
+            *("--distribution=block", "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--wait=0"),
+            *(["--gpu-bind=none"] if site.gpus_per_node else []),
+            *("--open-mode=append", "--unbuffered", f"--output={self._folder}/agent-%n.log"),
+            *(f"--chdir={self._run.code_dir}", *rank_command.program, *arguments),
+        ]
+        program = Path(self._run.code_dir) / "slurm/agent/report_placement.py"
+        placement = [
+            *("srun", *build_rank_options(self._stage, self.rank_count, self.node_count), "--overlap"),
+            *build_site_options(site),
+            *(get_job_python(site), "-I", "-S", str(program), str(self._address_file)),
+        ]
+        return [agents, placement]
+
+    def close(self) -> None:
+        """End the agents, and wait for their programs to exit."""
+        for agent in self._agents.values():
+            with suppress(ConnectionError):
+                agent.connection.send("exit")
+        deadline = time.monotonic() + EXIT_WAIT_S
+        while any(program.poll() is None for program in self._programs):
+            if time.monotonic() > deadline or not self._agents:
+                for program in self._programs:
+                    with suppress(ProcessLookupError):
+                        # srun ends its step if it receives INT twice within a second (srun(1)).
+                        is_late = time.monotonic() > deadline + KILL_WAIT_S
+                        program.send_signal(signal.SIGINT if self.on_slurm and not is_late else signal.SIGKILL)
+            time.sleep(0.05 if self._agents else 0.2)
+        for connection in (*(agent.connection for agent in self._agents.values()), *self._list_new_connections()):
+            connection.close()
+        self._agents.clear()
+        self._new_connections.clear()
+        if self._listener is not None:
+            self._listener.close()
+        with suppress(OSError):
+            self._address_file.unlink()
+
+    # ---- messages
+
+    def _list_new_connections(self) -> list[Connection]:
+        """Return the connections without a first message."""
+        return [connection for connection, _ in self._new_connections.values()]
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Handle connections and messages, waiting up to `timeout_s` seconds for the first one. Notice lost agents."""
+        if self._listener is None:
+            return
+        by_descriptor: dict[int, Any] = {self._listener.fileno(): self._listener}
+        by_descriptor |= {descriptor: connection for descriptor, (connection, _) in self._new_connections.items()}
+        node_by_descriptor = {agent.connection.fileno(): node for node, agent in self._agents.items()}
+        poller = select.poll()  # select.select accepts no descriptor from 1024 on
+        for descriptor in (*by_descriptor, *node_by_descriptor):
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll(1000 * timeout_s):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._new_connections:
+                self._read_first_message(descriptor)
+            elif (node := node_by_descriptor[descriptor]) in self._agents:
+                self._read_messages(node)
+        self._check_agents()
+
+    def _accept(self) -> None:
+        """Accept all waiting connections."""
+        assert self._listener is not None
+        with suppress(BlockingIOError):
+            while len(self._new_connections) < _MAX_FIRST_MESSAGE_CLIENTS:
+                connected, _ = self._listener.accept()
+                connection = Connection(connected)
+                self._new_connections[connection.fileno()] = (connection, time.monotonic())
+
+    def _read_first_message(self, descriptor: int) -> None:
+        """Read the first message of a connection: an agent or a placement, with the token."""
+        connection, _ = self._new_connections[descriptor]
+        try:
+            messages = connection.receive()
+        except ConnectionError:
+            messages = [{"kind": "closed"}]
+        if not messages:
+            return
+        del self._new_connections[descriptor]
+        message = messages[0]
+        has_token = compare_digest(str(message.get("token", "")).encode(), self._token.encode())
+        if has_token and message["kind"] == "hello":
+            self._agents[message["node"]] = _Agent(connection, message["host"], message["pid"])
+            for later_message in messages[1:]:
+                self._handle(message["node"], later_message)
+            return
+        if has_token and message["kind"] == "placement":
+            self._placements[message["rank"]] = _Placement(
+                *(message[name] for name in ("node", "host", "environment", "cpus", "memory_policy"))
+            )
+        connection.close()
+
+    def _read_messages(self, node: int) -> None:
+        """Handle the messages that have arrived from an agent."""
+        agent = self._agents[node]
+        try:
+            for message in agent.connection.receive():
+                self._handle(node, message)
+        except ConnectionError as error:
+            self._lose(node, f"its agent (process {agent.pid}) ended: {error}")
+
+    def _handle(self, node: int, message: Message) -> None:
+        """Handle a message of the agent of a node (slurm/agent/messages.py)."""
+        agent = self._agents[node]
+        match message["kind"]:
+            case "ready":
+                agent.is_ready = True
+            case "failed" if self.failure is None:
+                self.failure = f"{agent.host}:\n{message['message']}"
+                self.failure_code = ExitCode(message["code"])
+            case "pong":
+                agent.ping_time = None
+            case "listening":
+                agent.port = message["port"]
+            case "forked" if message["attempt"] == self.attempt.number:
+                self.attempt.pids |= {int(rank): pid for rank, pid in message["pids"].items()}
+            case "exited" if message["attempt"] == self.attempt.number:
+                code = int(ExitCode.OUT_OF_MEMORY) if message["out_of_memory"] else message["code"]
+                self.attempt.exits.append(RankExit(message["rank"], code, agent.host))
+
+    def _check_agents(self) -> None:
+        """Send pings, and notice agents that are lost or cannot start."""
+        now = time.monotonic()
+        for node, agent in list(self._agents.items()):
+            if agent.ping_time is not None and now - agent.ping_time > REPLY_TIMEOUT_S:
+                self._lose(node, f"its agent (process {agent.pid}) did not answer for {REPLY_TIMEOUT_S:.0f} s")
+        if now >= self._next_ping_time:
+            self._next_ping_time = now + PING_INTERVAL_S
+            for node, agent in list(self._agents.items()):
+                if agent.is_ready and agent.ping_time is None:
+                    agent.ping_time = now
+                    self._send(node, "ping")
+        if self.failure is None and not self.is_ready:
+            self.failure = self._find_start_failure(now)
+
+    def _find_start_failure(self, now: float) -> str | None:
+        """Return why the agents cannot start; None if they may still start."""
+        agents_program, *placement_programs = self._programs
+        has_failed = agents_program.poll() is not None or any(
+            program.poll() not in (None, 0) for program in placement_programs
+        )
+        if not has_failed and now < self._start_deadline:
+            return None
+        what = "srun could not start the agents of the ranks" if self.on_slurm else "the agent of the ranks exited"
+        if not has_failed:
+            what = f"the agents of the ranks were not ready within {START_TIMEOUT_S:.0f} s"
+        logs = [self.log, *sorted(self._folder.glob("agent-*.log"))]
+        texts = [self.log.read_bytes()[self._log_start :].decode(errors="replace")]
+        texts += [log.read_text(errors="replace") for log in logs[1:3] if log != self.log]
+        last_lines = "\n".join(line for text in texts for line in text.splitlines()[-10:])
+        return f"{what}; the end of {self.log}:\n{last_lines}"
+
+    def _lose(self, node: int, reason: str) -> None:
+        """Record that an agent is lost. The kernel or the agent itself ends its ranks."""
+        agent = self._agents.pop(node)
+        agent.connection.close()
+        if self.failure is None:
+            self.failure = f"{agent.host} was lost: {reason}"
+            print(self.failure, file=sys.stderr, flush=True)
+
+    def _send(self, node: int, kind: str, **fields: Any) -> None:
+        """Send a message to the agent of a node. If that fails, the agent is lost."""
+        try:
+            self._agents[node].connection.send(kind, **fields)
+        except ConnectionError as error:
+            self._lose(node, str(error))
+
+    def list_silent_hosts(self) -> list[str]:
+        """Return the hosts whose agents are lost or have not answered for `SILENT_S` seconds."""
+        now = time.monotonic()
+        return [
+            agent.host
+            for agent in self._agents.values()
+            if agent.ping_time is not None and now - agent.ping_time > SILENT_S
+        ]
+
+    # ---- ranks
+
+    def open_port(self) -> None:
+        """Ask the agent of rank 0 to open a port, which :meth:`fork_ranks` needs."""
+        node = self._get_node(0)
+        self._agents[node].port = None
+        self._send(node, "listen", backlog=self.rank_count + 8, local=not self.on_slurm)
+
+    @property
+    def has_port(self) -> bool:
+        """True if the agent of rank 0 has opened a port."""
+        node = self._get_node(0)
+        return node in self._agents and self._agents[node].port is not None
+
+    def fork_ranks(self, attempt: int) -> None:
+        """Let the agents fork the ranks of an attempt."""
+        self.attempt = _AttemptState(attempt)
+        port = self._agents[self._get_node(0)].port
+        assert port is not None
+        tasks_by_node: dict[int, list[RankTask]] = {}
+        for task in self._list_tasks(port):
+            tasks_by_node.setdefault(self._get_node(task.rank), []).append(task)
+        for node, tasks in tasks_by_node.items():
+            if node in self._agents:
+                self._send(node, "fork", attempt=attempt, ranks=[asdict(task) for task in tasks])
+
+    def _list_tasks(self, port: int) -> Iterator[RankTask]:
+        """Yield the ranks to fork. Rank 0 listens on `port`."""
+        time_left = {name: os.environ[name] for name in (TIME_LEFT_VARIABLE,) if name in os.environ}
+        for rank in range(self.rank_count):
+            log = str(self._folder / f"rank-{rank}.log")
+            if not self.on_slurm:
+                environment = make_local_rank_env(rank, self.rank_count, port)
+                yield RankTask(rank, environment | time_left, log, listens=rank == 0)
+                continue
+            placement = self._placements[rank]
+            step_hosts = expand_hostlist(placement.environment["SLURM_STEP_NODELIST"])
+            rendezvous = {"SLUICE_MASTER_HOST": step_hosts[self._get_node(0)], "SLUICE_MASTER_PORT": str(port)}
+            policy = placement.memory_policy
+            yield RankTask(
+                rank,
+                placement.environment | rendezvous | time_left,
+                log,
+                placement.cpus,
+                (policy[0], policy[1]) if policy else None,
+                listens=rank == 0,
+            )
+
+    def _get_node(self, rank: int) -> int:
+        """Return the index of the node of a rank."""
+        return self._placements[rank].node if self.on_slurm else 0
+
+    def find_ranks_without_agent(self) -> list[int]:
+        """Return the ranks whose agent is lost."""
+        return [rank for rank in range(self.rank_count) if self._get_node(rank) not in self._agents]
+
+    def get_host(self, rank: int) -> str:
+        """Return the host of a rank."""
+        return self._placements[rank].host if self.on_slurm else os.uname().nodename
+
+    def signal_ranks(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        for node in list(self._agents):
+            self._send(node, "signal", number=int(number))
+
+
+class AgentLauncher(RankLauncher):
+    """Lets the agents fork the ranks of one attempt.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        pool: the agents.
+        attempt: the number of the attempt.
+    """
+
+    def __init__(self, run: Run, stage: str, pool: AgentPool, attempt: int) -> None:
+        super().__init__(run, stage, pool.rank_count)
+        self._pool = pool
+        self._attempt = attempt
+        self._has_opened_port = False
+        self._are_forked = False
+        self._running_ranks: set[int] = set()
+        self._pending_exits: list[RankExit] = []
+        """Exits of ranks that no agent reports."""
+
+    def start(self) -> None:
+        """Start the agents if they do not run yet. If they are ready, let them fork the ranks."""
+        self._running_ranks = set(range(self.rank_count))
+        if not self._pool.is_started:
+            self._pool.start()
+        deadline = time.monotonic() + QUICK_START_S
+        self._advance()
+        while self._has_opened_port and not self._are_forked and time.monotonic() < deadline:
+            self._pool.poll(0.05)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Take the next step towards running ranks: wait for the agents, open a port, fork."""
+        if self._are_forked or not self._running_ranks:
+            return
+        if self._pool.failure is not None:
+            self._end_all(RankExit(0, int(self._pool.failure_code), description=self._pool.failure))
+        elif self._pool.is_ready and not self._has_opened_port:
+            self._has_opened_port = True
+            self._pool.open_port()
+        elif self._has_opened_port and self._pool.has_port:
+            self._are_forked = True
+            self._pool.fork_ranks(self._attempt)
+
+    def _end_all(self, first_exit: RankExit) -> None:
+        """Record that no rank runs. `first_exit` is the exit of the first rank."""
+        self._pending_exits.append(first_exit)
+        self._running_ranks.clear()
+
+    @property
+    def is_running(self) -> bool:
+        """True while any rank is running, or the ranks will be started."""
+        return bool(self._running_ranks)
+
+    @property
+    def rank_processes(self) -> dict[int, tuple[str, int]]:
+        """Host and process id of each rank; empty until all agents have forked their ranks."""
+        pids = self._pool.attempt.pids if self._are_forked else {}
+        return {rank: (self._pool.get_host(rank), pids[rank]) for rank in sorted(pids)} if self._has_all(pids) else {}
+
+    def _has_all(self, pids: dict[int, int]) -> bool:
+        return len(pids) == self.rank_count
+
+    def poll(self) -> list[RankExit]:
+        """Return the exits of the ranks that have exited since the last call."""
+        self._pool.poll()
+        self._advance()
+        exits = self._pending_exits
+        self._pending_exits = []
+        if not self._are_forked:
+            return exits
+        exits += self._pool.attempt.exits
+        self._pool.attempt.exits = []
+        self._running_ranks -= {rank_exit.rank for rank_exit in exits}
+        # The exits of these ranks cannot be reported any more. The kernel kills the ranks of a dead agent.
+        for rank in self._running_ranks.intersection(self._pool.find_ranks_without_agent()):
+            description = self._pool.failure or ""
+            exits.append(RankExit(rank, -signal.SIGKILL, self._pool.get_host(rank), description))
+            self._running_ranks.discard(rank)
+        return exits
+
+    def send_signal(self, signal_number: signal.Signals) -> None:
+        """Send a signal to every running rank. Ranks that are not forked yet are not forked any more."""
+        if self._are_forked:
+            self._pool.signal_ranks(signal_number)
+        elif self._running_ranks:
+            self._end_all(RankExit(0, -signal_number))
+
+    def kill(self) -> None:
+        """Kill all ranks and wait for them to exit, at most `KILL_WAIT_S` seconds. Their exits are not reported."""
+        self.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_WAIT_S
+        while self.is_running and time.monotonic() < deadline:
+            self._pool.poll(0.01)
+            self.poll()
+        self._running_ranks.clear()
+
+
+def _list_own_hosts() -> list[str]:
+    """Return names and addresses of this machine, under which agents on other nodes try to connect to it."""
+    names = [os.environ.get("SLURMD_NODENAME"), os.uname().nodename]
+    hosts = [name for name in names if name]
+    with suppress(OSError):
+        addresses: Sequence[Any] = socket.getaddrinfo(os.uname().nodename, None, type=socket.SOCK_STREAM)
+        hosts += [address[4][0] for address in addresses]
+    return list(dict.fromkeys(hosts))

@@ -1,0 +1,79 @@
+"""Choose how the ranks of a stage are started."""
+
+from __future__ import annotations
+
+import math
+
+from pipeline.config.stages import STAGES
+from pipeline.run.directory import Run
+from slurm.supervise.agents import AgentLauncher, AgentPool
+from slurm.supervise.launch import LocalLauncher, RankLauncher, SrunLauncher, create_mpi_launcher
+
+
+def create_agents(run: Run, stage: str, rank_count: int, lock_fd: int, *, on_slurm: bool) -> AgentPool | None:
+    """Return node agents for the ranks of a stage, not started yet; None if the ranks are started without agents.
+
+    Agents start the ranks of distributed stages, except MPI ranks, which `mpirun` or `srun --mpi` must start.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock.
+        on_slurm: whether this process runs in a Slurm job that was started with sbatch or salloc.
+
+    Raises:
+        UserError: if the container of the config section `site` cannot be used.
+    """
+    config = run.config
+    if not STAGES[stage].is_distributed or config.parallel.backend == "mpi" or not config.recovery.in_place:
+        return None
+    node_count = count_nodes(run, stage, rank_count)
+    return AgentPool(run, stage, rank_count, node_count, lock_fd, on_slurm=on_slurm)
+
+
+def create_launcher(
+    run: Run,
+    stage: str,
+    rank_count: int,
+    lock_fd: int,
+    *,
+    on_slurm: bool,
+    task: int | None = None,
+    agents: AgentPool | None = None,
+    attempt: int = 1,
+) -> RankLauncher:
+    """Return a launcher for the ranks of a stage. Call its method `start` to start the ranks.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        rank_count: the number of ranks.
+        lock_fd: the file descriptor of the stage's lock.
+        on_slurm: whether this process runs in a Slurm job that was started with sbatch or salloc.
+        task: the index of this Slurm array task; None if the job is not part of an array. Only srun needs the index.
+        agents: the node agents, if they start the ranks (:func:`create_agents`).
+        attempt: the number of the attempt. Only agents need the number.
+
+    Raises:
+        UserError: if mpirun is needed and not found; or in a Slurm job, if the container of the config section `site`
+            cannot be used.
+    """
+    if agents is not None:
+        return AgentLauncher(run, stage, agents, attempt)
+    node_count = count_nodes(run, stage, rank_count)
+    if run.config.parallel.backend == "mpi" and STAGES[stage].is_distributed:
+        return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
+    if on_slurm:
+        return SrunLauncher(run, stage, rank_count, lock_fd, node_count=node_count, task=task)
+    return LocalLauncher(run, stage, rank_count, lock_fd)
+
+
+def count_nodes(run: Run, stage: str, rank_count: int) -> int:
+    """Return the number of nodes for the ranks of a stage.
+
+    The ranks of stages that are not distributed do not communicate. Such a stage runs on one node, or is an array stage
+    (shard), whose ranks may run on any nodes.
+    """
+    ranks_per_node = run.config.stages.get_resources(stage).processes_per_node
+    return math.ceil(rank_count / ranks_per_node) if STAGES[stage].is_distributed else 1
