@@ -393,6 +393,10 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = 100
     """Number of steps between two checkpoints. The last step is always saved."""
+    memory_every_steps: PositiveInt | None = None
+    """Number of steps between two snapshots in memory. After a restart in place, the ranks load the newest snapshot if
+    it is newer than the newest checkpoint. Each rank needs memory for two copies of its state. A snapshot is lost when
+    the job ends. null: no snapshots."""
     keep: PositiveInt = 3
     """Number of the newest checkpoints to keep. Older checkpoints are deleted."""
     mode: Literal["sync", "async"] = "async"

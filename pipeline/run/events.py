@@ -429,6 +429,8 @@ class Restored(Event):
     """A message about state of replicas that was dropped or changed; None if all state was restored."""
     versions: str | None = None
     """The package versions that changed since the checkpoint was saved, such as `torch 2.8 → 2.9`; None if none did."""
+    source: str | None = None
+    """`memory` if the ranks restored a snapshot in memory; None for a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -792,7 +794,8 @@ class StageState:
         if isinstance(event, StoppedEarly):
             return replace(self, is_completing_early=True)
         if isinstance(event, Saved | Restored):
-            return replace(self, saved_step=event.step)
+            is_lost_with_job = isinstance(event, Restored) and event.source == "memory"
+            return self if is_lost_with_job else replace(self, saved_step=event.step)
         if isinstance(event, RestartedFromScratch):
             return replace(self, saved_step=None)
         if isinstance(event, EndEvent):

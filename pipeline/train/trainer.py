@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from pipeline.base.dist_env import RankInfo, read_time_limit_s
 from pipeline.base.errors import CheckpointError, ExitCode
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import describe_missing_checkpoints
+from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
 from pipeline.checkpoint.identity import (
     check_identity,
@@ -34,6 +34,7 @@ from pipeline.checkpoint.identity import (
     compute_source_identity,
     describe_version_changes,
 )
+from pipeline.checkpoint.memory_snapshot import open_snapshots
 from pipeline.comm import groups
 from pipeline.config.sections import check_warmup
 from pipeline.data.loader import Batch, BatchLoader
@@ -64,6 +65,7 @@ from pipeline.run.events import (
     SaveSkipped,
     StoppedEarly,
     StopRequested,
+    read_stage_state,
 )
 from pipeline.run.metrics import is_step_line, list_lost_lines, rewind_metrics
 from pipeline.train.callback import Callback, CallbackList, make_user_callbacks
@@ -150,6 +152,13 @@ class Trainer:
         self.early_stop: Mapping[str, Any] | None = None
         """Set if a callback completed the run early: the `reason` of the callback, and `steps`, the number of the step
         at which the run should have ended according to the config. None otherwise."""
+        self.snapshots = None
+        """The snapshots of this rank in memory; None without `checkpoint.memory_every_steps` or node agents."""
+        if config.checkpoint.memory_every_steps is not None:
+            entries = self.checkpointer.manifest_entries
+            self.snapshots = open_snapshots(os.environ, self.checkpointer.group, entries)
+            if self.snapshots is None:
+                self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
         self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
@@ -359,6 +368,8 @@ class Trainer:
             return ExitCode.STOPPED
         if may_save and (step % self.config.checkpoint.every_steps == 0 or SAVE_REQUEST in requests):
             self.save(step)
+        elif may_save and self.snapshots and step % (self.config.checkpoint.memory_every_steps or 1) == 0:
+            self._save_snapshot(step)
         return None
 
     def _save_and_stop(self, step: int, reason: str) -> None:
@@ -433,6 +444,24 @@ class Trainer:
         start_time = time.perf_counter()
         self.enter_phase(step, "save")
         self.checkpointer.wait_until_saved()
+        state, extra = self._collect_state(step)
+        if self.snapshots is not None and step < self.steps:
+            # The checkpoint may not be complete if this attempt ends soon.
+            self.snapshots.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
+        self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
+        self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
+
+    def _save_snapshot(self, step: int) -> None:
+        """Save a snapshot of the state after `step` in memory."""
+        assert self.snapshots is not None
+        start_time = time.perf_counter()
+        self.enter_phase(step, "save")
+        state, extra = self._collect_state(step)
+        self.snapshots.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
+        self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
+
+    def _collect_state(self, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return this rank's tensors after `step`, and the JSON values that a checkpoint also contains."""
         self.callbacks.on_save(step)
         state, replicas = self.engine.checkpoint_state()
         extra: dict[str, Any] = {
@@ -445,8 +474,7 @@ class Trainer:
             extra["early_stop"] = self.early_stop
         elif reason := self._gather_requested_stop_reason():
             extra["stop_request"] = reason  # If this attempt ends now, the next attempt carries out the request.
-        self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
-        self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
+        return state, extra
 
     def _gather_requested_stop_reason(self) -> str | None:
         """Return why a callback called `request_stop`; None if no callback called this method.
@@ -486,7 +514,12 @@ class Trainer:
         """
         start_time = time.perf_counter()
         check_manifest = partial(check_identity, current=self.checkpointer.manifest_entries)
-        manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check_manifest)
+        snapshot_step = self._find_newer_snapshot()
+        manifest: Mapping[str, Any] | None
+        if self.snapshots is not None and snapshot_step:
+            manifest = {**self.snapshots.load(snapshot_step, self.engine.state_dict()), "versions": collect_versions()}
+        else:
+            manifest = self.checkpointer.restore(self.engine.state_dict(), self._report_damaged, check_manifest)
         step = int(manifest["step"]) if manifest else 0
         extra: Mapping[str, Any] = manifest["extra"] if manifest else {}
         notes: dict[str, str | None] = {}
@@ -499,11 +532,13 @@ class Trainer:
                 )
             self.engine.reset_custom_optimizer()
             # Earlier attempts had checkpoints, but the user removed them to restart from scratch.
-            if self.world.is_rank0 and self.run.read_events("train", Saved, Restored):
+            if self.world.is_rank0 and read_stage_state(self.run.read_events("train")).saved_step:
                 self.run.append_event(RestartedFromScratch(stage="train"))
         else:
             self.samples_consumed = int(manifest["samples_consumed"])
-            read_tensors = partial(self.checkpointer.read_tensors, step)
+            read_tensors: Callable[[dict[str, torch.Tensor]], None] = partial(self.checkpointer.read_tensors, step)
+            if self.snapshots is not None and snapshot_step:
+                read_tensors = partial(self.snapshots.read_tensors, step)
             notes["replicas"] = self.engine.finish_loading(extra.get("replicas"), read_tensors)
             notes["versions"] = describe_version_changes(manifest["versions"], collect_versions())
             if extra["scaler"] and self.engine.scaler is not None:
@@ -513,10 +548,20 @@ class Trainer:
             if early_stop and early_stop["steps"] == self.steps:  # Otherwise the user has changed the number of steps.
                 self.early_stop = early_stop
         if self.world.is_rank0:
-            self._rewind_metrics(step, start_time, notes)
+            self._rewind_metrics(step, start_time, notes, from_memory=bool(snapshot_step))
         return step, extra.get("callbacks", {})
 
-    def _rewind_metrics(self, step: int, start_time: float, notes: Mapping[str, str | None]) -> None:
+    def _find_newer_snapshot(self) -> int:
+        """Return the step of a snapshot in memory that is newer than the newest checkpoint; 0 if there is none."""
+        if self.snapshots is None:
+            return 0
+        step = self.snapshots.find_common_step()
+        newest_step = groups.broadcast_from_rank0(self.checkpointer.group, find_newest_step(self.run.checkpoints_dir))
+        return step if step > newest_step else 0
+
+    def _rewind_metrics(
+        self, step: int, start_time: float, notes: Mapping[str, str | None], *, from_memory: bool
+    ) -> None:
         """Remove the metrics of steps after the restored `step`, and write the events `lost_work` and `restored`.
 
         Also set the expected duration of a save from the `saved` events. Only rank 0 calls this method.
@@ -526,6 +571,7 @@ class Trainer:
             start_time: when the restore began, by `time.perf_counter`.
             notes: messages about differences from the attempt that saved the checkpoint, under the keys `replicas`
                 and `versions`; None for no difference.
+            from_memory: whether a snapshot in memory was restored, and not a checkpoint.
         """
         save_durations = [event.seconds for event in self.run.read_events("train", Saved)]
         # The latest save is the best estimate, because storage may have been slower or faster before.
@@ -550,10 +596,12 @@ class Trainer:
                     lost_steps=len(lost_lines),
                     replicas=replicas_note,
                     versions=versions_note,
+                    source="memory" if from_memory else None,
                 )
             )
             repeated = f", {len(lost_lines)} steps are repeated" if lost_lines else ""
-            self.log("; ".join(filter(None, [f"restored step {step}{repeated}", replicas_note, versions_note])))
+            source = " from memory" if from_memory else ""
+            self.log("; ".join(filter(None, [f"restored step {step}{source}{repeated}", replicas_note, versions_note])))
 
     # -- reports -----------------------------------------------------------------------------------------
 

@@ -67,6 +67,8 @@ class Agent:
         """The attempt of the running ranks."""
         self._listener: socket.socket | None = None
         """The port that the agent opened for rank 0 of the next attempt."""
+        self._snapshot_buffers: dict[int, tuple[int, int]] = {}
+        """The file descriptors of the buffers for snapshots, by rank."""
         self._oom_kills = 0
         """The number of processes that the kernel has killed for lack of memory in this agent's cgroups."""
         self._connection: Connection
@@ -155,6 +157,13 @@ class Agent:
     def _fork(self, task: RankTask) -> int:
         """Fork a rank and return its process id."""
         agent_pid = os.getpid()
+        buffers = None
+        if task.has_snapshots:
+            from pipeline.checkpoint.memory_snapshot import create_buffers
+
+            if task.rank not in self._snapshot_buffers:
+                self._snapshot_buffers[task.rank] = create_buffers(task.rank)
+            buffers = self._snapshot_buffers[task.rank]
         sys.stdout.flush()
         sys.stderr.flush()
         # A signal that arrives before the rank has its own handlers must not wake the agent.
@@ -163,7 +172,7 @@ class Agent:
         if pid == 0:
             listen_fd = self._listener.detach() if task.listens and self._listener is not None else None
             self._connection.close()
-            _run_rank(task, self._stage, self._run_path, agent_pid, listen_fd)
+            _run_rank(task, self._stage, self._run_path, agent_pid, listen_fd, buffers)
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return pid
 
@@ -194,7 +203,19 @@ class Agent:
                 previous_kills = self._oom_kills
                 self._oom_kills = count_oom_kills()
                 out_of_memory = self._oom_kills > previous_kills
-            self._connection.send("exited", attempt=self._attempt, rank=rank, code=code, out_of_memory=out_of_memory)
+            snapshot_step = 0
+            if rank in self._snapshot_buffers:
+                from pipeline.checkpoint.memory_snapshot import read_snapshot_step
+
+                snapshot_step = read_snapshot_step(self._snapshot_buffers[rank])
+            self._connection.send(
+                "exited",
+                attempt=self._attempt,
+                rank=rank,
+                code=code,
+                out_of_memory=out_of_memory,
+                snapshot_step=snapshot_step,
+            )
 
     def _end_ranks(self, number: signal.Signals, timeout_s: float, wake_up: socket.socket) -> None:
         """Send a signal to all ranks and wait until they have exited, at most `timeout_s` seconds."""
@@ -238,7 +259,14 @@ def preload(run: Run, stage: str) -> None:
         print(f"warning: threads run in the agent, so a forked rank may hang: {names}", flush=True)
 
 
-def _run_rank(task: RankTask, stage: str, run_path: Path, agent_pid: int, listen_fd: int | None) -> NoReturn:
+def _run_rank(
+    task: RankTask,
+    stage: str,
+    run_path: Path,
+    agent_pid: int,
+    listen_fd: int | None,
+    snapshot_buffers: tuple[int, int] | None,
+) -> NoReturn:
     """Become a rank, run the stage, and exit. Call this in a forked child whose stop signals are blocked.
 
     Args:
@@ -247,6 +275,7 @@ def _run_rank(task: RankTask, stage: str, run_path: Path, agent_pid: int, listen
         run_path: the run directory.
         agent_pid: the process id of the agent.
         listen_fd: a socket that listens for the other ranks; None except for rank 0.
+        snapshot_buffers: the file descriptors of the buffers for snapshots; None without snapshots.
     """
     code = 1
     try:
@@ -261,6 +290,8 @@ def _run_rank(task: RankTask, stage: str, run_path: Path, agent_pid: int, listen
         os.environ.update(task.environment)
         if listen_fd is not None:
             os.environ["SLUICE_LISTEN_FD"] = str(listen_fd)
+        if snapshot_buffers is not None:
+            os.environ["SLUICE_SNAPSHOT_FDS"] = ",".join(map(str, snapshot_buffers))
         if task.cpus:
             os.sched_setaffinity(0, task.cpus)
         if task.memory_policy is not None:

@@ -12,7 +12,7 @@ To the supervisor:
 - `ready`: the agent has imported the pipeline and can fork ranks
 - `listening`: port: the agent has opened the port on which rank 0 will listen
 - `forked`: attempt, pids (rank → pid): the ranks run
-- `exited`: attempt, rank, code (minus the number of a signal), out_of_memory: a rank has exited
+- `exited`: attempt, rank, code (minus the number of a signal), out_of_memory, snapshot_step: a rank has exited
 - `pong`: the answer to `ping`
 
 To an agent:
@@ -60,6 +60,8 @@ class RankTask:
     """The NUMA policy of the rank: mode and node mask, as in set_mempolicy(2). None for the default policy."""
     listens: bool = False
     """Whether the rank gets the port that the agent opened (`listen`)."""
+    has_snapshots: bool = False
+    """Whether the rank gets buffers for snapshots, which the agent keeps when the rank exits."""
 
 
 class Connection:

@@ -213,7 +213,8 @@ def _describe_event(event: Event) -> str | None:
     """Return the message to print for an event while the stage runs; None for events that are not printed."""
     if isinstance(event, Restored):
         repeated = f"; repeated steps: {event.lost_steps}" if event.lost_steps else ""
-        return f"restored step {event.step}{repeated}"
+        source = " from memory" if event.source == "memory" else ""
+        return f"restored step {event.step}{source}{repeated}"
     if isinstance(event, Damaged):
         return f"step {event.step} is damaged and was set aside: {event.reason}"
     if isinstance(event, Retried):

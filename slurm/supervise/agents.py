@@ -29,6 +29,7 @@ from typing import Any
 from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_local_rank_env
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import raise_open_file_limit
+from pipeline.config.stages import STAGES
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
 from slurm.agent.messages import Connection, Message, RankTask, write_address_file
@@ -106,6 +107,8 @@ class _AttemptState:
     pids: dict[int, int] = field(default_factory=dict)
     exits: list[RankExit] = field(default_factory=list)
     """Exits that :class:`AgentLauncher` has not fetched yet."""
+    snapshot_steps: dict[int, int] = field(default_factory=dict)
+    """The step of the newest snapshot in memory of each rank that has exited."""
 
 
 class AgentPool:
@@ -335,6 +338,7 @@ class AgentPool:
             case "exited" if message["attempt"] == self.attempt.number:
                 code = int(ExitCode.OUT_OF_MEMORY) if message["out_of_memory"] else message["code"]
                 self.attempt.exits.append(RankExit(message["rank"], code, agent.host))
+                self.attempt.snapshot_steps[message["rank"]] = message["snapshot_step"]
 
     def _check_agents(self) -> None:
         """Send pings, and notice agents that are lost or cannot start."""
@@ -420,12 +424,13 @@ class AgentPool:
 
     def _list_tasks(self, port: int) -> Iterator[RankTask]:
         """Yield the ranks to fork. Rank 0 listens on `port`."""
+        has_snapshots = STAGES[self._stage].is_training and self._run.config.checkpoint.memory_every_steps is not None
         time_left = {name: os.environ[name] for name in (TIME_LEFT_VARIABLE,) if name in os.environ}
         for rank in range(self.rank_count):
             log = str(self._folder / f"rank-{rank}.log")
             if not self.on_slurm:
                 environment = make_local_rank_env(rank, self.rank_count, port)
-                yield RankTask(rank, environment | time_left, log, listens=rank == 0)
+                yield RankTask(rank, environment | time_left, log, listens=rank == 0, has_snapshots=has_snapshots)
                 continue
             placement = self._placements[rank]
             step_hosts = expand_hostlist(placement.environment["SLURM_STEP_NODELIST"])
@@ -438,7 +443,13 @@ class AgentPool:
                 placement.cpus,
                 (policy[0], policy[1]) if policy else None,
                 listens=rank == 0,
+                has_snapshots=has_snapshots,
             )
+
+    def get_snapshot_step(self) -> int:
+        """Return the newest step of which every rank of the ended attempt may have a snapshot in memory; 0 if none."""
+        steps = self.attempt.snapshot_steps
+        return min(steps.values()) if len(steps) == self.rank_count and self.failure is None else 0
 
     def _get_node(self, rank: int) -> int:
         """Return the index of the node of a rank."""

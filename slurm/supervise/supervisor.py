@@ -34,6 +34,7 @@ from pipeline.base.dist_env import (
 )
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
@@ -145,6 +146,8 @@ class Supervisor:
         """Fields of the event `started` that identify this job, because Slurm may reuse the job id for another job."""
         self._agents: AgentPool | None = None
         """The node agents, if agents start the ranks. They live until the last attempt of this job ends."""
+        self._newest_snapshot_step = 0
+        """The step of the newest snapshot in memory that an attempt in this job has left."""
         self._log_sizes: dict[Path, int] = {}
         """Sizes of the ranks' logs before the current attempt, in bytes."""
         self.job_deadline: float | None = None
@@ -270,7 +273,7 @@ class Supervisor:
             facts = StopFacts(
                 cause=attempt_end.cause,
                 stop_reason=attempt_end.stop_reason,
-                has_progress=read_progress_marker(run, stage) != marker_before,
+                has_progress=read_progress_marker(run, stage) != marker_before or self._has_newer_snapshot(),
                 state=attempts.load_stage_state(run, stage, self.task),
                 limits=run.config.recovery,
                 is_batch=self.is_batch,
@@ -366,6 +369,13 @@ class Supervisor:
         if self._agents is not None:
             self._agents.close()
             self._agents = None
+
+    def _has_newer_snapshot(self) -> bool:
+        """Return True if the attempt that just ended left a newer snapshot in memory than all attempts before it."""
+        step = self._agents.get_snapshot_step() if self._agents is not None else 0
+        newest_step = max(self._newest_snapshot_step, find_newest_step(self.run.checkpoints_dir))
+        self._newest_snapshot_step = max(self._newest_snapshot_step, step)
+        return step > newest_step
 
     def _can_restart_in_place(self, attempt_end: AttemptEnd) -> bool:
         """Return True if this job can restart the ranks: agents run, no node is silent, and enough time is left."""

@@ -31,6 +31,7 @@ from pipeline.run.directory import Run
 from slurm.submit import local_runner
 from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
+from tests.support.ranks import find_rank_processes
 from tests.support.tiny import compute_run_digest, slow_down_steps, write_config
 
 SUBMIT = [sys.executable, str(CODE_ROOT / "submit.py")]
@@ -377,10 +378,9 @@ def test_a_killed_rank_ends_its_peers_and_is_named(tmp_path: Path, finished_fold
         while find_newest_step(run / "checkpoints") < saved_step:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        processes = [process for process in find_processes(run) if "pipeline" in process.cmdline()]
-        process_by_rank = {process.environ()["SLUICE_RANK"]: process for process in processes}
-        process_by_rank["1"].kill()
-        _, alive = psutil.wait_procs(processes, timeout=15)
+        process_by_rank = find_rank_processes(run)
+        process_by_rank[1].kill()
+        _, alive = psutil.wait_procs(process_by_rank.values(), timeout=15)
         assert not alive, "the other rank must also end"
     output = process.communicate(timeout=240)[0]
     assert process.returncode == ExitCode.CRASHED
@@ -509,7 +509,8 @@ def test_ranks_save_and_exit_if_their_supervisor_is_killed(tmp_path: Path, finis
     wait_for_steps(run, 5)
     processes = find_processes(run)
     supervisor = next(process for process in processes if "slurm" in process.cmdline())
-    ranks = [process for process in processes if "pipeline" in process.cmdline()]
+    ranks = list(find_rank_processes(run).values())
+    assert len(ranks) == 2
     supervisor.kill()
     _, alive = psutil.wait_procs(ranks, timeout=240)
     assert not alive, "ranks must not run without their supervisor"

@@ -26,6 +26,7 @@ from pipeline.config.read import load_config
 from pipeline.run.directory import Run, create_points
 from tests.support.events import read_event_lines, write_event
 from tests.support.fake_run import FakeRun, read_json_lines
+from tests.support.ranks import find_rank_processes
 from tests.support.servers import find_free_port, mlflow_server, prometheus_server
 from tests.support.tiny import write_config
 from tests.tracking.test_followers import Chat, chat_url, read_tensorboard_curve, round_to_float32, scrape_prometheus
@@ -293,11 +294,9 @@ def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, 
     while not run.metrics_file.exists() or len(run.metrics_file.read_bytes().splitlines()) < 20:
         assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
-    command_line = f"pipeline\0train\0{run.path}".encode()
-    files = Path("/proc").glob("[0-9]*/cmdline")
-    rank_pids = [int(file.parent.name) for file in files if command_line in read_command_line(file)]
-    assert len(rank_pids) == 2, rank_pids
-    os.kill(rank_pids[1], signal.SIGSTOP)
+    process_by_rank = find_rank_processes(run.path)
+    assert len(process_by_rank) == 2, process_by_rank
+    process_by_rank[1].send_signal(signal.SIGSTOP)
     while not Chat.messages:
         assert time.monotonic() < deadline and process.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.1)
@@ -305,13 +304,6 @@ def test_a_stall_is_reported_before_the_watchdog_stops_the_rank(tmp_path: Path, 
     assert not read_event_lines(run, "train", "failed"), "the watchdog ended the attempt before the stall was reported"
     assert process.wait(200) != 0
     assert "train stalled: " in Chat.messages[1][1] and len(Chat.messages) == 2
-
-
-def read_command_line(path: Path) -> bytes:
-    """Return the content of /proc/PID/cmdline; nothing if the process has ended."""
-    with suppress(OSError):
-        return path.read_bytes()
-    return b""
 
 
 def test_a_sweep_has_a_curve_for_each_point(tmp_path: Path, mlflow: str) -> None:

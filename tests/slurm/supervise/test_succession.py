@@ -147,9 +147,10 @@ def test_no_successor_continues_after_a_killed_supervisor_without_progress(
     wait_for("the start", lambda: "started" in list_event_names(run, "train"))
     # The PID in the event belongs to the PID namespace of the node, so the test finds the process by its command line.
     arguments = ["-m", "slurm", "train", str(run)]
-    supervisors = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-4:] == arguments]
-    assert len(supervisors) == 1
-    supervisors[0].kill()
+    processes = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-4:] == arguments]
+    # A child that has not started its program yet has the same command line as the supervisor.
+    (supervisor,) = (process for process in processes if process.parent() not in processes)
+    supervisor.kill()
     wait_for("an empty queue", lambda: not query_queue(cluster), 90)
     events = read_event_lines(Run.open(run), "train")
     assert (events[-1]["event"], events[-1]["cause"]) == ("failed", "crashed"), events
