@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -55,14 +56,17 @@ class Agent:
         stage: the stage whose ranks the agent forks.
         run_path: the run directory.
         address_file: the file with the address of the supervisor.
+        early_signals: stop signals that arrived before this object existed.
     """
 
-    def __init__(self, stage: str, run_path: Path, address_file: Path) -> None:
+    def __init__(self, stage: str, run_path: Path, address_file: Path, early_signals: Sequence[int] = ()) -> None:
         self._stage = stage
         self._run_path = run_path
         self._address_file = address_file
         self._rank_by_pid: dict[int, int] = {}
         """The running ranks, by their process ids."""
+        self._pending_signals = list(early_signals)
+        """Stop signals that arrived while no rank was running. The ranks get them when they are forked."""
         self._attempt = 0
         """The attempt of the running ranks."""
         self._listener: socket.socket | None = None
@@ -137,6 +141,9 @@ class Agent:
                 if self._listener is not None:
                     self._listener.close()  # Rank 0 has inherited it.
                     self._listener = None
+                for number in self._pending_signals:
+                    self._signal_ranks(number)
+                self._pending_signals.clear()
                 self._connection.send("forked", attempt=self._attempt, pids=pids)
                 self._report_exits()  # A rank may have exited before it was in `_rank_by_pid`.
             case "signal":
@@ -180,7 +187,10 @@ class Agent:
         """Report exits of ranks, and pass stop signals on to the ranks. Slurm may have sent them only to this agent."""
         numbers = set(wake_up.recv(4096))
         for number in sorted(numbers & set(STOP_SIGNALS)):
-            self._signal_ranks(number)
+            if self._rank_by_pid:
+                self._signal_ranks(number)
+            else:
+                self._pending_signals.append(number)
         if signal.SIGCHLD in numbers:
             self._report_exits()
 

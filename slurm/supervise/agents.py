@@ -52,6 +52,9 @@ SILENT_S = 4.0
 """An agent that has not answered for this time is silent: its node may have failed."""
 REPLY_TIMEOUT_S = 60.0
 """An agent that has not answered for this time is lost."""
+SUSPENDED_S = 10.0
+"""If the pause between two calls of :meth:`AgentPool.poll` is longer, the job may have been suspended. Agents then have
+the full time again to answer."""
 QUICK_START_S = 5.0
 """How long :meth:`AgentLauncher.start` waits for the answers of agents that are ready."""
 EXIT_WAIT_S = 10.0
@@ -150,6 +153,7 @@ class AgentPool:
         """The program that starts the agents and, in a Slurm job, the one that reports the placement of ranks."""
         self._start_deadline = 0.0
         self._next_ping_time = 0.0
+        self._last_poll_time = time.monotonic()
         self.attempt = _AttemptState(0)
         self.failure: str | None = None
 
@@ -343,7 +347,11 @@ class AgentPool:
     def _check_agents(self) -> None:
         """Send pings, and notice agents that are lost or cannot start."""
         now = time.monotonic()
+        was_suspended = now - self._last_poll_time > SUSPENDED_S
+        self._last_poll_time = now
         for node, agent in list(self._agents.items()):
+            if agent.ping_time is not None and was_suspended:
+                agent.ping_time = now
             if agent.ping_time is not None and now - agent.ping_time > REPLY_TIMEOUT_S:
                 self._lose(node, f"its agent (process {agent.pid}) did not answer for {REPLY_TIMEOUT_S:.0f} s")
         if now >= self._next_ping_time:

@@ -22,6 +22,7 @@ from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 from slurm.agent.messages import Connection, connect, write_address_file
 from slurm.agent.oom import count_oom_kills
+from slurm.supervise import agents
 from slurm.supervise.agents import AgentPool
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
@@ -81,24 +82,24 @@ def test_killed_ranks_are_forked_again_by_the_same_agent(tmp_path: Path, data: P
     """A rank is killed three times, then it is stopped and killed. The result is that of an undisturbed run."""
     run = slow_down_steps(make_run(tmp_path, "killed", OPTIONS, data), 0.1)
     supervisor = start_supervisor(run)
-    agents = set()
+    agent_pids = set()
     for kill in range(3):
         wait_for_event(run, "ready", kill + 1)
         wait_for_event(run, "saved", count_events(run, "saved") + 1)
         pids = read_pids(run)
         assert [psutil.Process(pid).name() for pid in pids] == ["sluice-rank-0", "sluice-rank-1"]
-        agents |= {psutil.Process(pid).ppid() for pid in pids}
+        agent_pids |= {psutil.Process(pid).ppid() for pid in pids}
         if kill == 2:
             os.kill(pids[0], signal.SIGSTOP)
         os.kill(pids[kill % 2], signal.SIGKILL)
     output, _ = supervisor.communicate(timeout=120)
     assert supervisor.returncode == 0, output
-    assert len(agents) == 1, "a restart must not start a new agent"
+    assert len(agent_pids) == 1, "a restart must not start a new agent"
     failures = read_event_lines(run, "train", "failed")
     assert [(event["cause"], event["rank"]) for event in failures] == [("crashed", 0), ("crashed", 1), ("crashed", 0)]
     assert count_events(run, "retried") == 3
     assert compute_run_digest(run) == undisturbed_digest
-    assert not any(psutil.pid_exists(agent) for agent in agents)
+    assert not any(psutil.pid_exists(pid) for pid in agent_pids)
 
 
 def test_ranks_die_with_their_agent_and_a_new_agent_continues(
@@ -126,6 +127,27 @@ def test_a_signal_during_the_start_of_the_agent_stops_the_stage(tmp_path: Path, 
     output, _ = supervisor.communicate(timeout=60)
     assert supervisor.returncode == ExitCode.STOPPED, output
     assert not read_event_lines(run, "train", "ranks_started")
+
+
+def test_ranks_get_a_signal_that_arrived_before_they_were_forked(tmp_path: Path, data: Path) -> None:
+    """Slurm sends the signal of a preemption only to the processes of job steps. At that time, the agent imports."""
+    run = make_run(tmp_path, "signalled", OPTIONS, data)
+    supervisor = start_supervisor(run)
+    found: list[psutil.Process] = []
+
+    def find_agent() -> bool:
+        found[:] = [
+            process
+            for process in psutil.Process(supervisor.pid).children()
+            if "slurm.agent" in process.cmdline() and process.cpu_times().user > 0.3
+        ]
+        return bool(found)
+
+    wait_until(find_agent, "the start of the agent")
+    found[0].send_signal(signal.SIGUSR2)
+    output, _ = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.STOPPED, output
+    assert count_events(run, "ranks_started") == 1 and not count_events(run, "ready"), "the ranks ignored the signal"
 
 
 def test_an_agent_that_cannot_import_the_pipeline_is_reported(tmp_path: Path, data: Path) -> None:
@@ -177,6 +199,32 @@ def test_a_connection_without_the_token_is_closed_and_only_the_owner_can_read_th
     while not pool.is_ready and time.monotonic() < deadline:
         pool.poll(0.1)
     assert pool.is_ready and pool.get_host(0) == os.uname().nodename
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_an_agent_that_does_not_answer_is_lost_unless_the_supervisor_was_suspended_too(
+    pool: AgentPool, monkeypatch: pytest.MonkeyPatch, is_suspended: bool
+) -> None:
+    """The agent is stopped for two seconds. Here, it may take one second to answer."""
+    monkeypatch.setattr(agents, "REPLY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(agents, "SUSPENDED_S", 0.5)
+    monkeypatch.setattr(agents, "PING_INTERVAL_S", 0.1)
+
+    def poll_until(condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            pool.poll(0.05)
+
+    poll_until(lambda: pool.is_ready, 60)
+    (agent,) = psutil.Process().children()
+    agent.suspend()
+    poll_until(lambda: False, 0.3)
+    if is_suspended:
+        time.sleep(2)
+        agent.resume()
+    poll_until(lambda: pool.failure is not None, 2)
+    assert (pool.failure is None) == is_suspended
+    agent.resume()
 
 
 messages = st.lists(
