@@ -16,13 +16,14 @@ from tests.cluster import Cluster
 from tests.support.requirements import skip_or_fail_in_ci
 
 SLOW_FILES = (
-    "test_chaos", "test_local_runs", "test_slurm", "test_sweep", "test_slurm_parallel", "test_slurm_views",
-    "test_slurm_salloc", "test_preemption", "test_resume", "test_succession", "test_mpi_launch",
-    "test_site_cluster", "test_parallel",
+    "test_chaos", "test_local_runs", "test_parallel", "test_slurm", "test_sweep", "test_slurm_parallel",
+    "test_slurm_views", "test_restart_in_place", "test_slurm_salloc", "test_preemption", "test_resume",
+    "test_succession", "test_mpi_launch", "test_site_cluster", "test_user_model", "test_ownership", "test_agents",
+    "test_user_errors", "test_submission_checks",
 )  # fmt: skip
-"""Names of test files that mostly wait for Slurm or for other processes.
+"""Names of test files that take long, most of them because they wait for Slurm or for other processes.
 
-They start first, so that other tests use the cores while these tests wait.
+They start first, so that no worker runs a long file at the end, and other tests use the cores while these tests wait.
 """
 
 # Tests run many processes on few cores. With more threads per process, the threads would wait for each other.

@@ -125,6 +125,7 @@ def test_check_owner_fails_if_one_file_belongs_to_another_user(tmp_path: Path, n
         run.check_owner()
 
 
+@pytest.mark.story
 def test_another_user_can_read_but_not_resume_a_run(tmp_path: Path, run_with_detector: Run) -> None:
     change_owner_of_run(run_with_detector, 0)
     assert_run_is_readable(tmp_path, AS_NOBODY)
@@ -477,6 +478,7 @@ def write_program(file: Path, line: str) -> None:
     file.chmod(0o755)
 
 
+@pytest.mark.story
 def test_submit_and_doctor_warn_if_others_can_replace_a_run(tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     lab.mkdir()

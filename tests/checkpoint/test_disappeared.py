@@ -27,6 +27,7 @@ from tests.support.tiny import make_run, run_stage_on_rank, write_config
 FOUR_STEPS = ("train.steps=4", "checkpoint.every_steps=2")
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("pattern", ["checkpoints", "checkpoints/*"])
 def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path: Path, pattern: str) -> None:
     """The train stage fails because the run has metrics. After metrics.jsonl is removed, it restarts from scratch."""

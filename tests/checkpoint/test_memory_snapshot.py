@@ -179,6 +179,7 @@ def train_with_kills(run: Run, kills: int, memory_every_steps: int) -> list[dict
     return read_event_lines(run, "train", "restored")
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("memory_every_steps", [1, 3])
 def test_a_restart_in_place_loads_the_newest_snapshot_and_repeats_few_steps(
     tmp_path: Path, data: Path, memory_every_steps: int
@@ -194,6 +195,7 @@ def test_a_restart_in_place_loads_the_newest_snapshot_and_repeats_few_steps(
     assert compute_run_digest(run) == compute_run_digest(undisturbed)
 
 
+@pytest.mark.story
 def test_a_damaged_snapshot_of_one_rank_makes_all_ranks_load_the_older_one(tmp_path: Path, data: Path) -> None:
     """Rank 1 writes a wrong checksum in every snapshot of an even step."""
     undisturbed = make_run(tmp_path, "undisturbed", OPTIONS, data)

@@ -57,6 +57,7 @@ def test_all_stages_of_the_config_for_text_succeed(tmp_path: Path, monkeypatch: 
     assert run.path == tmp_path / "runs/my-text" and [*run.evaluation_dir.glob("*.json")]
 
 
+@pytest.mark.story
 def test_all_stages_of_the_config_with_a_custom_model_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_starter(Path(), model=True)
@@ -65,6 +66,7 @@ def test_all_stages_of_the_config_with_a_custom_model_succeed(tmp_path: Path, mo
     assert '"accuracy"' in next(run.evaluation_dir.glob("*.json")).read_text()
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("arguments", "config"), [(["init"], "my_text.yaml"), (["init", "--model"], "my_model.yaml")])
 def test_a_dry_run_accepts_the_written_config_and_a_second_init_fails(
     tmp_path: Path, arguments: list[str], config: str

@@ -113,6 +113,7 @@ def test_an_unreadable_text_folder_is_rejected(folder: Path, source: str) -> Non
         check_submission(config, on_slurm=False)
 
 
+@pytest.mark.story
 def test_files_without_the_arrays_of_the_model_are_rejected(folder: Path) -> None:
     """With a container, the module is not imported and the files are not checked.
 

@@ -133,7 +133,7 @@ def check_output(mistake: Mistake, output: str) -> None:
     assert mistake.runs_stages or "Traceback" not in output
 
 
-QUICK_MISTAKES = {"a misspelt option of a custom model", "a wrong text_field"}
+QUICK_MISTAKES = {"a wrong text_field"}
 """Mistakes that import torch in a new process or run stages, and are tested without the marker `story`."""
 
 

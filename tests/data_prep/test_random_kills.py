@@ -306,6 +306,7 @@ def choose_kill(generator: random.Random, workload: TextShards, limits: dict[str
     return kind, generator.uniform(0, limit) if kind == "timer" else generator.randint(1, int(limit))
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_random_kills_lose_and_repeat_no_finished_work(
     tmp_path: Path, name: str, small_units: None, monkeypatch: pytest.MonkeyPatch

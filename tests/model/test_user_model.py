@@ -440,6 +440,7 @@ INIT_FROM_FILE = """\
 """Body of the function `init` of a model that starts from the weights in a file."""
 
 
+@pytest.mark.story
 def test_samples_of_different_lengths_have_the_losses_of_plain_torch(series_folder: Path) -> None:
     expected_steps = None
     layouts: list[tuple[int, tuple[str, ...]]] = [

@@ -233,6 +233,7 @@ def test_chat_template_of_the_config_is_exported_instead_of_that_of_the_base_mod
     assert "chat_template" not in read_json(tmp_path / "out/tokenizer_config.json"), "the old template was exported"
 
 
+@pytest.mark.story
 def test_run_and_its_export_generate_the_same_answer(tmp_path: Path) -> None:
     """The run and its export use the chat template of the config.
 
@@ -320,6 +321,7 @@ def test_tokenizer_file_of_the_config_is_exported_with_its_chat_template(tmp_pat
     assert text == "<|im_start|>user\na<|im_end|>\n"
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_transformers_loads_a_large_tokenizer_without_a_warning(tmp_path: Path, family: str) -> None:
     """Without `transformers_version` in config.json, transformers warns about a tokenizer of more than 100,000 IDs.

@@ -53,6 +53,7 @@ def suspend_rank(tmp_path: Path, seconds: float, suspended_s: float) -> int | No
     return process.exitcode
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("seconds", "suspended_s", "code"), [(3, 10, 0), (30, 0, ExitCode.HANG)])
 def test_watchdog_does_not_count_suspended_time(tmp_path: Path, seconds: float, suspended_s: float, code: int) -> None:
     """A rank that is suspended for longer than HANG_S succeeds. A rank that runs for longer than HANG_S hangs."""

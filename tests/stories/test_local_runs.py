@@ -441,6 +441,7 @@ def test_resume_rejects_changes_of_the_result_except_more_steps(finished_folder:
     assert (tmp_path / "runs/tiny/evaluation/step-00000070.json").exists()
 
 
+@pytest.mark.story
 def test_verify_names_the_file_with_a_flipped_bit(finished_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(finished_folder / "runs/tiny", tmp_path / "runs/tiny")
     damaged_file = tmp_path / "runs/tiny/checkpoints/step-00000060/__1_0.distcp"
@@ -455,6 +456,7 @@ def test_verify_names_the_file_with_a_flipped_bit(finished_folder: Path, tmp_pat
     )
 
 
+@pytest.mark.story
 def test_a_malformed_number_is_a_user_error_without_traceback(finished_folder: Path) -> None:
     for arguments in (["verify", "runs/tiny", "--step", "²"], ["logs", "runs/tiny", "train", "--rank", "²"]):
         result = run_submit(finished_folder, *arguments)

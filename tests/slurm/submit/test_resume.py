@@ -144,6 +144,7 @@ def test_evaluate_depends_on_the_train_job_and_not_on_its_successor(run: Run, qu
     assert queue.dependencies == {"100": "afterok:1"}
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("state", "last_event", "fields", "is_ending"),
     [

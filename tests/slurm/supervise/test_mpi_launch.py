@@ -27,7 +27,7 @@ from tests.support.mpirun import find_processes, list_remaining_processes, run_m
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank, slow_down_steps
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.story]
 cluster = cluster_fixture()
 
 
