@@ -157,7 +157,7 @@ def write_restart_table(kills: int) -> None:
                 rows.append([str(ranks), label, f"{median:.2f}", f"{min(times):.2f}-{max(times):.2f}", ratio, target])
     note = (
         f"A tiny model on two nodes of the test cluster (Slurm, on one machine). {kills} kills of random ranks with "
-        "SIGKILL. All times include the load of a checkpoint. Without Slurm's share: the time between the requeue and "
+        "SIGKILL, half as many for the requeue. All times include the load of a checkpoint. Without Slurm's share: the time between the requeue and "
         f"the start of the job is left out. It is at least cred_expire + 1 s: {CRED_EXPIRE_S + 1} s here, 121 s with "
         "Slurm's default. Ratio: restart in place divided by this row."
     )
@@ -267,7 +267,7 @@ def measure_sluice_start(data: Run, folder: Path, ranks: int) -> tuple[float, fl
 
 def count_file_calls(data: Run, folder: Path, ranks: int) -> int:
     """Return how many files the processes of a short train stage open or query, counted with strace."""
-    overrides = ("train.steps=1", f"stages.train.tasks_per_node={ranks}")
+    overrides = ("train.steps=2", f"stages.train.tasks_per_node={ranks}")
     run = make_run(folder, f"opens-{ranks}", overrides, data.data_dir)
     output = folder / f"opens-{ranks}.txt"
     command = ["strace", "-f", "-qq", "-e", "trace=open,openat,stat,lstat,newfstatat,statx,access", "-o", str(output)]
@@ -305,7 +305,7 @@ def write_start_table(pairs: int) -> None:
     note = (
         f"A tiny model on one machine, {pairs} pairs. The first column of seconds is the train stage: the supervisor, "
         "the agent and four ranks. The second is four processes of a bare DDP loop, which also load a checkpoint. The "
-        "last row compares two train stages of one step."
+        "last row compares two train stages of two steps."
     )
     header = ["figure", "Sluice", "compared with", "ratio", "spread", "target"]
     write_table("start", "Cost of a start through the node agent", note, header, rows)
