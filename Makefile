@@ -108,7 +108,8 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.convergence states
 	$(BIN)/python -m benchmarks.convert # needs 26 GB of disk while it runs
 	$(BIN)/python -m benchmarks.seeing
-	$(BIN)/python -m benchmarks.recovery # needs root and Slurm, so it runs last
+	$(BIN)/python -m benchmarks.recovery # needs root and Slurm, as the next benchmark
+	$(BIN)/python -m benchmarks.restart
 
 cluster: $(VENV)/.tests
 	.ci/install-packages
