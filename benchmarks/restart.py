@@ -157,9 +157,9 @@ def write_restart_table(kills: int) -> None:
                 rows.append([str(ranks), label, f"{median:.2f}", f"{min(times):.2f}-{max(times):.2f}", ratio, target])
     note = (
         f"A tiny model on two nodes of the test cluster (Slurm, on one machine). {kills} kills of random ranks with "
-        "SIGKILL, half as many for the requeue. All times include the load of a checkpoint. Without Slurm's share: the time between the requeue and "
-        f"the start of the job is left out. It is at least cred_expire + 1 s: {CRED_EXPIRE_S + 1} s here, 121 s with "
-        "Slurm's default. Ratio: restart in place divided by this row."
+        "SIGKILL, half as many for the requeue. All times include the load of a checkpoint. Without Slurm's share: the "
+        "time between the requeue and the start of the job is left out. It is at least cred_expire + 1 s: "
+        f"{CRED_EXPIRE_S + 1} s here, 121 s with Slurm's default. Ratio: restart in place divided by this row."
     )
     header = ["ranks", "figure", "median s", "spread", "ratio", "target"]
     write_table("restart_in_place", "Time from a killed rank to the next step", note, header, rows)
