@@ -216,7 +216,7 @@ def test_an_agent_that_does_not_answer_is_lost_unless_the_supervisor_was_suspend
             pool.poll(0.05)
 
     poll_until(lambda: pool.is_ready, 60)
-    (agent,) = psutil.Process().children()
+    (agent,) = (child for child in psutil.Process().children() if "slurm.agent" in child.cmdline())
     agent.suspend()
     poll_until(lambda: False, 0.3)
     if is_suspended:
