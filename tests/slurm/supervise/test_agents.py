@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,16 @@ def start_supervisor(run: Run) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, cwd=run.code_dir, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def find_agents(parent_pid: int) -> list[psutil.Process]:
+    """Return the running agents that a process has started."""
+    agents = []
+    for child in psutil.Process(parent_pid).children():
+        with suppress(psutil.Error):  # The child may have ended.
+            if "slurm.agent" in child.cmdline():
+                agents.append(child)
+    return agents
 
 
 def wait_until(condition: Callable[[], object], description: str, timeout: float = 120) -> None:
@@ -136,11 +147,7 @@ def test_ranks_get_a_signal_that_arrived_before_they_were_forked(tmp_path: Path,
     found: list[psutil.Process] = []
 
     def find_agent() -> bool:
-        found[:] = [
-            process
-            for process in psutil.Process(supervisor.pid).children()
-            if "slurm.agent" in process.cmdline() and process.cpu_times().user > 0.3
-        ]
+        found[:] = [agent for agent in find_agents(supervisor.pid) if agent.cpu_times().user > 0.3]
         return bool(found)
 
     wait_until(find_agent, "the start of the agent")
@@ -216,7 +223,7 @@ def test_an_agent_that_does_not_answer_is_lost_unless_the_supervisor_was_suspend
             pool.poll(0.05)
 
     poll_until(lambda: pool.is_ready, 60)
-    (agent,) = (child for child in psutil.Process().children() if "slurm.agent" in child.cmdline())
+    (agent,) = find_agents(os.getpid())
     agent.suspend()
     poll_until(lambda: False, 0.3)
     if is_suspended:
