@@ -17,6 +17,7 @@ import gc
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def main(arguments: list[str], flag: StopFlag | None = None) -> int:
                     cause = code.name.lower()
                     _write_end_event(run, options.stage, rank_info, Failed, code, start_time, cause=cause, **fields)
         if is_supervised or rank_info is None or rank_info.world_size == 1:
-            print(message, file=sys.stderr, flush=True)
+            with suppress(OSError):  # The log may be on a full disk. The exit code still shows the cause.
+                print(message, file=sys.stderr, flush=True)
         else:
             abort_peers(rank_info, code, message)
         return code
@@ -194,7 +196,9 @@ def open_run(target: str, overrides: list[str], rank_info: RankInfo) -> Run:
 
 if __name__ == "__main__":
     exit_code = int(main(sys.argv[1:]))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     # Exit without joining threads, because threads of a failed process group or save may wait for lost ranks forever.
     os._exit(exit_code)

@@ -307,7 +307,8 @@ def _run_rank(
         if task.memory_policy is not None:
             _set_memory_policy(libc, *task.memory_policy)
         log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # The umask removes permissions.
-        os.write(log, f"--- {utc_timestamp()} rank {task.rank}\n".encode())
+        with suppress(OSError):  # The disk may be full. The stage then fails with a message about it.
+            os.write(log, f"--- {utc_timestamp()} rank {task.rank}\n".encode())
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

@@ -180,6 +180,16 @@ def test_a_read_only_run_directory_is_an_error(tmp_path: Path, data: Path, small
     assert result.returncode == ExitCode.STORAGE and "read-only" in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("target", ["missing", "tiny.yaml"])
+def test_a_rank_whose_log_is_on_a_full_disk_exits_with_the_code_of_its_error(tmp_path: Path, target: str) -> None:
+    """Without a run directory, or with an invalid config. /dev/full refuses every write."""
+    (tmp_path / "tiny.yaml").write_text("train: {stepz: 3}\n")
+    command = [sys.executable, "-m", "pipeline", "train", str(tmp_path / target)]
+    with open("/dev/full", "w") as log:
+        result = subprocess.run(command, cwd=CODE_ROOT, stdout=log, stderr=log, timeout=120)
+    assert result.returncode == ExitCode.USER_ERROR
+
+
 def run_submit(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     """Run submit.py and return its result."""
     command = [sys.executable, str(CODE_ROOT / "submit.py"), *arguments]
