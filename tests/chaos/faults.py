@@ -125,6 +125,15 @@ def kill_a_rank(context: FaultContext) -> str:
     return "crashed"
 
 
+def kill_an_agent(context: FaultContext) -> str:
+    """Kill the node agent of one rank with SIGKILL at a random moment. The kernel then kills its ranks."""
+    ranks = context.find_ranks()
+    agent = ranks[context.random.choice(sorted(ranks))].parent()
+    assert agent is not None
+    agent.kill()
+    return "crashed"
+
+
 def preempt(context: FaultContext) -> str:
     """Submit a job to a partition of higher priority that needs all nodes."""
     context.cluster.output(["sbatch", "--parsable", "-phigh", "-N4", "-c4", "-o", "/dev/null", "--wrap", "sleep 1"])
@@ -298,6 +307,7 @@ def lose_the_controller_state(context: FaultContext) -> str:
 
 QUICK_FAULTS: tuple[Fault, ...] = (
     kill_a_rank,
+    kill_an_agent,
     preempt,
     preempt_without_grace,
     send_a_signal,

@@ -17,6 +17,7 @@ from tests.cluster.fixture import require_cluster
 
 ALL_FAULTS = (
     faults.kill_a_rank,
+    faults.kill_an_agent,
     faults.preempt,
     faults.make_a_loss_nan,
     faults.preempt_without_grace,
