@@ -373,6 +373,8 @@ class Supervisor:
     def _has_newer_snapshot(self) -> bool:
         """Return True if the attempt that just ended left a newer snapshot in memory than all attempts before it."""
         step = self._agents.get_snapshot_step() if self._agents is not None else 0
+        if not step:
+            return False
         newest_step = max(self._newest_snapshot_step, find_newest_step(self.run.checkpoints_dir))
         self._newest_snapshot_step = max(self._newest_snapshot_step, step)
         return step > newest_step

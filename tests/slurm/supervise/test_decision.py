@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from slurm.supervise.decision import (
     StopFacts,
     choose_next_action,
     determine_cause,
+    has_time_to_restart,
     infer_stop_cause,
 )
 
@@ -192,6 +194,35 @@ def test_next_action_outside_of_a_batch_job(
     assert choose_next_action(facts).action == action
 
 
+@pytest.mark.parametrize(
+    ("cause", "fields", "info", "action"),
+    [
+        (ExitCode.CRASHED, {}, make_info(), NextAction.RESTART_IN_PLACE),
+        (ExitCode.HANG, {}, make_info(), NextAction.RESTART_IN_PLACE),
+        (ExitCode.PEER_LOST, {}, None, NextAction.RESTART_IN_PLACE),  # the controller does not respond
+        (ExitCode.NON_FINITE, {}, make_info(), NextAction.RESTART_IN_PLACE),
+        (ExitCode.CRASHED, {"can_restart_in_place": False}, make_info(), NextAction.REQUEUE),
+        (ExitCode.CRASHED, {"was_signalled": True}, make_info(), NextAction.REQUEUE),
+        (ExitCode.CRASHED, {"has_progress": False}, make_info(), NextAction.FAIL),
+        (ExitCode.CRASHED, {}, make_info("COMPLETING", 1), NextAction.AWAIT_REQUEUE),
+        (ExitCode.PREEMPTED, {}, make_info(is_preempted=True), NextAction.EXIT_FOR_REQUEUE),
+        (ExitCode.NODE_FAILURE, {}, make_info(), NextAction.REQUEUE),
+        (ExitCode.BAD_NODE, {}, make_info(), NextAction.REQUEUE),
+        (ExitCode.OUT_OF_MEMORY, {}, make_info(), NextAction.REQUEUE),
+    ],
+)
+def test_ranks_of_a_batch_job_restart_in_place_only_after_some_causes(
+    cause: ExitCode, fields: dict[str, Any], info: JobInfo | None, action: NextAction
+) -> None:
+    facts = make_facts(info, cause=cause, **{"can_restart_in_place": True, **fields})
+    assert choose_next_action(facts).action is action
+
+
+@pytest.mark.parametrize(("time_left_s", "has_time"), [(math.inf, True), (250.0, True), (200.0, False), (0.0, False)])
+def test_a_restart_in_place_needs_time_before_the_signal_of_the_time_limit(time_left_s: float, has_time: bool) -> None:
+    assert has_time_to_restart(time_left_s, SiteConfig(signal_s=90)) == has_time
+
+
 def test_stage_fails_if_the_budget_of_the_cause_is_used_up() -> None:
     """The default budget of crashes is 2."""
     facts = make_facts(cause=ExitCode.CRASHED, state=StageState(used_budgets={"crash": 2}))
@@ -223,6 +254,7 @@ stop_facts = st.builds(
     job=st.builds(
         JobFacts, site=st.sampled_from([SITE, NO_REQUEUE]), info=job_infos, is_requeued_on_exit=st.booleans()
     ),
+    can_restart_in_place=st.booleans(),
 )
 
 
@@ -236,8 +268,8 @@ def test_next_action_is_consistent_with_the_facts_for_any_facts(facts: StopFacts
         assert decision.action is NextAction.END, "a stage that a user stopped must not be retried"
     if not facts.is_batch:
         assert decision.action in (NextAction.END, NextAction.FAIL, NextAction.RESTART_IN_PLACE)
-    else:
-        assert decision.action is not NextAction.RESTART_IN_PLACE
+    elif decision.action is NextAction.RESTART_IN_PLACE:
+        assert facts.can_restart_in_place and not facts.was_signalled and not job.was_requeued
     if decision.action in (NextAction.REQUEUE, NextAction.EXIT_FOR_REQUEUE):
         assert job.site.requeue and not job.was_requeued
         assert job.info is None or job.info.state != "CANCELLED", "a cancelled job must not be requeued"
