@@ -36,6 +36,8 @@ _HEADER = struct.Struct("<8sQQQ32s")
 """Magic bytes, step, bytes of the tensors, bytes of the index, checksum."""
 _DATA_START = 4096
 _ALIGNMENT = 4096
+_SPARE_BYTES = 1 << 21
+"""Sizes of buffers are multiples of this number of bytes, and at least so many bytes are spare."""
 _CHECKSUM_BLOCK = 1 << 16
 """Bytes that are added up to one 64-bit number for the checksum."""
 
@@ -71,8 +73,12 @@ class _Buffer:
     def map(self, size: int) -> Tensor:
         """Return the first `size` bytes of the buffer. The buffer grows if it is smaller."""
         if self._memory is None or len(self._memory) < size:
-            size_bytes = max(size, os.fstat(self.descriptor).st_size)
+            # With some spare bytes, the buffer need not grow again if the numbers in the index get longer.
+            new_size = -(-(size + _SPARE_BYTES) // _SPARE_BYTES) * _SPARE_BYTES
+            size_bytes = max(new_size, os.fstat(self.descriptor).st_size)
             os.ftruncate(self.descriptor, size_bytes)
+            if self._memory is not None and torch.cuda.is_available():
+                torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
             self._memory = torch.frombuffer(mmap.mmap(self.descriptor, size_bytes), dtype=torch.uint8)
             if torch.cuda.is_available():
                 # Copies from the GPU to pinned memory are several times faster.

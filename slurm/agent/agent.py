@@ -3,8 +3,8 @@
 The agent waits for three things at once: messages of the supervisor, signals, and exits of ranks (SIGCHLD). Python's
 signal handlers do nothing here. The kernel wakes the agent through a socket (signal.set_wakeup_fd).
 
-If the connection to the supervisor is lost, the ranks of this node end: with TERM if the supervisor has exited, so that
-they can save, and otherwise with KILL, because the supervisor may start the same ranks elsewhere.
+If the connection to the supervisor is lost, the ranks of this node end: first with TERM, so that they can save, and
+later with KILL.
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ from pipeline.run.stages import load_stage_module
 from slurm.agent.messages import Connection, Message, RankTask, connect
 from slurm.agent.oom import count_oom_kills
 
-SILENCE_LIMIT_S = 120.0
-"""How long the supervisor may send nothing, before its node counts as lost. It sends a ping each second."""
 STOP_GRACE_S = 60.0
 """How long the ranks may take to exit after TERM, in addition to the time for a save (`recovery.save_s`), if the
 supervisor has exited."""
-SUSPENDED_S = 10.0
-"""If the agent's loop pauses for longer, the agent itself was suspended. The silence of that time does not count."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 """Operations of prctl(2) (linux/prctl.h): the signal when the parent dies, and the name of the process."""
@@ -107,24 +103,15 @@ class Agent:
         Raises:
             ConnectionError: if the connection was closed.
         """
-        last_loop_time = last_message_time = time.monotonic()
         while True:
             readable, _, _ = select.select([self._connection.fileno(), wake_up.fileno()], [], [], 1.0)
-            now = time.monotonic()
-            if now - last_loop_time > SUSPENDED_S:
-                last_message_time = now
-            last_loop_time = now
             if wake_up.fileno() in readable:
                 self._handle_signals(wake_up)
             if self._connection.fileno() in readable:
-                last_message_time = now
                 for message in self._connection.receive():
                     if message["kind"] == "exit":
                         return
                     self._handle(message)
-            if now - last_message_time > SILENCE_LIMIT_S:
-                print(f"{utc_timestamp()} the supervisor was silent for {SILENCE_LIMIT_S:.0f} s", flush=True)
-                return
 
     def _handle(self, message: Message) -> None:
         """Handle a message of the supervisor (slurm/agent/messages.py)."""
@@ -134,7 +121,9 @@ class Agent:
             case "listen":
                 self._listen(message["backlog"], message["local"])
             case "fork":
+                self._signal_ranks(signal.SIGKILL)  # There are only ranks if they did not exit when they were killed.
                 self._attempt = message["attempt"]
+                self._oom_kills = count_oom_kills()
                 tasks = [RankTask(**arguments) for arguments in message["ranks"]]
                 pids = {task.rank: self._fork(task) for task in tasks}
                 self._rank_by_pid = {pid: rank for rank, pid in pids.items()}
@@ -208,11 +197,9 @@ class Agent:
                 continue
             del self._rank_by_pid[pid]
             code = os.waitstatus_to_exitcode(status)
-            out_of_memory = False
-            if code == -signal.SIGKILL:
-                previous_kills = self._oom_kills
-                self._oom_kills = count_oom_kills()
-                out_of_memory = self._oom_kills > previous_kills
+            previous_kills = self._oom_kills
+            self._oom_kills = count_oom_kills()
+            out_of_memory = code == -signal.SIGKILL and self._oom_kills > previous_kills
             snapshot_step = 0
             if rank in self._snapshot_buffers:
                 from pipeline.checkpoint.memory_snapshot import read_snapshot_step
@@ -302,16 +289,16 @@ def _run_rank(
             os.environ["SLUICE_LISTEN_FD"] = str(listen_fd)
         if snapshot_buffers is not None:
             os.environ["SLUICE_SNAPSHOT_FDS"] = ",".join(map(str, snapshot_buffers))
-        if task.cpus:
-            os.sched_setaffinity(0, task.cpus)
-        if task.memory_policy is not None:
-            _set_memory_policy(libc, *task.memory_policy)
         log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # The umask removes permissions.
         with suppress(OSError):  # The disk may be full. The stage then fails with a message about it.
             os.write(log, f"--- {utc_timestamp()} rank {task.rank}\n".encode())
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        if task.cpus:
+            os.sched_setaffinity(0, task.cpus)
+        if task.memory_policy is not None:
+            _set_memory_policy(libc, *task.memory_policy)
         from pipeline.__main__ import main
 
         code = main([stage, str(run_path)], flag)

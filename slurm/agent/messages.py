@@ -41,6 +41,8 @@ CONNECT_TIMEOUT_S = 10.0
 """How long an agent tries to connect to one address of the supervisor."""
 SEND_TIMEOUT_S = 10.0
 """How long a process may wait until the kernel accepts a message. The kernel has room for many messages."""
+KEEPALIVE_S = 120
+"""How long the other machine may be unreachable, before the connection is lost."""
 MAX_MESSAGE_BYTES = 1 << 24
 """The longest valid message: 16 MiB."""
 
@@ -69,12 +71,21 @@ class Connection:
 
     Args:
         connected: the connected socket. This object closes it.
+        max_message_bytes: the longest valid message.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         connected.settimeout(SEND_TIMEOUT_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel notices that the other machine is gone, even if this process sends nothing (tcp(7)). A process that
+        # is blocked or stopped does not lose its connection, because its kernel answers.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S // 4)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 8)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * KEEPALIVE_S)
         self._socket = connected
+        self.max_message_bytes = max_message_bytes
         self._received = bytearray()
 
     def fileno(self) -> int:
@@ -94,7 +105,9 @@ class Connection:
         Raises:
             ConnectionError: if the peer closed the connection, the connection is lost, or a message is invalid.
         """
-        while select.select([self._socket], [], [], 0)[0]:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        while poller.poll(0):
             try:
                 data = self._socket.recv(1 << 16)
             except OSError as error:
@@ -104,7 +117,7 @@ class Connection:
                     break  # The last messages are returned now. The next call raises the error.
                 raise ConnectionError("the connection was closed")
             self._received += data
-            if len(self._received) > MAX_MESSAGE_BYTES:
+            if len(self._received) > self.max_message_bytes:
                 raise ConnectionError("a message is too long")
         return list(self._take_messages())
 
@@ -115,7 +128,7 @@ class Connection:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConnectionError("a message is not JSON") from error
             if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
                 raise ConnectionError("a message has no kind")

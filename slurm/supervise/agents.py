@@ -32,7 +32,7 @@ from pipeline.base.files import raise_open_file_limit
 from pipeline.config.stages import STAGES
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
-from slurm.agent.messages import Connection, Message, RankTask, write_address_file
+from slurm.agent.messages import MAX_MESSAGE_BYTES, Connection, Message, RankTask, write_address_file
 from slurm.submit.site_environment import get_job_python
 from slurm.supervise.launch import (
     KILL_WAIT_S,
@@ -61,6 +61,10 @@ EXIT_WAIT_S = 10.0
 """How long agents may take to exit when the supervisor no longer needs them."""
 _MAX_FIRST_MESSAGE_CLIENTS = 1 << 16
 """The largest number of connections without a valid first message."""
+_MAX_FIRST_MESSAGE_BYTES = 1 << 20
+"""The longest valid first message of a connection."""
+_FIRST_MESSAGE_TIMEOUT_S = 60.0
+"""How long a connection may stay open without a first message."""
 _RANK_PLACEMENT_OPTIONS = (
     "cpu-bind", "gpu-bind", "mem-bind", "cpus-per-task", "cpus-per-gpu", "gpus-per-task", "tres-per-task", "tres-bind",
     "distribution", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "threads-per-core",
@@ -151,6 +155,14 @@ class AgentPool:
         """The placement of each rank in a Slurm job."""
         self._programs: list[subprocess.Popen[bytes]] = []
         """The program that starts the agents and, in a Slurm job, the one that reports the placement of ranks."""
+        self._node_by_rank: dict[int, int] = {}
+        """The node index of the agent of each rank, in a Slurm job."""
+        self._silent_hosts: list[str] = []
+        """Hosts whose agents are lost because they did not answer."""
+        self.was_ready = False
+        """Whether the agents have been able to fork ranks."""
+        self.job_deadline: float | None = None
+        """When the job reaches its time limit, by the monotonic clock; None if unknown or unlimited."""
         self._start_deadline = 0.0
         self._next_ping_time = 0.0
         self._last_poll_time = time.monotonic()
@@ -286,10 +298,10 @@ class AgentPool:
     def _accept(self) -> None:
         """Accept all waiting connections."""
         assert self._listener is not None
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # No connection is waiting, or a client has gone away.
             while len(self._new_connections) < _MAX_FIRST_MESSAGE_CLIENTS:
                 connected, _ = self._listener.accept()
-                connection = Connection(connected)
+                connection = Connection(connected, max_message_bytes=_MAX_FIRST_MESSAGE_BYTES)
                 self._new_connections[connection.fileno()] = (connection, time.monotonic())
 
     def _read_first_message(self, descriptor: int) -> None:
@@ -303,8 +315,10 @@ class AgentPool:
             return
         del self._new_connections[descriptor]
         message = messages[0]
-        has_token = compare_digest(str(message.get("token", "")).encode(), self._token.encode())
+        token = str(message.get("token", "")).encode(errors="replace")
+        has_token = compare_digest(token, self._token.encode())
         if has_token and message["kind"] == "hello":
+            connection.max_message_bytes = MAX_MESSAGE_BYTES
             self._agents[message["node"]] = _Agent(connection, message["host"], message["pid"])
             for later_message in messages[1:]:
                 self._handle(message["node"], later_message)
@@ -347,12 +361,17 @@ class AgentPool:
     def _check_agents(self) -> None:
         """Send pings, and notice agents that are lost or cannot start."""
         now = time.monotonic()
+        for descriptor, (connection, accept_time) in list(self._new_connections.items()):
+            if now - accept_time > _FIRST_MESSAGE_TIMEOUT_S:
+                connection.close()
+                del self._new_connections[descriptor]
         was_suspended = now - self._last_poll_time > SUSPENDED_S
         self._last_poll_time = now
         for node, agent in list(self._agents.items()):
             if agent.ping_time is not None and was_suspended:
                 agent.ping_time = now
             if agent.ping_time is not None and now - agent.ping_time > REPLY_TIMEOUT_S:
+                self._silent_hosts.append(agent.host)
                 self._lose(node, f"its agent (process {agent.pid}) did not answer for {REPLY_TIMEOUT_S:.0f} s")
         if now >= self._next_ping_time:
             self._next_ping_time = now + PING_INTERVAL_S
@@ -396,9 +415,9 @@ class AgentPool:
             self._lose(node, str(error))
 
     def list_silent_hosts(self) -> list[str]:
-        """Return the hosts whose agents are lost or have not answered for `SILENT_S` seconds."""
+        """Return the hosts whose agents have not answered for `SILENT_S` seconds, or are lost for this reason."""
         now = time.monotonic()
-        return [
+        return self._silent_hosts + [
             agent.host
             for agent in self._agents.values()
             if agent.ping_time is not None and now - agent.ping_time > SILENT_S
@@ -408,6 +427,9 @@ class AgentPool:
 
     def open_port(self) -> None:
         """Ask the agent of rank 0 to open a port, which :meth:`fork_ranks` needs."""
+        self.was_ready = True
+        if self.on_slurm and not self._node_by_rank:
+            self._node_by_rank = self._find_nodes()
         node = self._get_node(0)
         self._agents[node].port = None
         self._send(node, "listen", backlog=self.rank_count + 8, local=not self.on_slurm)
@@ -434,6 +456,8 @@ class AgentPool:
         """Yield the ranks to fork. Rank 0 listens on `port`."""
         has_snapshots = STAGES[self._stage].is_training and self._run.config.checkpoint.memory_every_steps is not None
         time_left = {name: os.environ[name] for name in (TIME_LEFT_VARIABLE,) if name in os.environ}
+        if self.job_deadline is not None:  # The variable was set before the agents started.
+            time_left[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_deadline - time.monotonic()))
         for rank in range(self.rank_count):
             log = str(self._folder / f"rank-{rank}.log")
             if not self.on_slurm:
@@ -442,7 +466,7 @@ class AgentPool:
                 continue
             placement = self._placements[rank]
             step_hosts = expand_hostlist(placement.environment["SLURM_STEP_NODELIST"])
-            rendezvous = {"SLUICE_MASTER_HOST": step_hosts[self._get_node(0)], "SLUICE_MASTER_PORT": str(port)}
+            rendezvous = {"SLUICE_MASTER_HOST": step_hosts[self._placements[0].node], "SLUICE_MASTER_PORT": str(port)}
             policy = placement.memory_policy
             yield RankTask(
                 rank,
@@ -461,7 +485,26 @@ class AgentPool:
 
     def _get_node(self, rank: int) -> int:
         """Return the index of the node of a rank."""
-        return self._placements[rank].node if self.on_slurm else 0
+        return self._node_by_rank[rank] if self.on_slurm else 0
+
+    def _find_nodes(self) -> dict[int, int]:
+        """Return the node index of the agent of each rank.
+
+        Slurm could order the nodes of the two steps differently. Therefore the agent on the host of the placement is
+        used, unless several agents have this hostname.
+        """
+        hosts = {node: agent.host for node, agent in self._agents.items()}
+        node_by_rank = {}
+        for rank, placement in self._placements.items():
+            nodes = [node for node, host in hosts.items() if host == placement.host]
+            node_by_rank[rank] = nodes[0] if len(nodes) == 1 else placement.node
+        return node_by_rank
+
+    @property
+    def has_running_ranks(self) -> bool:
+        """True if a rank of the current attempt has not exited, as far as its agent knows."""
+        ranks_with_agent = set(self.attempt.pids).difference(self.find_ranks_without_agent())
+        return not ranks_with_agent <= self.attempt.snapshot_steps.keys()
 
     def find_ranks_without_agent(self) -> list[int]:
         """Return the ranks whose agent is lost."""
@@ -528,8 +571,8 @@ class AgentLauncher(RankLauncher):
 
     @property
     def is_running(self) -> bool:
-        """True while any rank is running, or the ranks will be started."""
-        return bool(self._running_ranks)
+        """True while any rank is running or will be started, or an exit has not been fetched with :meth:`poll`."""
+        return bool(self._running_ranks or self._pending_exits)
 
     @property
     def rank_processes(self) -> dict[int, tuple[str, int]]:
@@ -573,6 +616,7 @@ class AgentLauncher(RankLauncher):
             self._pool.poll(0.01)
             self.poll()
         self._running_ranks.clear()
+        self._pending_exits.clear()
 
 
 def _list_own_hosts() -> list[str]:

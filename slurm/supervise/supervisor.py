@@ -270,10 +270,11 @@ class Supervisor:
         while True:
             marker_before = read_progress_marker(run, stage)
             attempt_end = self._run_attempt(lock_fd, marker_before)
+            has_newer_snapshot = self._has_newer_snapshot()
             facts = StopFacts(
                 cause=attempt_end.cause,
                 stop_reason=attempt_end.stop_reason,
-                has_progress=read_progress_marker(run, stage) != marker_before or self._has_newer_snapshot(),
+                has_progress=read_progress_marker(run, stage) != marker_before or has_newer_snapshot,
                 state=attempts.load_stage_state(run, stage, self.task),
                 limits=run.config.recovery,
                 is_batch=self.is_batch,
@@ -355,10 +356,14 @@ class Supervisor:
     def _create_launcher(self, rank_count: int, lock_fd: int, attempt: int) -> RankLauncher:
         """Return a launcher for the ranks. Keep the node agents of the previous attempt if all of them still work."""
         agents = self._agents
+        if agents is not None:
+            agents.poll()  # An agent may have ended since the previous attempt.
         if agents is not None and (agents.failure is not None or agents.rank_count != rank_count):
             self._close_agents()
         if self._agents is None:
             self._agents = create_agents(self.run, self.stage, rank_count, lock_fd, on_slurm=self.on_slurm)
+            if self._agents is not None:
+                self._agents.job_deadline = self.job_deadline
         return create_launcher(
             self.run, self.stage, rank_count, lock_fd, on_slurm=self.on_slurm, task=self.task, agents=self._agents,
             attempt=attempt,
@@ -380,8 +385,14 @@ class Supervisor:
         return step > newest_step
 
     def _can_restart_in_place(self, attempt_end: AttemptEnd) -> bool:
-        """Return True if this job can restart the ranks: agents run, no node is silent, and enough time is left."""
-        if self._agents is None or self._agents.list_silent_hosts() or "in_grace" in attempt_end.fields:
+        """Return True if this job can restart the ranks.
+
+        The agents have worked, no node is silent, all ranks have exited, and enough time is left.
+        """
+        agents = self._agents
+        if agents is None or not agents.was_ready or agents.list_silent_hosts() or agents.has_running_ranks:
+            return False
+        if "in_grace" in attempt_end.fields:
             return False
         time_left_s = math.inf if self.job_deadline is None else self.job_deadline - time.monotonic()
         return has_time_to_restart(time_left_s, self.run.config.site)

@@ -257,6 +257,7 @@ def test_messages_arrive_whole_and_in_order_however_they_are_split(
     reader = Connection.__new__(Connection)
     reader._socket = ours
     reader._received = bytearray()
+    reader.max_message_bytes = 1 << 24
     received = []
     position = 0
     for size in [*sizes, len(content)]:
@@ -268,12 +269,15 @@ def test_messages_arrive_whole_and_in_order_however_they_are_split(
         end.close()
 
 
-@pytest.mark.parametrize("line", [b"[1]\n", b"{}\n", b'{"kind": 3}\n', b"not JSON\n", b"\xff\n"])
+@pytest.mark.parametrize(
+    "line", [b"[1]\n", b"{}\n", b"[" * 100_000 + b"\n", b'{"kind": 3}\n', b"not JSON\n", b"\xff\n"]
+)
 def test_an_invalid_message_closes_the_connection(line: bytes) -> None:
     ours, theirs = socket.socketpair()
     reader = Connection.__new__(Connection)
     reader._socket = ours
     reader._received = bytearray()
+    reader.max_message_bytes = 1 << 24
     theirs.sendall(line)
     with pytest.raises(ConnectionError):
         reader.receive()
