@@ -32,7 +32,7 @@ from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
 from pipeline.run.failure import explain_error
 from pipeline.run.stages import load_stage_module
-from slurm.agent.messages import Connection, Message, RankTask, connect
+from slurm.agent.messages import Connection, Message, RankTask, connect, listen
 from slurm.agent.oom import count_oom_kills
 
 STOP_GRACE_S = 60.0
@@ -142,12 +142,7 @@ class Agent:
         """Open a free port for rank 0, and report it. If `local`, only this machine can connect."""
         if self._listener is not None:
             self._listener.close()
-        if local:
-            self._listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)
-        elif socket.has_dualstack_ipv6():
-            self._listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-        else:
-            self._listener = socket.create_server(("", 0), backlog=backlog)
+        self._listener = listen(backlog, local=local)
         self._connection.send("listening", port=self._listener.getsockname()[1])
 
     def _fork(self, task: RankTask) -> int:

@@ -32,7 +32,7 @@ from pipeline.base.files import raise_open_file_limit
 from pipeline.config.stages import STAGES
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
-from slurm.agent.messages import MAX_MESSAGE_BYTES, Connection, Message, RankTask, write_address_file
+from slurm.agent.messages import MAX_MESSAGE_BYTES, Connection, Message, RankTask, listen, write_address_file
 from slurm.submit.site_environment import get_job_python
 from slurm.supervise.launch import (
     KILL_WAIT_S,
@@ -168,7 +168,6 @@ class AgentPool:
         self._last_poll_time = time.monotonic()
         self.attempt = _AttemptState(0)
         self.failure: str | None = None
-
         """Why the agents cannot start ranks, now and later; None if nothing has failed."""
         self.failure_code = ExitCode.CRASHED
         """The exit code that describes `failure`."""
@@ -191,14 +190,7 @@ class AgentPool:
     def start(self) -> None:
         """Start the agents. They connect later, so call :meth:`poll` until :attr:`is_ready`."""
         raise_open_file_limit()
-        address = "" if self.on_slurm else "127.0.0.1"
-        backlog = self.rank_count + self.node_count + 8
-        if self.on_slurm and socket.has_dualstack_ipv6():
-            self._listener = socket.create_server(
-                (address, 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-            )
-        else:
-            self._listener = socket.create_server((address, 0), backlog=backlog)
+        self._listener = listen(self.rank_count + self.node_count + 8, local=not self.on_slurm)
         self._listener.setblocking(False)
         hosts = _list_own_hosts() if self.on_slurm else ["127.0.0.1"]
         write_address_file(self._address_file, hosts, self._listener.getsockname()[1], self._token)
@@ -280,11 +272,9 @@ class AgentPool:
         """Handle connections and messages, waiting up to `timeout_s` seconds for the first one. Notice lost agents."""
         if self._listener is None:
             return
-        by_descriptor: dict[int, Any] = {self._listener.fileno(): self._listener}
-        by_descriptor |= {descriptor: connection for descriptor, (connection, _) in self._new_connections.items()}
         node_by_descriptor = {agent.connection.fileno(): node for node, agent in self._agents.items()}
         poller = select.poll()  # select.select accepts no descriptor from 1024 on
-        for descriptor in (*by_descriptor, *node_by_descriptor):
+        for descriptor in (self._listener.fileno(), *self._new_connections, *node_by_descriptor):
             poller.register(descriptor, select.POLLIN)
         for descriptor, _ in poller.poll(1000 * timeout_s):
             if descriptor == self._listener.fileno():
