@@ -23,5 +23,12 @@ if [ "$address" != - ]; then
     ip address add "$address" dev eth0
     ip link set eth0 up
 fi
-"$@" &
-wait "$!"                           # the machine ends when the daemon ends
+# The machine ends when the daemon ends. But slurmd 22.05.8 sometimes crashes with SIGSEGV or SIGABRT (corrupted heap)
+# when several steps start at the same time. It is then started again, as a service manager would do. Its running steps
+# are not affected.
+code=139
+while [ "$code" = 139 ] || [ "$code" = 134 ]; do
+    "$@" &
+    code=0
+    wait "$!" || code=$?
+done
