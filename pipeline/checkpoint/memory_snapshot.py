@@ -98,6 +98,8 @@ class MemorySnapshots:
     def __init__(self, buffers: tuple[int, int], group: dist.ProcessGroup, identity: Mapping[str, Any]) -> None:
         self._buffers = (_Buffer(buffers[0]), _Buffer(buffers[1]))
         self._group = group
+        self._newest: _Buffer | None = None
+        """The buffer with the newest snapshot that this object has written or loaded. It is not overwritten next."""
         self._identity = json.loads(json.dumps({**identity, "rank": dist.get_rank(group)}))
 
     def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
@@ -109,7 +111,9 @@ class MemorySnapshots:
             samples_consumed: the number of samples in all steps so far.
             extra: JSON values.
         """
-        buffer = min(self._buffers, key=lambda buffer: _read_header(buffer.descriptor)[0])
+        # A buffer may have a later step, of another layout or of steps that are repeated now.
+        candidates = [buffer for buffer in self._buffers if buffer is not self._newest]
+        buffer = min(candidates, key=lambda buffer: _read_header(buffer.descriptor)[0])
         tensors = {name: _get_local(tensor) for name, tensor in state.items()}
         offsets: dict[str, int] = {}
         end = _DATA_START
@@ -137,6 +141,7 @@ class MemorySnapshots:
         checksum = _compute_checksum(memory[_DATA_START:])
         header = _HEADER.pack(_MAGIC, step, end - _DATA_START, len(index_content), checksum)
         memory[: _HEADER.size].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._newest = buffer
 
     def find_common_step(self) -> int:
         """Return the newest step of which all ranks have an intact snapshot of this run and layout; 0 if none."""
@@ -167,6 +172,7 @@ class MemorySnapshots:
             state: tensors by name, on the layout with which the snapshot was saved; {} to read only the index.
         """
         buffer, index = self._find_intact_snapshots()[step]
+        self._newest = buffer
         for name, tensor in state.items():
             offset, dtype, shape = index["tensors"][name]
             local = _get_local(tensor)

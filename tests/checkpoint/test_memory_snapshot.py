@@ -137,6 +137,18 @@ def find_common_step_on_rank(rank_info: Any, steps_by_rank: list[list[int]]) -> 
     return snapshots.find_common_step()
 
 
+def test_new_snapshots_replace_later_steps_of_another_layout(buffers: tuple[int, int], group: Any) -> None:
+    """After each save, the previous snapshot is still intact."""
+    other = MemorySnapshots(buffers, group, {"layout": {"data": 2}})
+    for step in (38, 40):
+        other.save(make_state(step), step=step, samples_consumed=0, extra={})
+    snapshots = MemorySnapshots(buffers, group, IDENTITY)
+    for step in (21, 22, 23):
+        snapshots.save(make_state(step), step=step, samples_consumed=8 * step, extra={})
+        assert snapshots.find_common_step() == step
+    assert sorted(snapshots._find_intact_snapshots()) == [22, 23]
+
+
 @pytest.mark.parametrize(
     ("steps_by_rank", "expected_step"),
     [([[3, 6], [3, 6, 9]], 6), ([[3], [3, 6]], 3), ([[3, 6], []], 0), ([[3, 6], [9, 12]], 0)],
