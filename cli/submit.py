@@ -381,18 +381,14 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
         remaining = _count(len({job.stage for job in jobs}), "stage")
         yield f"jobs      none on Slurm: {remaining} {place}, one after the other"
         return
-    max_nodes = max(config.stages.get_resources(job.stage).max_nodes for job in jobs)
-    max_gpus = max(
-        config.stages.get_resources(job.stage).max_nodes * config.resolve_site(job.stage).gpus_per_node for job in jobs
-    )
+    nodes_by_stage = {job.stage: config.stages.get_resources(job.stage).max_requested_nodes for job in jobs}
+    max_nodes = max(nodes_by_stage.values())
+    max_gpus = max(nodes * config.resolve_site(stage).gpus_per_node for stage, nodes in nodes_by_stage.items())
     hours = {"node": 0.0, "GPU": 0.0}
     for stage, heading, tasks in jobs:
         if stage == heading:  # the other jobs only complete what the first job of the stage has left
             node_hours = (
-                tasks
-                * config.stages.get_resources(stage).max_nodes
-                * parse_time_limit(config.stages.get_resources(stage).time)
-                / 3600
+                tasks * nodes_by_stage[stage] * parse_time_limit(config.stages.get_resources(stage).time) / 3600
             )
             hours["node"] += node_hours
             hours["GPU"] += node_hours * config.resolve_site(stage).gpus_per_node
@@ -451,13 +447,14 @@ def describe_stages(
             is_elastic = resources.min_nodes < resources.max_nodes
             nodes = f"{resources.min_nodes} to " if is_elastic else ""
             nodes += f"{resources.max_nodes} × {resources.processes_per_node} = {'at most ' if is_elastic else ''}"
+        spares = f" and {_count(resources.spare_nodes, 'spare node')}" if resources.spare_nodes else ""
         parents = "".join(f", after {parent}" for parent in definition.depends_on)
         repetition = f", for each of {point_count} points" if point_count and definition.is_per_point else ""
         requests = ""
         if on_slurm and (options := _list_slurm_options(site)):
             requests = f"; requests {', '.join(limit_lines(options, 12))}"
         processes = f"{resources.ranks} process{'es' if resources.ranks > 1 else ''}"
-        yield f"{stage:9} {nodes}{processes}, {resources.time}{parents}{repetition}{requests}"
+        yield f"{stage:9} {nodes}{processes}{spares}, {resources.time}{parents}{repetition}{requests}"
 
 
 def _list_slurm_options(site: SiteConfig) -> list[str]:

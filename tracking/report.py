@@ -55,7 +55,6 @@ from pipeline.run.ledger import (
     CATEGORIES,
     PRODUCTIVE_CATEGORIES,
     STEP_TIME_KEYS,
-    WAITING_CATEGORIES,
     AttemptTimes,
     JobRun,
     StepLine,
@@ -290,10 +289,8 @@ def _summarize(
     lost = format_duration(sums["lost"])
     queue = format_duration(sums["queue"])
     # an attempt has no ranks while it waits for its job to start
-    rank_s = sum(
-        a.ranks * (a.end_time - a.start_time - sum(a.seconds[category] for category in WAITING_CATEGORIES))
-        for a in attempts
-    )
+    rank_s = sum(a.ranks * a.job_seconds for a in attempts)
+    spares = f"{idle}; " if (idle := _describe_idle_spares(attempts)) else ""
     periods = [(a.start_time, a.end_time) for a in attempts]
     energies = [kwh for each in (run, *list_points(run)) if (kwh := sum_gpu_energy_kwh(each.path, periods)) is not None]
     energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
@@ -306,10 +303,16 @@ def _summarize(
         "quality": quality,
         "duration": f"{duration}, of which {productive} productive",
         "started": f"{datetime.fromtimestamp(begin):%Y-%m-%d %H:%M}, on {hosts}" if hosts else "",
-        "cost": f"{rank_s / 3600:.2f} rank-hours; {energy}{queue} in the queue, {lost} of lost work",
+        "cost": f"{rank_s / 3600:.2f} rank-hours; {spares}{energy}{queue} in the queue, {lost} of lost work",
         "stopped by": ", ".join(f"{cause} {times} ×" for cause, times in causes.most_common()) or "nothing",
         "state": ", ".join(unfinished) or "all stages are done",
     }
+
+
+def _describe_idle_spares(attempts: Sequence[AttemptTimes]) -> str:
+    """Return how long spare nodes have waited; "" if there were none."""
+    node_s = sum(a.spare_nodes * a.job_seconds for a in attempts)
+    return f"{node_s / 3600:.2f} node-hours of idle spare nodes" if node_s else ""
 
 
 def _describe_training(
@@ -702,6 +705,7 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
         *filter(None, [run.describe_changes()]),
         *describe_failures(poller.point_statuses),
         *_describe_training(run, data, train_attempts, describe_goodput),
+        *filter(None, [_describe_idle_spares(data.attempts)]),
         *(f"evaluation/{name} is left out: it is incomplete or was changed" for name in damaged),
     ]
     tables = [build_table(rows, console.width) for rows in (attempts_table, causes_table, points_table) if rows]

@@ -541,8 +541,9 @@ class RecoveryConfig(Section):
     `submit.py doctor` shows. If a save cannot finish in that time, the save is skipped, and the run resumes from the
     previous checkpoint. null: the time is unknown."""
     in_place: bool = True
-    """Restart the ranks within the same job after a crash, a hang, a lost connection or a loss that is not finite.
-    false: request that Slurm requeues the job. Without a batch job, the ranks are always restarted in place."""
+    """Restart the ranks within the same job after a crash, a hang, a lost connection or a loss that is not finite; also
+    after a node failure or a bad node, if the job has enough other nodes (`stages.STAGE.nodes`). false: request that
+    Slurm requeues the job. Without a batch job, the ranks are always restarted in place."""
     preflight: bool = True
     """Check the devices, the file system and the communication of each node before training starts."""
     exclude_hours: PositiveFloat = 24.0
@@ -919,6 +920,14 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target"
     if config.publish is not None and config.sweep is not None:
         yield "publish is for one run, not for a sweep: remove it, and `export` the best sweep point"
+    for name in STAGES:
+        if config.stages.get_resources(name).spare_nodes and (
+            config.parallel.backend == "mpi" or not config.recovery.in_place
+        ):
+            yield (
+                f"stages.{name}.nodes.spares needs node agents: remove it, or set recovery.in_place true and use a "
+                "parallel.backend other than mpi"
+            )
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from pipeline.config.site import JobRequest
 from pipeline.config.types import Section, TimeLimit
@@ -45,12 +45,14 @@ class Stage:
 
 
 class NodeRange(Section):
-    """A number of nodes that may change each time a job starts."""
+    """A number of nodes that may change each time a job starts, and spare nodes."""
 
     min: PositiveInt
     """Smallest number of nodes with which the job starts."""
     max: PositiveInt
     """Largest number of nodes that the job uses."""
+    spares: NonNegativeInt = 0
+    """Number of nodes that the job requests in addition. A spare node waits until it replaces a node that fails."""
 
     @model_validator(mode="after")
     def _check_order(self) -> NodeRange:
@@ -84,6 +86,33 @@ class Resources(JobRequest):
         return self._node_range.max
 
     @property
+    def spare_nodes(self) -> int:
+        """The number of nodes that the job requests in addition to those that the stage uses."""
+        return self._node_range.spares
+
+    @property
+    def min_requested_nodes(self) -> int:
+        """The smallest number of nodes that a job of the stage requests."""
+        return self.min_nodes + self.spare_nodes
+
+    @property
+    def max_requested_nodes(self) -> int:
+        """The largest number of nodes that a job of the stage requests."""
+        return self.max_nodes + self.spare_nodes
+
+    def count_available_nodes(self, granted: int, failed: int = 0) -> int:
+        """Return on how many nodes ranks may run, if some nodes of the job have failed.
+
+        The spare nodes are kept free as long as the job has enough other nodes.
+
+        Args:
+            granted: the number of nodes with which the job started.
+            failed: how many of these nodes have failed.
+        """
+        spares = min(self.spare_nodes, max(0, granted - self.min_nodes))
+        return min(granted - spares, granted - failed)
+
+    @property
     def processes_per_node(self) -> int:
         """The number of processes on each node."""
         processes: int = getattr(self, "tasks_per_node", 1)
@@ -106,8 +135,9 @@ class StageResources(Resources):
 
     nodes: PositiveInt | NodeRange = 1
     """Number of nodes, or a range `{min, max}`. With a range, the number may change at each start: the job gets as many
-    nodes as Slurm has available. It uses as many of these nodes as the layout and the global batch allow. Without
-    Slurm, (largest number of nodes) × `tasks_per_node` processes start on this machine."""
+    nodes as Slurm has available. It uses as many of these nodes as the layout and the global batch allow. With
+    `{min, max, spares}`, the job also requests spare nodes, which replace nodes that fail. Without Slurm, (largest
+    number of nodes) × `tasks_per_node` processes start on this machine."""
     tasks_per_node: PositiveInt = 1
     """Number of processes (ranks) per node."""
 

@@ -276,6 +276,12 @@ class RanksStarted(AttemptEvent):
     NAME = "ranks_started"
     processes: Mapping[str, Any] | None = None
     """Host → process ids of the ranks on this host, by rank."""
+    spares: list[str] | None = None
+    """The nodes that have an agent and no ranks."""
+    failed: list[str] | None = None
+    """The nodes of this job that have failed since its start."""
+    replaced: dict[str, str] | None = None
+    """Node → the spare node that has replaced it."""
 
 
 @dataclass(frozen=True, kw_only=True)

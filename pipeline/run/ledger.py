@@ -20,6 +20,7 @@ from pipeline.run.events import (
     EndEvent,
     Event,
     LostWork,
+    RanksStarted,
     Ready,
     Restored,
     Resumed,
@@ -102,6 +103,13 @@ class AttemptTimes:
     """`done`, the cause for which the attempt ended, `running`, or `no end recorded`."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0.0))
     """Seconds by `CATEGORIES`; they add up to `end_time - start_time`."""
+    spare_nodes: int = 0
+    """The number of nodes of the job that waited to replace a node."""
+
+    @property
+    def job_seconds(self) -> float:
+        """The seconds in which the attempt had a job."""
+        return self.end_time - self.start_time - sum(self.seconds[category] for category in WAITING_CATEGORIES)
 
 
 def build_ledger(
@@ -201,6 +209,9 @@ def _account_attempts(
             stage, task, len(accounts) + 1, start_event.ranks or 1, begin, max(job_start, *possible_ends)
         )
         account.cause = _NO_END if end is None else str(end.cause or end.name)
+        account.spare_nodes = max(
+            (len(event.spares or ()) for event in attempt_events if isinstance(event, RanksStarted)), default=0
+        )
         account.seconds |= {"idle": queue_start - begin, "queue": job_start - queue_start}
         if is_training and first_step_time is not None:
             first_step_time = min(max(job_start, first_step_time), account.end_time)

@@ -17,6 +17,7 @@ from typing import Protocol, cast
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
+from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.parallel.mesh import count_usable_nodes
 from pipeline.run.directory import Run
@@ -147,6 +148,24 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
     else:
         nodes = max(resources.min_nodes, min(granted_nodes, resources.max_nodes))
     return nodes * resources.processes_per_node
+
+
+def uses_agents(config: Config, stage: str) -> bool:
+    """Return True if node agents start the ranks of a stage (slurm/agent).
+
+    Agents start the ranks of distributed stages, except MPI ranks, which `mpirun` or `srun --mpi` must start.
+    """
+    return STAGES[stage].is_distributed and config.parallel.backend != "mpi" and config.recovery.in_place
+
+
+def continues_without_node(config: Config, stage: str) -> bool:
+    """Return True if a job of a stage may continue after one of its nodes has failed.
+
+    If the site forbids requeueing, the job must end with its first node, because only then can its successor start.
+    """
+    resources = config.stages.get_resources(stage)
+    has_other_nodes = resources.min_nodes < resources.max_requested_nodes
+    return has_other_nodes and uses_agents(config, stage) and config.site.requeue
 
 
 def get_array_task(stage: str, rank_info: RankInfo) -> int | None:

@@ -4,7 +4,7 @@ The agent waits for three things at once: messages of the supervisor, signals, a
 signal handlers do nothing here. The kernel wakes the agent through a socket (signal.set_wakeup_fd).
 
 If the connection to the supervisor is lost, the ranks of this node end: first with TERM, so that they can save, and
-later with KILL.
+later with KILL. If the node of the supervisor has failed, the agent then requeues the job.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pipeline.run.failure import explain_error
 from pipeline.run.stages import load_stage_module
 from slurm.agent.messages import Connection, Message, RankTask, connect, listen
 from slurm.agent.oom import count_oom_kills
+from slurm.agent.requeue import requeue_after_loss_of_supervisor
 
 STOP_GRACE_S = 60.0
 """How long the ranks may take to exit after TERM, in addition to the time for a save (`recovery.save_s`), if the
@@ -92,7 +93,9 @@ class Agent:
             self._serve(wake_up)
         except ConnectionError as error:
             print(f"{utc_timestamp()} the supervisor is gone ({error})", flush=True)
-            self._end_ranks(signal.SIGTERM, STOP_GRACE_S + Run.open(self._run_path).config.recovery.save_s, wake_up)
+            run = Run.open(self._run_path)
+            self._end_ranks(signal.SIGTERM, STOP_GRACE_S + run.config.recovery.save_s, wake_up)
+            requeue_after_loss_of_supervisor(run, self._stage, node)
         finally:
             self._end_ranks(signal.SIGKILL, STOP_GRACE_S, wake_up)
         return 0

@@ -6,7 +6,7 @@ right token. Connections are not encrypted.
 
 To the supervisor:
 
-- `placement`: token, rank, node, host, environment, cpus (and memory_policy): where srun has placed a rank, and how
+- `placement`: token, task, node, host, environment, cpus, memory_policy: where srun has placed a task, and how
 - `hello`: token, node (index in the job step, from 0), host, pid: an agent has connected
 - `failed`: code, message: the agent cannot import the pipeline
 - `ready`: the agent has imported the pipeline and can fork ranks

@@ -80,7 +80,7 @@ def main(address_file: str) -> None:
     message = {
         "kind": "placement",
         "token": address["token"],
-        "rank": int(os.environ["SLURM_PROCID"]),
+        "task": int(os.environ["SLURM_PROCID"]),
         "node": int(os.environ["SLURM_NODEID"]),
         "host": os.uname().nodename,
         "environment": environment,

@@ -16,6 +16,7 @@ nodes by `--exclude`, and requeued jobs by `scontrol update` of their ExcNodeLis
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ UNUSABLE_NODE_STATES = ("down", "drain", "fail", "maint", "unknown", "error", "f
 _REQUEUE_TIMEOUT_S = 4.0
 """How long to repeat a failing command while this process requeues its job. Slurm kills this process after KillWait (30
 seconds by default)."""
+_CONNECTION_TRIAL_S = 3.0
+"""How long to try to connect to a daemon."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,36 @@ def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
         if is_down or has_restarted:
             failed.add(fields["NodeName"])
     return sorted(failed)
+
+
+def find_unreachable_nodes(nodes: Sequence[str]) -> list[str]:
+    """Return the nodes whose slurmd accepts no connection; [] if the controller does not respond.
+
+    srun connects to slurmd in the same way. slurmd is usually started again within seconds if it crashes.
+    """
+    if not nodes:
+        return []
+    unreachable = []
+    output = run_slurm_command("scontrol", "show", "node", "--oneliner", ",".join(nodes))
+    for line in (output or "").splitlines():
+        fields = parse_key_values(line)
+        address, port = fields.get("NodeAddr", ""), fields.get("Port", "")
+        if address and port.isdigit() and not _accepts_connection(address, int(port)):
+            unreachable.append(fields["NodeName"])
+    return unreachable
+
+
+def _accepts_connection(host: str, port: int) -> bool:
+    """Return True if a process listens at this address. If a connection is refused, try again for a few seconds."""
+    deadline = time.monotonic() + _CONNECTION_TRIAL_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECTION_TRIAL_S).close()
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
 
 
 def requeue_job(job_id: str, restarts: int, exclude: str | None = None) -> bool:
@@ -317,5 +350,5 @@ def _node_name(host: str, nodes: Mapping[str, bool]) -> str:
 
 
 def _min_nodes(run: Run, stage: str) -> int:
-    """Return the smallest number of nodes with which a stage can run."""
-    return run.config.stages.get_resources(stage).min_nodes
+    """Return the smallest number of nodes that a job of a stage requests."""
+    return run.config.stages.get_resources(stage).min_requested_nodes

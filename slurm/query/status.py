@@ -39,6 +39,7 @@ from pipeline.run.events import (
     Failed,
     HandedOver,
     NotSubmitted,
+    RanksStarted,
     Requeued,
     Retried,
     RetryEvent,
@@ -232,6 +233,8 @@ class StageStatus:
     """Ranks and GPUs that are slower than the others; "" if there are none."""
     last_stop: LastStop | None = None
     """How the stage last stopped; None if the stage did not stop, or is done."""
+    spare_nodes: str = ""
+    """The spare nodes and the failed nodes of the running job; "" if there are none."""
     missing_jobs: str = ""
     """Which jobs of this stage are missing in the queue; "" if no job is missing. The text of the first stage also
     describes the stray jobs of the run."""
@@ -534,7 +537,8 @@ class StatusPoller:
         slowdowns = _describe_slowdowns(run, recorded.start_event, events) if is_running else ""
         pending_job = job.job_id if job and job.is_active and job.state == "PENDING" else None
         last_stop = find_last_stop(events, pending_job) if state != "done" else None
-        return StageStatus(run, stage, state, problem, is_active, cells, slowdowns, last_stop)
+        spare_nodes = _describe_spare_nodes(events) if is_running else ""
+        return StageStatus(run, stage, state, problem, is_active, cells, slowdowns, last_stop, spare_nodes)
 
 
 def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
@@ -568,6 +572,24 @@ def _describe_slowdowns(run: Run, started: Started | None, events: Iterable[Even
     gpus = list_slow_gpus(run.path, begin, max_samples=math.ceil(period_s / interval_s))
     more = [f"and {len(gpus) - _MAX_SLOW_GPUS_SHOWN} more GPUs"] if len(gpus) > _MAX_SLOW_GPUS_SHOWN else []
     return "; ".join([*ranks, *gpus[:_MAX_SLOW_GPUS_SHOWN], *more])
+
+
+def _describe_spare_nodes(events: Sequence[Event]) -> str:
+    """Return a description of the spare nodes and the failed nodes of a running job; "" if there are none.
+
+    Args:
+        events: the events of the stage, oldest first.
+    """
+    last_event = next((event for event in reversed(events) if isinstance(event, RanksStarted | Started)), None)
+    if not isinstance(last_event, RanksStarted):
+        return ""
+    replaced = last_event.replaced or {}
+    parts = [f"{replacing} replaced {node}" for node, replacing in replaced.items()]
+    if failed := [node for node in last_event.failed or [] if node not in replaced]:
+        parts.append(f"{', '.join(failed)} failed, and this job continues without it")
+    if spares := last_event.spares:
+        parts.append(f"spare node{'s' * (len(spares) > 1)} {', '.join(spares)}")
+    return "; ".join(parts)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -700,6 +722,7 @@ def render_status(
     problems += describe_failures(point_statuses)
     stops = [status.last_stop_sentence for status in statuses if status.last_stop_sentence]
     stops += describe_point_stops(point_statuses)
+    stops += [f"{status.stage}: {status.spare_nodes}" for status in statuses if status.spare_nodes]
     warnings = [f"{status.stage}: {status.slowdowns}" for status in statuses if status.slowdowns]
     warnings += describe_missing_jobs(run, statuses, point_statuses)
     lines = [Text(message, style="red") for message in problems]

@@ -35,6 +35,7 @@ from pipeline.base.ownership import make_ownership_script
 from pipeline.config.sections import Config
 from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
+from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.events import NotSubmitted, Submitted, Submitting
 from slurm.query import slurm_commands
@@ -108,7 +109,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
     parameters: dict[str, Any] = {
         "job_name": job_name(config, stage),
         "time": math.ceil(parse_time_limit(resources.time) / 60),  # in minutes
-        "nodes": resources.max_nodes,
+        "nodes": resources.max_requested_nodes,
         "ntasks_per_node": resources.processes_per_node,
         "cpus_per_task": site.cpus_per_task,
         "partition": site.partition,
@@ -139,12 +140,14 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
         # no more nodes than tasks
         del parameters["ntasks_per_node"]
         # sbatch reads this option; the single number in `parameters` remains, because submitit computes with it
-        options["nodes"] = f"{resources.min_nodes}-{resources.max_nodes}"
+        options["nodes"] = f"{resources.min_requested_nodes}-{resources.max_requested_nodes}"
         # each node must have enough CPUs for its ranks
         options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
     elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11, sbatch refuses a plane distribution without --ntasks ("Too few processes")
-        options["ntasks"] = resources.max_nodes * resources.processes_per_node
+        options["ntasks"] = resources.max_requested_nodes * resources.processes_per_node
+    if stages.continues_without_node(config, stage):
+        options["no-kill"] = True
     if site.gpus_per_node and site.gpus_as != "none":
         gpu_type = f"{site.gpu_type}:" if site.gpu_type else ""
         # the value of `gpus_as` is the name of the option

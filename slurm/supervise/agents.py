@@ -6,7 +6,8 @@ messages with them and notices if one is lost. :class:`AgentLauncher` starts and
 
 In a Slurm job, srun starts one agent per node, with all resources of the job on the node. A second, short job step has
 the options of the ranks, and reports where and with which CPUs, GPUs and variables srun would have started each rank
-(slurm/agent/report_placement.py). The agents fork the ranks accordingly.
+(slurm/agent/report_placement.py). The agents fork the ranks accordingly. The job may have more nodes than the ranks
+need. If the agent of a node is lost, a node without ranks takes its place in the next attempt.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_local_rank_env
+from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_local_rank_env, read_granted_tasks
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import raise_open_file_limit
 from pipeline.config.stages import STAGES
@@ -43,6 +44,7 @@ from slurm.supervise.launch import (
     build_site_options,
     terminate_with_parent,
 )
+from slurm.supervise.slots import Slot, assign_slots, describe_rank
 
 START_TIMEOUT_S = 900.0
 """How long the agents may take to start and import the pipeline. Imports are slow if many nodes read the same files."""
@@ -95,17 +97,6 @@ class _Agent:
     """When the oldest unanswered ping was sent; None if all were answered."""
 
 
-@dataclass(frozen=True)
-class _Placement:
-    """Where srun places a rank, and how it binds the rank."""
-
-    node: int
-    host: str
-    environment: dict[str, str]
-    cpus: list[int]
-    memory_policy: list[int] | None
-
-
 @dataclass
 class _AttemptState:
     """What the agents have reported about the ranks of the current attempt."""
@@ -124,20 +115,33 @@ class AgentPool:
     Args:
         run: the run.
         stage: the stage.
-        rank_count: the number of ranks.
-        node_count: the number of nodes, each of which gets an agent.
+        node_count: the number of nodes, each of which gets an agent. There may be more nodes than the ranks need.
+        ranks_per_node: the number of ranks on each node.
         lock_fd: the file descriptor of the stage's lock. The agents and the ranks inherit it.
         on_slurm: whether srun starts the agents. Otherwise there is one agent on this machine.
+        excluded_nodes: nodes of the job that get no agent, by their names in Slurm.
 
     Raises:
         UserError: if `site.container` is set, and a path cannot be mounted in the container.
     """
 
-    def __init__(self, run: Run, stage: str, rank_count: int, node_count: int, lock_fd: int, *, on_slurm: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        stage: str,
+        node_count: int,
+        ranks_per_node: int,
+        lock_fd: int,
+        *,
+        on_slurm: bool,
+        excluded_nodes: Sequence[str] = (),
+    ) -> None:
         self._run = run
         self._stage = stage
-        self.rank_count = rank_count
         self.node_count = node_count if on_slurm else 1
+        self._ranks_per_node = ranks_per_node
+        self._slot_count = node_count * ranks_per_node
+        self._excluded_nodes = excluded_nodes
         self._lock_fd = lock_fd
         self.on_slurm = on_slurm
         self._folder = run.stage_dir(stage)
@@ -150,15 +154,27 @@ class AgentPool:
         self._new_connections: dict[int, tuple[Connection, float]] = {}
         """Connections without a first message, by file descriptor, and the times at which they were accepted."""
         self._agents: dict[int, _Agent] = {}
-        """The connected agents, by node index."""
-        self._placements: dict[int, _Placement] = {}
-        """The placement of each rank in a Slurm job."""
+        """The connected agents, by the index of their node in the agents' job step."""
+        self._slots: dict[int, Slot] = {}
+        """The reported slots, by the index of their task. Only in a Slurm job."""
+        self._nodes: list[int] = []
+        """The nodes that the ranks use, in the order in which they get ranks: indexes in :class:`Slot`."""
+        self._assigned_slots: list[Slot] = []
+        """The slot of each rank of the current attempt. Only in a Slurm job."""
+        self._agent_by_node: dict[int, int] = {}
+        """The key in `_agents` of each node, by the index of the node in :class:`Slot`."""
+        self._node_names: list[str] = []
+        """The name of each node in Slurm, by the index of the node in :class:`Slot`."""
+        self.replacements: dict[str, str] = {}
+        """The name of each node that has been replaced → the name of the node that replaced it."""
         self._programs: list[subprocess.Popen[bytes]] = []
         """The program that starts the agents and, in a Slurm job, the one that reports the placement of ranks."""
-        self._node_by_rank: dict[int, int] = {}
-        """The node index of the agent of each rank, in a Slurm job."""
+        self._losses: dict[int, str] = {}
+        """Why agents are lost, by their keys in `_agents`."""
         self._silent_hosts: list[str] = []
         """Hosts whose agents are lost because they did not answer."""
+        self.rank_count = 0
+        """The number of ranks of the current attempt."""
         self.was_ready = False
         """Whether the agents have been able to fork ranks."""
         self.job_deadline: float | None = None
@@ -182,32 +198,53 @@ class AgentPool:
 
     @property
     def is_ready(self) -> bool:
-        """True if all agents can fork ranks."""
-        has_placements = not self.on_slurm or len(self._placements) == self.rank_count
+        """True if agents can fork ranks: at first all agents; later those that are not lost."""
+        if self.was_ready:
+            return self.failure is None
+        has_slots = not self.on_slurm or len(self._slots) == self._slot_count
         has_agents = len(self._agents) == self.node_count and all(agent.is_ready for agent in self._agents.values())
-        return self.failure is None and has_agents and has_placements
+        return self.failure is None and has_agents and has_slots
+
+    def can_run(self, rank_count: int) -> bool:
+        """Return True if the agents that are left can fork so many ranks."""
+        if not self.on_slurm:
+            return self.is_ready and bool(self._agents)
+        return (
+            self.was_ready and self.failure is None and len(self._list_usable_nodes()) >= self._count_nodes(rank_count)
+        )
+
+    def _count_nodes(self, rank_count: int) -> int:
+        """Return how many nodes the ranks need."""
+        return -(-rank_count // self._ranks_per_node)
+
+    def _list_usable_nodes(self) -> list[int]:
+        """Return the nodes whose agents are not lost, as indexes in :class:`Slot`."""
+        return [node for node, agent in sorted(self._agent_by_node.items()) if agent in self._agents]
 
     def start(self) -> None:
         """Start the agents. They connect later, so call :meth:`poll` until :attr:`is_ready`."""
         raise_open_file_limit()
-        self._listener = listen(self.rank_count + self.node_count + 8, local=not self.on_slurm)
+        self._listener = listen(self._slot_count + self.node_count + 8, local=not self.on_slurm)
         self._listener.setblocking(False)
         hosts = _list_own_hosts() if self.on_slurm else ["127.0.0.1"]
         write_address_file(self._address_file, hosts, self._listener.getsockname()[1], self._token)
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
+        self._start_next_program()
+
+    def _start_next_program(self) -> None:
+        """Start the first program that was not started yet.
+
+        The second program starts when all agents are connected. slurmd 22.05 can crash if several job steps start on a
+        node at the same time.
+        """
+        command = self._commands[len(self._programs)]
+        variables = {"SLUICE_SUPERVISED": "1"}
         with open(self.log, "ab") as log:
-            self._programs = [
-                start_process(
-                    self._run.code_dir,
-                    command,
-                    log,
-                    {"SLUICE_SUPERVISED": "1"},
-                    (self._lock_fd,),
-                    terminate_with_parent,
-                )
-                for command in self._commands
-            ]
+            program = start_process(
+                self._run.code_dir, command, log, variables, (self._lock_fd,), terminate_with_parent
+            )
+        self._programs.append(program)
 
     def _build_commands(self) -> list[list[str]]:
         """Return the command that starts the agents and, in a Slurm job, the one that reports placements."""
@@ -218,6 +255,7 @@ class AgentPool:
         rank_command = build_rank_command(self._run, self._stage)
         unset = [option for name in _RANK_PLACEMENT_VARIABLES for option in ("-u", name)]
         variables = [f"{name}={value}" for name, value in rank_command.variables.items()]
+        exclude = [f"--exclude={','.join(self._excluded_nodes)}"] if self._excluded_nodes else []
         options = [
             option
             for option in rank_command.srun
@@ -226,14 +264,15 @@ class AgentPool:
         agents = [
             *("env", *unset, *variables, "srun", *options),
             *(f"--nodes={self.node_count}", f"--ntasks={self.node_count}", "--ntasks-per-node=1", "--overlap"),
-            *("--distribution=block", "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--wait=0"),
+            *("--distribution=block", "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
+            *exclude,
             *(["--gpu-bind=none"] if site.gpus_per_node else []),
             *("--open-mode=append", "--unbuffered", f"--output={self._folder}/agent-%n.log"),
             *(f"--chdir={self._run.code_dir}", *rank_command.program, *arguments),
         ]
         program = Path(self._run.code_dir) / "slurm/agent/report_placement.py"
         placement = [
-            *("srun", *build_rank_options(self._stage, self.rank_count, self.node_count), "--overlap"),
+            *("srun", *build_rank_options(self._stage, self._slot_count, self.node_count), "--overlap", *exclude),
             *build_site_options(site),
             *(get_job_python(site), "-I", "-S", str(program), str(self._address_file)),
         ]
@@ -314,8 +353,14 @@ class AgentPool:
                 self._handle(message["node"], later_message)
             return
         if has_token and message["kind"] == "placement":
-            self._placements[message["rank"]] = _Placement(
-                *(message[name] for name in ("node", "host", "environment", "cpus", "memory_policy"))
+            policy = message["memory_policy"]
+            self._slots[message["task"]] = Slot(
+                node=message["node"],
+                task=message["task"],
+                host=message["host"],
+                environment=message["environment"],
+                cpus=message["cpus"],
+                memory_policy=(policy[0], policy[1]) if policy else None,
             )
         connection.close()
 
@@ -371,6 +416,9 @@ class AgentPool:
                     self._send(node, "ping")
         if self.failure is None and not self.is_ready:
             self.failure = self._find_start_failure(now)
+            are_connected = len(self._agents) == self.node_count
+            if self.failure is None and are_connected and len(self._programs) < len(self._commands):
+                self._start_next_program()
 
     def _find_start_failure(self, now: float) -> str | None:
         """Return why the agents cannot start; None if they may still start."""
@@ -393,9 +441,10 @@ class AgentPool:
         """Record that an agent is lost. The kernel or the agent itself ends its ranks."""
         agent = self._agents.pop(node)
         agent.connection.close()
-        if self.failure is None:
-            self.failure = f"{agent.host} was lost: {reason}"
-            print(self.failure, file=sys.stderr, flush=True)
+        self._losses[node] = f"{agent.host} was lost: {reason}"
+        print(self._losses[node], file=sys.stderr, flush=True)
+        if not self.was_ready and self.failure is None:
+            self.failure = self._losses[node]
 
     def _send(self, node: int, kind: str, **fields: Any) -> None:
         """Send a message to the agent of a node. If that fails, the agent is lost."""
@@ -413,34 +462,108 @@ class AgentPool:
             if agent.ping_time is not None and now - agent.ping_time > SILENT_S
         ]
 
+    def wait_for_answers(self, timeout_s: float) -> None:
+        """Wait until each agent answers a question. Agents that do not answer within `timeout_s` seconds are lost."""
+        self.poll()
+        deadline = time.monotonic() + timeout_s
+        for node, agent in list(self._agents.items()):
+            if agent.ping_time is None:
+                agent.ping_time = time.monotonic()
+                self._send(node, "ping")
+        while (silent_nodes := self._list_unanswered()) and time.monotonic() < deadline:
+            self.poll(0.05)
+        for node in silent_nodes:
+            agent = self._agents[node]
+            self._silent_hosts.append(agent.host)
+            self._lose(node, f"its agent (process {agent.pid}) did not answer for {timeout_s:.0f} s")
+
+    def _list_unanswered(self) -> list[int]:
+        """Return the keys of the agents that have not answered a ping yet."""
+        return [node for node, agent in self._agents.items() if agent.ping_time is not None]
+
+    def exclude(self, names: Collection[str]) -> None:
+        """End the agents on nodes that have failed, so that these nodes get no ranks any more.
+
+        Args:
+            names: the names of the nodes in Slurm.
+        """
+        for node in self._list_usable_nodes():
+            if self._node_names[node] in names:
+                key = self._agent_by_node[node]
+                with suppress(ConnectionError):
+                    self._agents[key].connection.send("exit")
+                self._lose(key, "the node has failed")
+
+    def list_lost_nodes(self) -> list[str]:
+        """Return the names of the nodes whose agents are lost, as Slurm names them."""
+        lost_nodes = self._agent_by_node.keys() - set(self._list_usable_nodes())
+        return [self._node_names[node] for node in sorted(lost_nodes)]
+
+    def list_spare_nodes(self) -> list[str]:
+        """Return the names of the nodes that have an agent and no ranks, as Slurm names them."""
+        return [self._node_names[node] for node in self._list_usable_nodes() if node not in self._nodes]
+
     # ---- ranks
 
-    def open_port(self) -> None:
-        """Ask the agent of rank 0 to open a port, which :meth:`fork_ranks` needs."""
+    def open_port(self, rank_count: int) -> None:
+        """Choose the nodes of the ranks, and ask the agent of rank 0 to open a port, which :meth:`fork_ranks` needs.
+
+        If too few agents are left, only set `failure`.
+        """
+        if self.was_ready and not self.can_run(rank_count):
+            self.failure = "too few agents are left: " + "; ".join(self._losses.values())
+            return
+        self.rank_count = rank_count
+        if self.on_slurm:
+            if not self.was_ready:
+                self._agent_by_node = self._find_agents()
+                self._node_names = expand_hostlist(self._slots[0].environment["SLURM_STEP_NODELIST"])
+            self._nodes = self._choose_nodes(self._count_nodes(rank_count))
+            slots = [self._slots[task] for task in sorted(self._slots)]
+            self._assigned_slots = assign_slots(slots, self._nodes, self._ranks_per_node, self._get_distribution())
         self.was_ready = True
-        if self.on_slurm and not self._node_by_rank:
-            self._node_by_rank = self._find_nodes()
-        node = self._get_node(0)
-        self._agents[node].port = None
-        self._send(node, "listen", backlog=self.rank_count + 8, local=not self.on_slurm)
+        agent = self._get_agent(0)
+        self._agents[agent].port = None
+        self._send(agent, "listen", backlog=rank_count + 8, local=not self.on_slurm)
+
+    def _get_distribution(self) -> str:
+        """Return how srun distributes ranks: a value of its option `--distribution`."""
+        _, granted = read_granted_tasks(os.environ) or ([], "block")
+        return str(self._run.config.resolve_site(self._stage).srun.get("distribution") or granted)
+
+    def _choose_nodes(self, count: int) -> list[int]:
+        """Return the nodes of the next attempt. A node that has its agent keeps its place."""
+        usable_nodes = self._list_usable_nodes()
+        previous_nodes = self._nodes[:count] or usable_nodes[:count]
+        free_nodes = [node for node in usable_nodes if node not in previous_nodes]
+        nodes = []
+        for node in previous_nodes:
+            if node in usable_nodes:
+                nodes.append(node)
+                continue
+            nodes.append(free_nodes.pop(0))
+            replaced, replacing = self._node_names[node], self._node_names[nodes[-1]]
+            self.replacements[replaced] = replacing
+            print(f"{replacing} replaces {replaced}", flush=True)
+        return nodes + free_nodes[: count - len(nodes)]
 
     @property
     def has_port(self) -> bool:
         """True if the agent of rank 0 has opened a port."""
-        node = self._get_node(0)
-        return node in self._agents and self._agents[node].port is not None
+        agent = self._get_agent(0)
+        return agent in self._agents and self._agents[agent].port is not None
 
     def fork_ranks(self, attempt: int) -> None:
         """Let the agents fork the ranks of an attempt."""
         self.attempt = _AttemptState(attempt)
-        port = self._agents[self._get_node(0)].port
+        port = self._agents[self._get_agent(0)].port
         assert port is not None
-        tasks_by_node: dict[int, list[RankTask]] = {}
+        tasks_by_agent: dict[int, list[RankTask]] = {}
         for task in self._list_tasks(port):
-            tasks_by_node.setdefault(self._get_node(task.rank), []).append(task)
-        for node, tasks in tasks_by_node.items():
-            if node in self._agents:
-                self._send(node, "fork", attempt=attempt, ranks=[asdict(task) for task in tasks])
+            tasks_by_agent.setdefault(self._get_agent(task.rank), []).append(task)
+        for agent, tasks in tasks_by_agent.items():
+            if agent in self._agents:
+                self._send(agent, "fork", attempt=attempt, ranks=[asdict(task) for task in tasks])
 
     def _list_tasks(self, port: int) -> Iterator[RankTask]:
         """Yield the ranks to fork. Rank 0 listens on `port`."""
@@ -454,16 +577,18 @@ class AgentPool:
                 environment = make_local_rank_env(rank, self.rank_count, port)
                 yield RankTask(rank, environment | time_left, log, listens=rank == 0, has_snapshots=has_snapshots)
                 continue
-            placement = self._placements[rank]
-            step_hosts = expand_hostlist(placement.environment["SLURM_STEP_NODELIST"])
-            rendezvous = {"SLUICE_MASTER_HOST": step_hosts[self._placements[0].node], "SLUICE_MASTER_PORT": str(port)}
-            policy = placement.memory_policy
+            slot = self._assigned_slots[rank]
+            environment = dict(slot.environment)  # the variables that srun has set, if all slots have their ranks
+            if (slot.task, self.rank_count) != (rank, self._slot_count):
+                environment = describe_rank(rank, self._assigned_slots, self._node_names)
+            master_host = self._node_names[self._assigned_slots[0].node]
+            environment |= {"SLUICE_MASTER_HOST": master_host, "SLUICE_MASTER_PORT": str(port)} | time_left
             yield RankTask(
                 rank,
-                placement.environment | rendezvous | time_left,
+                environment,
                 log,
-                placement.cpus,
-                (policy[0], policy[1]) if policy else None,
+                slot.cpus,
+                slot.memory_policy,
                 listens=rank == 0,
                 has_snapshots=has_snapshots,
             )
@@ -471,24 +596,24 @@ class AgentPool:
     def get_snapshot_step(self) -> int:
         """Return the newest step of which every rank of the ended attempt may have a snapshot in memory; 0 if none."""
         steps = self.attempt.snapshot_steps
-        return min(steps.values()) if len(steps) == self.rank_count and self.failure is None else 0
+        is_complete = bool(steps) and len(steps) == self.rank_count and self.failure is None
+        return min(steps.values()) if is_complete else 0
 
-    def _get_node(self, rank: int) -> int:
-        """Return the index of the node of a rank."""
-        return self._node_by_rank[rank] if self.on_slurm else 0
+    def _get_agent(self, rank: int) -> int:
+        """Return the key of the agent of a rank."""
+        return self._agent_by_node[self._assigned_slots[rank].node] if self.on_slurm else 0
 
-    def _find_nodes(self) -> dict[int, int]:
-        """Return the node index of the agent of each rank.
+    def _find_agents(self) -> dict[int, int]:
+        """Return the key of the agent of each node, by the index of the node in :class:`Slot`.
 
-        Slurm could order the nodes of the two steps differently. Therefore the agent on the host of the placement is
-        used, unless several agents have this hostname.
+        Slurm could order the nodes of the two steps differently. Therefore the agent on the host of the slot is used,
+        unless several agents have this hostname.
         """
-        hosts = {node: agent.host for node, agent in self._agents.items()}
-        node_by_rank = {}
-        for rank, placement in self._placements.items():
-            nodes = [node for node, host in hosts.items() if host == placement.host]
-            node_by_rank[rank] = nodes[0] if len(nodes) == 1 else placement.node
-        return node_by_rank
+        agent_by_node = {}
+        for slot in self._slots.values():
+            agents = [key for key, agent in self._agents.items() if agent.host == slot.host]
+            agent_by_node[slot.node] = agents[0] if len(agents) == 1 else slot.node
+        return agent_by_node
 
     @property
     def has_running_ranks(self) -> bool:
@@ -498,11 +623,15 @@ class AgentPool:
 
     def find_ranks_without_agent(self) -> list[int]:
         """Return the ranks whose agent is lost."""
-        return [rank for rank in range(self.rank_count) if self._get_node(rank) not in self._agents]
+        return [rank for rank in range(self.rank_count) if self._get_agent(rank) not in self._agents]
+
+    def describe_loss(self, rank: int) -> str:
+        """Return why the agent of a rank is lost; "" if it is not lost."""
+        return self._losses.get(self._get_agent(rank), "")
 
     def get_host(self, rank: int) -> str:
         """Return the host of a rank."""
-        return self._placements[rank].host if self.on_slurm else os.uname().nodename
+        return self._assigned_slots[rank].host if self.on_slurm else os.uname().nodename
 
     def signal_ranks(self, number: int) -> None:
         """Send a signal to all ranks."""
@@ -516,12 +645,13 @@ class AgentLauncher(RankLauncher):
     Args:
         run: the run.
         stage: the stage.
+        rank_count: the number of ranks.
         pool: the agents.
         attempt: the number of the attempt.
     """
 
-    def __init__(self, run: Run, stage: str, pool: AgentPool, attempt: int) -> None:
-        super().__init__(run, stage, pool.rank_count)
+    def __init__(self, run: Run, stage: str, rank_count: int, pool: AgentPool, attempt: int) -> None:
+        super().__init__(run, stage, rank_count)
         self._pool = pool
         self._attempt = attempt
         self._has_opened_port = False
@@ -549,7 +679,11 @@ class AgentLauncher(RankLauncher):
             self._end_all(RankExit(0, int(self._pool.failure_code), description=self._pool.failure))
         elif self._pool.is_ready and not self._has_opened_port:
             self._has_opened_port = True
-            self._pool.open_port()
+            self._pool.open_port(self.rank_count)
+        elif self._has_opened_port and (lost_ranks := self._pool.find_ranks_without_agent()):
+            rank = lost_ranks[0]
+            description = self._pool.describe_loss(rank)
+            self._end_all(RankExit(rank, -signal.SIGKILL, self._pool.get_host(rank), description))
         elif self._has_opened_port and self._pool.has_port:
             self._are_forked = True
             self._pool.fork_ranks(self._attempt)
@@ -586,7 +720,7 @@ class AgentLauncher(RankLauncher):
         self._running_ranks -= {rank_exit.rank for rank_exit in exits}
         # The exits of these ranks cannot be reported any more. The kernel kills the ranks of a dead agent.
         for rank in self._running_ranks.intersection(self._pool.find_ranks_without_agent()):
-            description = self._pool.failure or ""
+            description = self._pool.describe_loss(rank)
             exits.append(RankExit(rank, -signal.SIGKILL, self._pool.get_host(rank), description))
             self._running_ranks.discard(rank)
         return exits

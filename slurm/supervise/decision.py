@@ -5,7 +5,7 @@ The supervisor (slurm/supervise/supervisor.py) gathers the facts and carries out
 last ran `resume` (pipeline/run/attempts.py). If a stage may be retried:
 
 - In a batch job, the ranks restart in place if the node agents can fork them again, the cause is one of
-  `RESTARTED_IN_PLACE`, and enough time is left.
+  `RESTARTED_IN_PLACE`, enough nodes have not failed, and enough time is left.
 - Otherwise, a batch job is requeued under the same id. The supervisor requests the requeue, unless Slurm requeues the
   job automatically (slurm/query/preemption.py).
 - If the site forbids requeueing (`site.requeue: false`), a successor job continues the stage.
@@ -29,7 +29,9 @@ from slurm.query.current_job import CAUSE_BY_STATE, JobInfo
 SIGNAL_EARLY_S = 70.0
 """How much earlier than requested Slurm may send the signal of `--signal`: 60 seconds (sbatch(1)), plus a margin of 10
 seconds."""
-RESTARTED_IN_PLACE = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.PEER_LOST, ExitCode.NON_FINITE)
+RESTARTED_IN_PLACE = (
+    ExitCode.CRASHED, ExitCode.HANG, ExitCode.PEER_LOST, ExitCode.NON_FINITE, ExitCode.NODE_FAILURE, ExitCode.BAD_NODE,
+)  # fmt: skip
 """Causes after which the ranks of a batch job are restarted in the same job."""
 MIN_USEFUL_S = 60.0
 """A batch job restarts its ranks in place only if so many seconds are left before Slurm may signal the time limit."""
@@ -90,7 +92,8 @@ class StopFacts:
     job: JobFacts
     """What is known about the Slurm job."""
     can_restart_in_place: bool = False
-    """Whether the node agents can fork the ranks of a batch job again, and enough of the job's time is left."""
+    """Whether the node agents can fork the ranks of a batch job again on the nodes that have not failed, and enough of
+    the job's time is left."""
 
 
 class NextAction(StrEnum):

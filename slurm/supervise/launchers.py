@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from pipeline.config.stages import STAGES
+from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.supervise.agents import AgentLauncher, AgentPool
 from slurm.supervise.launch import LocalLauncher, RankLauncher, SrunLauncher, create_mpi_launcher
 
 
-def create_agents(run: Run, stage: str, rank_count: int, lock_fd: int, *, on_slurm: bool) -> AgentPool | None:
+def create_agents(
+    run: Run,
+    stage: str,
+    rank_count: int,
+    lock_fd: int,
+    *,
+    on_slurm: bool,
+    nodes: Sequence[str],
+    excluded_nodes: Sequence[str] = (),
+) -> AgentPool | None:
     """Return node agents for the ranks of a stage, not started yet; None if the ranks are started without agents.
 
-    Agents start the ranks of distributed stages, except MPI ranks, which `mpirun` or `srun --mpi` must start.
+    If a job of the stage may continue without one of its nodes, all nodes of the job get an agent, up to the number
+    that the config requests. Otherwise, only the nodes that the ranks need get one.
 
     Args:
         run: the run.
@@ -21,15 +33,22 @@ def create_agents(run: Run, stage: str, rank_count: int, lock_fd: int, *, on_slu
         rank_count: the number of ranks.
         lock_fd: the file descriptor of the stage's lock.
         on_slurm: whether this process runs in a Slurm job that was started with sbatch or salloc.
+        nodes: the nodes of the Slurm job; empty outside a job.
+        excluded_nodes: those of these nodes that get no agent, because they have failed.
 
     Raises:
         UserError: if the container of the config section `site` cannot be used.
     """
-    config = run.config
-    if not STAGES[stage].is_distributed or config.parallel.backend == "mpi" or not config.recovery.in_place:
+    if not stages.uses_agents(run.config, stage):
         return None
     node_count = count_nodes(run, stage, rank_count)
-    return AgentPool(run, stage, rank_count, node_count, lock_fd, on_slurm=on_slurm)
+    resources = run.config.stages.get_resources(stage)
+    if stages.continues_without_node(run.config, stage):
+        usable_count = len(set(nodes) - set(excluded_nodes))
+        node_count = max(node_count, min(usable_count, resources.max_requested_nodes))
+    return AgentPool(
+        run, stage, node_count, resources.processes_per_node, lock_fd, on_slurm=on_slurm, excluded_nodes=excluded_nodes
+    )
 
 
 def create_launcher(
@@ -60,7 +79,7 @@ def create_launcher(
             cannot be used.
     """
     if agents is not None:
-        return AgentLauncher(run, stage, agents, attempt)
+        return AgentLauncher(run, stage, rank_count, agents, attempt)
     node_count = count_nodes(run, stage, rank_count)
     if run.config.parallel.backend == "mpi" and STAGES[stage].is_distributed:
         return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)

@@ -105,6 +105,8 @@ STOP_GRACE_S = 600.0
 """How long ranks may take to exit after a request to stop, in addition to the time for a save (`recovery.save_s`)."""
 SIGNAL_SPREAD_S = 2.0
 """The longest time between the arrivals of a signal at two processes, if Slurm sends it to all processes of a job."""
+ANSWER_WAIT_S = 10.0
+"""How long an agent may take to answer after an attempt has failed, before its node is considered lost."""
 PEER_EXIT_WAIT_S = 5.0
 """After a rank failed, how long the other ranks may take to report and exit before they are killed."""
 
@@ -146,6 +148,8 @@ class Supervisor:
         """Fields of the event `started` that identify this job, because Slurm may reuse the job id for another job."""
         self._agents: AgentPool | None = None
         """The node agents, if agents start the ranks. They live until the last attempt of this job ends."""
+        self._failed_nodes: dict[str, None] = {}
+        """The nodes of this job that have failed since its start, in order."""
         self._newest_snapshot_step = 0
         """The step of the newest snapshot in memory that an attempt in this job has left."""
         self._log_sizes: dict[Path, int] = {}
@@ -354,14 +358,18 @@ class Supervisor:
         return attempt_end
 
     def _create_launcher(self, rank_count: int, lock_fd: int, attempt: int) -> RankLauncher:
-        """Return a launcher for the ranks. Keep the node agents of the previous attempt if all of them still work."""
+        """Return a launcher for the ranks. Keep the node agents of the previous attempt if enough of them work."""
         agents = self._agents
         if agents is not None:
             agents.poll()  # An agent may have ended since the previous attempt.
-        if agents is not None and (agents.failure is not None or agents.rank_count != rank_count):
-            self._close_agents()
+            agents.exclude(self._failed_nodes)
+            if not agents.can_run(rank_count):
+                self._close_agents()
         if self._agents is None:
-            self._agents = create_agents(self.run, self.stage, rank_count, lock_fd, on_slurm=self.on_slurm)
+            self._agents = create_agents(
+                self.run, self.stage, rank_count, lock_fd, on_slurm=self.on_slurm, nodes=self.nodes,
+                excluded_nodes=list(self._failed_nodes),
+            )  # fmt: skip
             if self._agents is not None:
                 self._agents.job_deadline = self.job_deadline
         return create_launcher(
@@ -387,19 +395,37 @@ class Supervisor:
     def _can_restart_in_place(self, attempt_end: AttemptEnd) -> bool:
         """Return True if this job can restart the ranks.
 
-        The agents have worked, no node is silent, all ranks have exited, and enough time is left.
+        The agents have worked, enough nodes have not failed, all ranks have exited, and enough time is left.
         """
         agents = self._agents
-        if agents is None or not agents.was_ready or agents.list_silent_hosts() or agents.has_running_ranks:
+        if agents is None or not agents.was_ready or agents.has_running_ranks:
             return False
+        if any(self._find_node(host) not in self._failed_nodes for host in agents.list_silent_hosts()):
+            return False
+        resources = self.run.config.stages.get_resources(self.stage)
+        if self.on_slurm and self._count_available_nodes() < resources.min_nodes:
+            return False
+        if attempt_end.cause == ExitCode.BAD_NODE and self._find_node(attempt_end.fields["host"]) is None:
+            return False  # The node that must be replaced is unknown.
         if "in_grace" in attempt_end.fields:
             return False
         time_left_s = math.inf if self.job_deadline is None else self.job_deadline - time.monotonic()
         return has_time_to_restart(time_left_s, self.run.config.site)
 
+    def _count_available_nodes(self) -> int:
+        """Return on how many nodes of this Slurm job the ranks may run."""
+        resources = self.run.config.stages.get_resources(self.stage)
+        return resources.count_available_nodes(len(self.nodes), len(self._failed_nodes))
+
+    def _find_node(self, host: str) -> str | None:
+        """Return the name in Slurm of a host of this job; None if the host is not part of this job."""
+        names = [name for name in (host, host.partition(".")[0]) if name in self.nodes]
+        return names[0] if names else None
+
     def _count_ranks(self) -> int:
         """Return the number of ranks to start."""
-        rank_count = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, len(self.nodes) or None)
+        nodes = self._count_available_nodes() if self.nodes else None
+        rank_count = 1 if self.task is not None else stages.count_ranks(self.run, self.stage, nodes)
         if self.stage_spec.is_array and self.on_slurm and (granted := read_granted_tasks(os.environ)) is not None:
             # Any number of ranks can do the work of an array stage. So use only the tasks that Slurm granted, which may
             # be fewer than the config requests, for example in the job after the array.
@@ -498,6 +524,8 @@ class Supervisor:
         """Return the host of each rank."""
         if not self.on_slurm:
             return [os.uname().nodename] * rank_count
+        if self._agents is not None:
+            return [self._agents.get_host(rank) for rank in range(rank_count)]
         ranks_per_node = self.run.config.stages.get_resources(self.stage).processes_per_node
         _, distribution = read_granted_tasks(os.environ) or ([], "block")
         node_index_of_rank = capacity.assign_ranks_to_nodes(
@@ -528,15 +556,27 @@ class Supervisor:
         # method uses the values that were read when this process started.
         is_requeued_without_preemption = job.was_requeued and not info.is_preempted
         since = self.job_start_time if is_requeued_without_preemption else ""
-        failed_nodes = current_job.find_failed_nodes(",".join(self.nodes), since)
-        if is_requeued_without_preemption and not failed_nodes and self._agents is not None:
-            # Slurm may have requeued the job because a node did not respond, and the node may respond again by now.
-            failed_nodes = self._agents.list_silent_hosts()
+        nodes = [node for node in self.nodes if node not in self._failed_nodes]
+        failed_nodes = current_job.find_failed_nodes(",".join(nodes), since)
+        if not failed_nodes and self._agents is not None:
+            # Slurm may not have noticed the failure yet. Or it has requeued the job because a node did not respond, and
+            # the node may respond again by now.
+            failed_nodes = self._find_lost_nodes()
         job = replace(job, failed_nodes=failed_nodes)
         if is_requeued_without_preemption and not job.failed_nodes and not job.saw_preemption:
             state = current_job.query_accounted_state(self.rank_info.job_id or "", self.job_start_time)
             job = replace(job, accounted_state=state)
         return job
+
+    def _find_lost_nodes(self) -> list[str]:
+        """Return the nodes of this job that do not answer, although Slurm has not reported this yet."""
+        agents = self._agents
+        assert agents is not None
+        agents.wait_for_answers(ANSWER_WAIT_S)
+        silent_nodes = [node for host in agents.list_silent_hosts() if (node := self._find_node(host)) is not None]
+        # If only the agent has died, the daemon of Slurm on its node still accepts connections.
+        unreachable_nodes = current_job.find_unreachable_nodes(agents.list_lost_nodes())
+        return [node for node in {*silent_nodes, *unreachable_nodes} if node not in self._failed_nodes]
 
     def _refine_cause(self, attempt_end: AttemptEnd) -> None:
         """Replace the cause in `attempt_end` by the cause that Slurm reports, if Slurm knows more than the ranks.
@@ -557,7 +597,11 @@ class Supervisor:
                 attempt_end.fields["cause"] = cause.name.lower()
             if message:
                 attempt_end.fields["message"] = "\n".join(filter(None, [message, attempt_end.fields.get("message")]))
+            if attempt_end.cause == ExitCode.NODE_FAILURE:
+                self._failed_nodes |= dict.fromkeys(job.failed_nodes)
         if attempt_end.cause == ExitCode.BAD_NODE:
+            if (node := self._find_node(attempt_end.fields["host"])) is not None:
+                self._failed_nodes[node] = None
             current_job.record_bad_node(self.run, attempt_end.fields["host"], attempt_end.fields["message"])
 
     def _saw_preemption(self) -> bool:
@@ -597,7 +641,14 @@ class Supervisor:
         for rank, (host, pid) in rank_processes.items():
             pids_by_host.setdefault(host, {})[rank] = pid
         with suppress(OSError):  # The ranks can run without this event.
-            self._write_event(RanksStarted, processes=pids_by_host)
+            assert self._agents is not None
+            self._write_event(
+                RanksStarted,
+                processes=pids_by_host,
+                spares=self._agents.list_spare_nodes() or None,
+                failed=list(self._failed_nodes) or None,
+                replaced=dict(self._agents.replacements) or None,
+            )
 
     def _write_stopping(self, stop_reason: str) -> None:
         """Write the event `stopping` with the reason, because this process may be killed before the ranks exit.

@@ -206,8 +206,10 @@ def test_next_action_outside_of_a_batch_job(
         (ExitCode.CRASHED, {"has_progress": False}, make_info(), NextAction.FAIL),
         (ExitCode.CRASHED, {}, make_info("COMPLETING", 1), NextAction.AWAIT_REQUEUE),
         (ExitCode.PREEMPTED, {}, make_info(is_preempted=True), NextAction.EXIT_FOR_REQUEUE),
-        (ExitCode.NODE_FAILURE, {}, make_info(), NextAction.REQUEUE),
-        (ExitCode.BAD_NODE, {}, make_info(), NextAction.REQUEUE),
+        (ExitCode.NODE_FAILURE, {}, make_info(), NextAction.RESTART_IN_PLACE),  # another node replaces the node
+        (ExitCode.BAD_NODE, {}, make_info(), NextAction.RESTART_IN_PLACE),
+        (ExitCode.NODE_FAILURE, {"can_restart_in_place": False}, make_info(), NextAction.REQUEUE),
+        (ExitCode.BAD_NODE, {"can_restart_in_place": False}, make_info(), NextAction.REQUEUE),
         (ExitCode.OUT_OF_MEMORY, {}, make_info(), NextAction.REQUEUE),
     ],
 )

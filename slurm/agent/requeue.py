@@ -1,0 +1,46 @@
+"""Requeue the job if the node of its supervisor has failed.
+
+A job with `--no-kill` goes on when one of its nodes fails, even if this is the node of the batch script (seen on Slurm
+22.05). Without its supervisor, the job would do nothing until its time limit. The agents on the other nodes therefore
+requeue it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from pipeline.base.dist_env import read_allocated_hosts, read_rank_info
+from pipeline.run import stages
+from pipeline.run.directory import Run
+from pipeline.run.events import utc_timestamp
+from slurm.query.current_job import find_unreachable_nodes, read_job_info, requeue_job
+
+_TURN_S = 10.0
+"""The pause between the turns of two agents. Usually, the first agent requeues the job, and Slurm ends the others."""
+
+
+def requeue_after_loss_of_supervisor(run: Run, stage: str, node: int) -> None:
+    """Requeue this job if it has lost the node of its supervisor.
+
+    Nothing happens if this node accepts connections. The supervisor has then ended for another reason, and Slurm ends
+    the job.
+
+    Args:
+        run: the run.
+        stage: the stage.
+        node: the index of this agent's node in the job.
+    """
+    nodes = read_allocated_hosts(os.environ)
+    if not nodes or not stages.continues_without_node(run.config, stage):
+        return
+    rank_info = read_rank_info(os.environ)
+    job_id = rank_info.job_id or ""
+    supervisor_node = nodes[0]  # Slurm runs the batch script on the first node.
+    if not find_unreachable_nodes([supervisor_node]):
+        return
+    time.sleep(node * _TURN_S)
+    info = read_job_info(job_id)
+    if info is not None and info.state == "RUNNING" and info.restarts == rank_info.restart_count:
+        print(f"{utc_timestamp()} {supervisor_node}, the node of the supervisor, has failed: requeueing", flush=True)
+        requeue_job(job_id, rank_info.restart_count)
