@@ -82,12 +82,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 9 MB during the test. This is enough for a copy of the code and a few tiny checkpoints."""
+    """Mount a file system of 12 MB during the test. This is enough for a copy of the code and a few tiny checkpoints."""
     if os.geteuid() != 0:
         skip_or_fail_in_ci("mounting a small tmpfs needs root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)], check=True, timeout=10)
     try:
         yield folder
     finally:

@@ -280,7 +280,7 @@ class RanksStarted(AttemptEvent):
     """The nodes that have an agent and no ranks."""
     failed: list[str] | None = None
     """The nodes of this job that have failed since its start."""
-    replaced: dict[str, str] | None = None
+    replaced: Mapping[str, Any] | None = None
     """Node → the spare node that has replaced it."""
 
 
