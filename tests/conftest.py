@@ -82,7 +82,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 12 MB during the test. This is enough for a copy of the code and a few tiny checkpoints."""
+    """Mount a file system of 12 MB during the test, enough for a copy of the code and a few tiny checkpoints."""
     if os.geteuid() != 0:
         skip_or_fail_in_ci("mounting a small tmpfs needs root")
     folder = tmp_path / "disk"
