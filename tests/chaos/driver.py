@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from pipeline.config.read import load_config
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
 from pipeline.run.events import END_EVENTS, RETRY_EVENTS
-from tests.chaos.faults import QUICK_FAULTS, SLOW_FAULTS, Fault, FaultContext
+from tests.chaos.faults import QUICK_FAULTS, RESTARTED_IN_PLACE, SLOW_FAULTS, Fault, FaultContext, Layout
 from tests.cluster import Cluster
 from tests.support.events import read_event_lines
 from tests.support.tiny import compute_run_digest, write_config
@@ -35,10 +35,15 @@ STEPS_PER_FAULT = 22
 STEP_DELAY_S = "0.15"
 """Seconds that are added to each step, so that a fault can happen within a step."""
 OVERRIDES = (
-    "stages.train.nodes=4", "stages.train.tasks_per_node=1", "stages.evaluate.tasks_per_node=1",
+    "stages.evaluate.tasks_per_node=1",
     "checkpoint.every_steps=4", "train.log_every=5", "recovery.hang_s=15", "evaluate.max_sequences=2",
     "recovery.budgets.crash=1000", "recovery.budgets.hang=1000", "recovery.max_restarts_without_progress=50",
+    "checkpoint.memory_every_steps=2",
 )  # fmt: skip
+OVERRIDES_BY_LAYOUT: Mapping[Layout, tuple[str, ...]] = {
+    "four nodes": ("stages.train.nodes=4", "stages.train.tasks_per_node=1"),
+    "spare nodes": ("stages.train.nodes={min: 2, max: 2, spares: 2}", "stages.train.tasks_per_node=2"),
+}
 
 
 @contextlib.contextmanager
@@ -65,12 +70,14 @@ class FaultResult:
         fault: name of the function that caused the fault.
         expected_cause: the cause that the run should record; None if the fault must not stop the stage.
         recorded_cause: the cause that the run recorded; None if the stage did not stop.
+        continuation: name of the event after which the stage continued, such as `retried`; None if there was none.
         seconds: time from the start of the fault until the cause was recorded.
     """
 
     fault: str
     expected_cause: str | None
     recorded_cause: str | None
+    continuation: str | None
     seconds: float
 
 
@@ -94,9 +101,12 @@ class ChaosRun:
         folder: folder for the config, the run and the requests for faults. All nodes can read it.
         seed: seed of random choices.
         count: number of faults. It determines the number of steps of the run.
+        layout: where the ranks run; None to choose the layout by the seed.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, seed: int, count: int, layout: Layout | None = None) -> None:
+        layout = layout or ("spare nodes" if seed % 2 == 0 else "four nodes")
+        self.overrides = (*OVERRIDES, *OVERRIDES_BY_LAYOUT[layout])
         self.cluster = cluster
         self.folder = folder
         self.random = random.Random(seed)
@@ -104,8 +114,8 @@ class ChaosRun:
         self.config = write_config(folder, "chaos", self.steps)
         (folder / "chaos").mkdir()
         (folder / "chaos/delay").write_text(STEP_DELAY_S)
-        self.run = Run.create(load_config(self.config, OVERRIDES))
-        self.context = FaultContext(cluster, self.run, folder / "chaos", self.random)
+        self.run = Run.create(load_config(self.config, self.overrides))
+        self.context = FaultContext(cluster, self.run, folder / "chaos", self.random, layout)
 
     def run_faults(self, faults: Sequence[Fault]) -> list[FaultResult]:
         """Submit the run, cause the faults one after another, and wait until the train stage is done.
@@ -114,7 +124,7 @@ class ChaosRun:
             The result of each fault.
         """
         context = self.context
-        run_submit(self.cluster, self.folder, str(self.config), *OVERRIDES)
+        run_submit(self.cluster, self.folder, str(self.config), *self.overrides)
         results: list[FaultResult] = []
         for fault in faults:
             self._wait_for_progress()
@@ -123,16 +133,18 @@ class ChaosRun:
             event_count = len(read_event_lines(self.run, "train"))
             start = time.monotonic()
             expected_cause = fault(context)
-            cause = None
+            cause = continuation = None
             if context.needs_resume:  # The cause is recorded only when the user resumes the run.
                 context.wait_until("status prints a command", self._run_command_of_status)
                 context.needs_resume = False
             if expected_cause is not None:
-                find_cause = partial(self._find_recorded_cause, event_count)
-                context.wait_until(f"the train stage stops after {fault.__name__}", find_cause)
-                cause = find_cause()
+                find_stop = partial(self._find_recorded_stop, event_count)
+                context.wait_until(f"the train stage stops after {fault.__name__}", find_stop)
+                cause, continuation = find_stop() or (None, None)
             context.set_step_delay(float(STEP_DELAY_S))
-            results.append(FaultResult(fault.__name__, expected_cause, cause, time.monotonic() - start))
+            seconds = time.monotonic() - start
+            results.append(FaultResult(fault.__name__, expected_cause, cause, continuation, seconds))
+            print(f"    {fault.__name__}: {cause}, {continuation}, {seconds:.1f} s", flush=True)
         (self.folder / "chaos/delay").write_text("0.0")
 
         def has_last_checkpoint() -> bool:
@@ -151,17 +163,17 @@ class ChaosRun:
         run_submit(self.cluster, self.folder, *shlex.split(command[1]))
         return True
 
-    def _find_recorded_cause(self, event_count: int) -> str | None:
-        """Return the cause of the first stop after the first `event_count` events; None if no stop was recorded.
+    def _find_recorded_stop(self, event_count: int) -> tuple[str, str] | None:
+        """Return cause and event name of the first stop after the first `event_count` events; None if there is none.
 
-        If the stage has failed permanently, the result starts with "gave up", except for the cause "storage".
+        If the stage has failed permanently, the cause starts with "gave up", except for the cause "storage".
         """
         for event in read_event_lines(self.run, "train")[event_count:]:
             # `noticed_later`: a later job recorded the cause, because the supervisor of the attempt could not
             if event["event"] in RETRY_NAMES or event.get("cause") == "storage" or event.get("noticed_later"):
-                return str(event["cause"])
+                return str(event["cause"]), event["event"]
             if event["event"] == "failed" and "not retried" in str(event.get("message")):
-                return f"gave up: {event['cause']}"
+                return f"gave up: {event['cause']}", event["event"]
         return None
 
     def _wait_for_progress(self) -> None:
@@ -205,6 +217,11 @@ class ChaosRun:
             for result in results
             if result.recorded_cause != result.expected_cause
         ]
+        problems += [
+            f"{result.fault}: the job was not restarted in place ({result.continuation})"
+            for result in results
+            if result.fault in RESTARTED_IN_PLACE and result.continuation != "retried"
+        ]
         lines = list(read_jsonl(self.run.metrics_file))
         if [line["step"] for line in lines] != list(range(1, self.steps + 1)):
             problems.append("metrics.jsonl does not contain every step once")
@@ -243,14 +260,14 @@ def compute_undisturbed_digest(folder: Path, chaos_run: ChaosRun, cluster: Clust
         chaos_run: the run to repeat.
         cluster: cluster for the jobs; None to run the stages on this machine.
     """
-    run = Run.create(load_config(chaos_run.config, [*OVERRIDES, f"run.root={folder}"]))
+    run = Run.create(load_config(chaos_run.config, [*chaos_run.overrides, f"run.root={folder}"]))
     run.data_dir.rmdir()
     run.data_dir.symlink_to(chaos_run.run.data_dir)
     if chaos_run.run.decisions_file.exists():
         shutil.copy(chaos_run.run.decisions_file, run.decisions_file)
     (chaos_run.folder / "chaos/inject.json").unlink(missing_ok=True)
     executor = [] if cluster else ["--executor", "local"]
-    run_submit(cluster, chaos_run.folder, str(chaos_run.config), *OVERRIDES, f"run.root={folder}", *executor)
+    run_submit(cluster, chaos_run.folder, str(chaos_run.config), *chaos_run.overrides, f"run.root={folder}", *executor)
     deadline = time.monotonic() + 240
     while find_newest_step(run.checkpoints_dir) < chaos_run.steps and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -24,6 +25,8 @@ from tests.cluster import Cluster
 from tests.support.events import read_event_lines
 from tests.support.ranks import find_rank_processes
 
+Layout = Literal["four nodes", "spare nodes"]
+"""Where the four ranks run: on four nodes, or on two of four nodes, so that two nodes are spare nodes."""
 SAVE_PHASES = ("staging", "writing", "hashing", "before the rename", "after the rename")
 RANKS = 4
 
@@ -38,6 +41,7 @@ class FaultContext:
     """Folder for requests, which `inject/sitecustomize.py` reads in each rank."""
     random: random.Random
     """Generator of all random choices."""
+    layout: Layout = "four nodes"
     needs_resume: bool = False
     """If True, the run does not continue automatically. The user must run the command that `status` prints."""
     foreign_job_ids: list[str] = field(default_factory=list)
@@ -55,6 +59,16 @@ class FaultContext:
     def find_ranks(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
         return find_rank_processes(self.run.path)
+
+    def find_agent(self, rank: int) -> psutil.Process:
+        """Return the process of the node agent of a running rank."""
+        agent = self.find_ranks()[rank].parent()
+        assert agent is not None
+        return agent
+
+    def list_used_nodes(self) -> list[str]:
+        """Return the nodes on which ranks run."""
+        return list(read_event_lines(self.run, "train", "ranks_started")[-1]["processes"])
 
     def find_supervisor(self) -> psutil.Process:
         """Return the process of the supervisor, which runs in the batch step of the job."""
@@ -127,10 +141,45 @@ def kill_a_rank(context: FaultContext) -> str:
 
 def kill_an_agent(context: FaultContext) -> str:
     """Kill the node agent of one rank with SIGKILL at a random moment. The kernel then kills its ranks."""
+    context.find_agent(context.random.randrange(RANKS)).kill()
+    return "crashed"
+
+
+def kill_a_rank_and_an_agent(context: FaultContext) -> str:
+    """Kill a rank and the agent of another rank at the same time."""
     ranks = context.find_ranks()
-    agent = ranks[context.random.choice(sorted(ranks))].parent()
-    assert agent is not None
+    killed, other = context.random.sample(sorted(ranks), 2)
+    agent = context.find_agent(other)
+    ranks[killed].kill()
     agent.kill()
+    return "crashed"
+
+
+def damage_a_snapshot(context: FaultContext) -> str:
+    """Damage the snapshots in memory of a rank, then kill all ranks.
+
+    A bit of a snapshot is flipped, or its header is incomplete, as after a save that did not end.
+    """
+    ranks = context.find_ranks()
+    for process in ranks.values():
+        process.send_signal(signal.SIGSTOP)  # Otherwise, the ranks could save a newer snapshot.
+    rank = context.random.randrange(RANKS)
+    agent = context.find_agent(rank)
+    buffers = [
+        path for path in Path(f"/proc/{agent.pid}/fd").iterdir() if f"sluice-snapshot-{rank}-" in os.readlink(path)
+    ]
+    for path in context.random.sample(buffers, context.random.randint(1, len(buffers))):
+        with open(path, "r+b") as buffer:
+            size = os.fstat(buffer.fileno()).st_size
+            if size == 0:  # No snapshot was written to this buffer yet.
+                continue
+            position = context.random.choice([0, context.random.randrange(size)])
+            buffer.seek(position)
+            content = buffer.read(1)[0]
+            buffer.seek(position)
+            buffer.write(bytes([content ^ 1 << context.random.randrange(8)]))
+    for process in ranks.values():
+        process.kill()
     return "crashed"
 
 
@@ -149,13 +198,32 @@ def preempt_without_grace(context: FaultContext) -> str:
     return "requeued"
 
 
-def crash_a_node(context: FaultContext) -> str:
-    """Crash a random node of the job. The first node runs the supervisor."""
-    node = context.random.choice(["n1", "n2", "n3", "n4"])
+def crash_a_node(context: FaultContext, *, kills_a_rank: bool = False) -> str:
+    """Crash a random node of the job. The first node runs the supervisor.
+
+    Args:
+        context: the context.
+        kills_a_rank: whether to kill a rank on another node right after the crash.
+    """
+    node = context.random.choice(context.list_used_nodes())
+    start_count = len(read_event_lines(context.run, "train", "started"))
     context.cluster.crash(node)
-    context.wait_until("Slurm notices the crash", lambda: not context.is_running(), 90)
+    if kills_a_rank:
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # All ranks may have ended already.
+            kill_a_rank(context)
+    if context.layout == "spare nodes":
+        # Another node replaces the node, or the job is requeued because too few nodes are left.
+        is_over = lambda: len(read_event_lines(context.run, "train", "started")) > start_count  # noqa: E731
+        context.wait_until("the next attempt starts", is_over, 120)
+    else:
+        context.wait_until("Slurm notices the crash", lambda: not context.is_running(), 90)
     context.cluster.boot(node)
     return "node_failure"
+
+
+def kill_a_rank_and_crash_a_node(context: FaultContext) -> str:
+    """Crash a node and kill a rank on another node at the same time."""
+    return crash_a_node(context, kills_a_rank=True)
 
 
 def reach_the_time_limit(context: FaultContext) -> str:
@@ -259,9 +327,14 @@ def skew_a_clock(context: FaultContext) -> str:
 
 def disconnect_a_node(context: FaultContext) -> str:
     """Disconnect a node from the network until Slurm considers it down. The cluster must have the option `netns`."""
-    node = context.random.choice(["n2", "n3", "n4"])
+    node = context.random.choice([node for node in context.list_used_nodes() if node != "n1"])
+    start_count = len(read_event_lines(context.run, "train", "started"))
     context.cluster.disconnect_node(node)
-    context.wait_until("Slurm considers the node lost", lambda: not context.is_running(), 150)
+    context.wait_until(
+        "Slurm considers the node lost, or another node replaces it",
+        lambda: not context.is_running() or len(read_event_lines(context.run, "train", "started")) > start_count,
+        150,
+    )
     context.cluster.reconnect_node(node)
     return "node_failure"
 
@@ -308,6 +381,8 @@ def lose_the_controller_state(context: FaultContext) -> str:
 QUICK_FAULTS: tuple[Fault, ...] = (
     kill_a_rank,
     kill_an_agent,
+    kill_a_rank_and_an_agent,
+    damage_a_snapshot,
     preempt,
     preempt_without_grace,
     send_a_signal,
@@ -320,9 +395,19 @@ QUICK_FAULTS: tuple[Fault, ...] = (
 )
 SLOW_FAULTS: tuple[Fault, ...] = (
     crash_a_node,
+    kill_a_rank_and_crash_a_node,
     reach_the_time_limit,
     fill_the_disk,
     disconnect_a_node,
     freeze_the_controller,
     lose_the_controller_state,
 )
+
+RESTARTED_IN_PLACE = frozenset(
+    fault.__name__
+    for fault in (
+        kill_a_rank, kill_an_agent, kill_a_rank_and_an_agent, damage_a_snapshot, kill_a_rank_in_a_save,
+        damage_the_newest_checkpoint, hang_a_rank, skew_a_clock, freeze_the_controller,
+    )
+)  # fmt: skip
+"""Faults after which the ranks must restart in the same job, without a requeue."""

@@ -18,6 +18,9 @@ from tests.cluster.fixture import require_cluster
 ALL_FAULTS = (
     faults.kill_a_rank,
     faults.kill_an_agent,
+    faults.kill_a_rank_and_an_agent,
+    faults.damage_a_snapshot,
+    faults.kill_a_rank_and_crash_a_node,
     faults.preempt,
     faults.make_a_loss_nan,
     faults.preempt_without_grace,
