@@ -52,7 +52,8 @@ class NodeRange(Section):
     max: PositiveInt
     """Largest number of nodes that the job uses."""
     spares: NonNegativeInt = 0
-    """Number of nodes that the job requests in addition. A spare node waits until it replaces a node that fails."""
+    """Number of nodes that the job requests in addition, if they are free when the job starts. A spare node waits until
+    it replaces a node that fails."""
 
     @model_validator(mode="after")
     def _check_order(self) -> NodeRange:
@@ -91,11 +92,6 @@ class Resources(JobRequest):
         return self._node_range.spares
 
     @property
-    def min_requested_nodes(self) -> int:
-        """The smallest number of nodes that a job of the stage requests."""
-        return self.min_nodes + self.spare_nodes
-
-    @property
     def max_requested_nodes(self) -> int:
         """The largest number of nodes that a job of the stage requests."""
         return self.max_nodes + self.spare_nodes
@@ -103,7 +99,7 @@ class Resources(JobRequest):
     def count_available_nodes(self, granted: int, failed: int = 0) -> int:
         """Return on how many nodes ranks may run, if some nodes of the job have failed.
 
-        The spare nodes are kept free as long as the job has enough other nodes.
+        As many nodes as `spare_nodes` are kept free, if the job has more than the smallest number of nodes.
 
         Args:
             granted: the number of nodes with which the job started.

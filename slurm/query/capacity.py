@@ -183,7 +183,7 @@ def find_unsatisfiable_request(config: Config, stage: str, node_groups: Sequence
         node_groups: the nodes of all partitions of the cluster.
     """
     site = config.resolve_site(stage)
-    min_nodes = config.stages.get_resources(stage).min_requested_nodes
+    min_nodes = config.stages.get_resources(stage).min_nodes
     requested = site.partition or os.environ.get("SBATCH_PARTITION")
     non_empty_groups = [group for group in node_groups if group.count]
     # if no partition is requested, all partitions are checked, because a plugin of Slurm may select any of them

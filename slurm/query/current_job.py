@@ -350,5 +350,5 @@ def _node_name(host: str, nodes: Mapping[str, bool]) -> str:
 
 
 def _min_nodes(run: Run, stage: str) -> int:
-    """Return the smallest number of nodes that a job of a stage requests."""
-    return run.config.stages.get_resources(stage).min_requested_nodes
+    """Return the smallest number of nodes with which a stage can run."""
+    return run.config.stages.get_resources(stage).min_nodes

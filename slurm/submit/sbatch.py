@@ -135,12 +135,12 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
     options |= {"requeue" if site.requeue else "no-requeue": True, "distribution": site.distribution}
     options |= {"switches": site.switches, "mem": f"{math.ceil(site.mem_gb * 1024)}M" if site.mem_gb else None}
     options["export"] = build_export_option(site)
-    if resources.min_nodes < resources.max_nodes:
+    if resources.min_nodes < resources.max_requested_nodes:
         # ntasks_per_node is removed, because Slurm would multiply it by min_nodes to get the number of tasks, and grant
         # no more nodes than tasks
         del parameters["ntasks_per_node"]
         # sbatch reads this option; the single number in `parameters` remains, because submitit computes with it
-        options["nodes"] = f"{resources.min_requested_nodes}-{resources.max_requested_nodes}"
+        options["nodes"] = f"{resources.min_nodes}-{resources.max_requested_nodes}"
         # each node must have enough CPUs for its ranks
         options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
     elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
