@@ -30,6 +30,7 @@ of a command.
     Plan
     plan CONFIG              predict a layout's memory, communication, speed
     doctor [FOLDER]          check what this cluster or machine supports
+    drill RUN                cause faults in a copy of a run; does it survive?
     schema                   print the JSON Schema of configs, for editors
 """
 # `--help` prints the text above: commands in groups, and lines of at most 80 columns. click's own list of commands has
@@ -53,7 +54,7 @@ from pipeline.base.errors import UserError, find_storage_error, format_error, ma
 
 COMMANDS = (
     "submit", "resume", "cancel", "init", "status", "logs", "report", "profile", "verify", "track", "export",
-    "generate", "data", "plan", "doctor", "schema",
+    "generate", "data", "plan", "doctor", "drill", "schema",
 )  # fmt: skip
 """Each name is a module in `cli/`. The function of the same name in that module is the command."""
 

@@ -14,16 +14,18 @@ from pipeline.base.dist_env import read_allocated_hosts, read_rank_info
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
-from slurm.query.current_job import find_unreachable_nodes, read_job_info, requeue_job
+from slurm.query.current_job import find_failed_nodes, find_unreachable_nodes, read_job_info, requeue_job
 
+_FAILURE_WAIT_S = 1800.0
+"""How long to wait until Slurm notices that a node has failed. Slurm waits for SlurmdTimeout (300 s by default)."""
 _TURN_S = 10.0
 """The pause between the turns of two agents. Usually, the first agent requeues the job, and Slurm ends the others."""
 
 
 def requeue_after_loss_of_supervisor(run: Run, stage: str, node: int) -> None:
-    """Requeue this job if it has lost the node of its supervisor.
+    """Requeue this job if it has lost the node of its supervisor: this agent cannot connect, and Slurm shows a failure.
 
-    Nothing happens if this node accepts connections. The supervisor has then ended for another reason, and Slurm ends
+    Nothing happens if the node accepts connections. The supervisor has then ended for another reason, and Slurm ends
     the job.
 
     Args:
@@ -37,8 +39,14 @@ def requeue_after_loss_of_supervisor(run: Run, stage: str, node: int) -> None:
     rank_info = read_rank_info(os.environ)
     job_id = rank_info.job_id or ""
     supervisor_node = nodes[0]  # Slurm runs the batch script on the first node.
-    if not find_unreachable_nodes([supervisor_node]):
-        return
+    deadline = time.monotonic() + _FAILURE_WAIT_S
+    while True:
+        # If only this node has lost its network, the controller does not respond, and the list is empty.
+        if not find_unreachable_nodes([supervisor_node]) or time.monotonic() > deadline:
+            return
+        if find_failed_nodes(supervisor_node):
+            break
+        time.sleep(_TURN_S)
     time.sleep(node * _TURN_S)
     info = read_job_info(job_id)
     if info is not None and info.state == "RUNNING" and info.restarts == rank_info.restart_count:

@@ -128,7 +128,8 @@ def may_have_lost_node(exit_code: ExitCode, job: JobFacts) -> bool:
     if job.info is None or exit_code not in _MAY_BE_CAUSED_BY_SLURM:
         return False
     is_ending = job.info.state in ("COMPLETING", "NODE_FAIL")
-    return exit_code in (ExitCode.PEER_LOST, ExitCode.CRASHED) or is_ending or job.was_requeued
+    # Ranks hang if a node loses its network.
+    return exit_code in (ExitCode.PEER_LOST, ExitCode.CRASHED, ExitCode.HANG) or is_ending or job.was_requeued
 
 
 def infer_stop_cause(job: JobFacts) -> ExitCode:

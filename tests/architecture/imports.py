@@ -25,7 +25,7 @@ PACKAGE_ORDER = {
         "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
         "train.callback", "resilience", "parallel", "model", "evaluate", "publish", "train", "",
     ),
-    "slurm": ("query", "submit", "agent", "supervise", ""),
+    "slurm": ("query", "submit", "agent", "supervise", "drill", ""),
 }  # fmt: skip
 """The order of the subpackages of a top-level package. Each may import itself and those before it.
 

@@ -54,10 +54,12 @@ def write_results(line_by_seed: Mapping[int, str], faults_per_seed: int) -> None
     count_by_fault = Counter(re.findall(r"(\w+) \(", table))
     paragraphs = [
         "# Random faults and their outcome",
-        f"`python -m tests.chaos --seeds 1-13 --faults {faults_per_seed} --write`: one run on 4 nodes × 1 rank "
-        "for each seed. The recorded cause of each fault is in parentheses. *equal*: the digest of the weights and of "
-        "the optimizer's state equals that of an undisturbed run, every step and every sample was processed once, no "
-        "damaged checkpoint was loaded, and every cause was recorded correctly.",
+        f"`python -m tests.chaos --seeds 1-25 --faults {faults_per_seed} --write`: one run of 4 ranks for each seed, "
+        "on 4 nodes (odd seeds), or on 2 of 4 nodes, so that 2 nodes are spare nodes (even seeds). Half of the runs "
+        "save snapshots in memory. The recorded cause of each fault is in parentheses. *equal*: the digest of the "
+        "weights and of the optimizer's state equals that of an undisturbed run, every step and every sample was "
+        "processed once, no damaged checkpoint was loaded, every cause was recorded correctly, and the ranks restarted "
+        "in the same job wherever that was possible.",
         "| seed | faults (recorded cause) | outcome |\n| --- | --- | --- |\n" + table,
         f"{count_by_fault.total()} faults: "
         + ", ".join(f"{count} {fault}" for fault, count in sorted(count_by_fault.items()))

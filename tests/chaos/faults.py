@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,8 +19,15 @@ from typing import Literal
 import psutil
 
 from pipeline.base.files import read_jsonl
-from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, list_checkpoint_steps
 from pipeline.run.directory import Run
+from slurm.drill.faults import (
+    damage_a_checkpoint,
+    kill_a_rank,
+    remove_a_checkpoint_file,
+    requeue_the_job,
+    send_a_signal,
+    stop_a_rank,
+)
 from tests.cluster import Cluster
 from tests.support.events import read_event_lines
 from tests.support.ranks import find_rank_processes
@@ -59,6 +66,21 @@ class FaultContext:
     def find_ranks(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
         return find_rank_processes(self.run.path)
+
+    def list_ranks(self) -> list[int]:
+        """Return the running ranks."""
+        return sorted(self.find_ranks())
+
+    def signal_ranks(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        """Send a signal to some ranks. Ranks that have ended are ignored."""
+        processes = self.find_ranks()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess, KeyError):
+                processes[rank].send_signal(number)
+
+    def run_slurm_command(self, *command: str) -> str:
+        """Run a Slurm command on the cluster and return its output."""
+        return self.cluster.output(command)
 
     def find_agent(self, rank: int) -> psutil.Process:
         """Return the process of the node agent of a running rank."""
@@ -132,13 +154,6 @@ class FaultContext:
 Fault = Callable[[FaultContext], str | None]
 
 
-def kill_a_rank(context: FaultContext) -> str:
-    """Kill one rank with SIGKILL at a random moment."""
-    ranks = context.find_ranks()
-    ranks[context.random.choice(sorted(ranks))].kill()
-    return "crashed"
-
-
 def kill_an_agent(context: FaultContext) -> str:
     """Kill the node agent of one rank with SIGKILL at a random moment. The kernel then kills its ranks."""
     context.find_agent(context.random.randrange(RANKS)).kill()
@@ -156,7 +171,7 @@ def kill_a_rank_and_an_agent(context: FaultContext) -> str:
 
 
 def damage_a_snapshot(context: FaultContext) -> str:
-    """Damage the snapshots in memory of a rank, then kill all ranks.
+    """Damage the snapshots in memory of a rank, if there are any, then kill all ranks.
 
     A bit of a snapshot is flipped, or its header is incomplete, as after a save that did not end.
     """
@@ -168,7 +183,7 @@ def damage_a_snapshot(context: FaultContext) -> str:
     buffers = [
         path for path in Path(f"/proc/{agent.pid}/fd").iterdir() if f"sluice-snapshot-{rank}-" in os.readlink(path)
     ]
-    for path in context.random.sample(buffers, context.random.randint(1, len(buffers))):
+    for path in context.random.sample(buffers, context.random.randint(0, len(buffers))):
         with open(path, "r+b") as buffer:
             size = os.fstat(buffer.fileno()).st_size
             if size == 0:  # No snapshot was written to this buffer yet.
@@ -241,44 +256,10 @@ def reach_the_time_limit(context: FaultContext) -> str:
     return "time_limit"
 
 
-def send_a_signal(context: FaultContext) -> str:
-    """Send a signal to the job with `scancel --signal`, as users and scripts do."""
-    name = context.random.choice(["USR1", "USR2", "TERM"])
-    context.cluster.output(["scancel", f"--signal={name}", context.job_id])
-    return "stopped"
-
-
 def kill_a_rank_in_a_save(context: FaultContext) -> str:
     """Kill a rank with SIGKILL in a random phase of a save."""
     context.inject("die_in_save", phase=context.random.choice(SAVE_PHASES))
     context.wait_until("a rank dies in a save", context.was_injected)
-    return "crashed"
-
-
-def damage_the_newest_checkpoint(context: FaultContext) -> str:
-    """Damage a random file of the newest checkpoint, then kill all ranks.
-
-    The damage is a flipped bit, or the file is truncated or removed.
-    """
-    context.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(context.run.checkpoints_dir)) > 1)
-    ranks = context.find_ranks()
-    for process in ranks.values():
-        process.send_signal(signal.SIGSTOP)  # Otherwise, the ranks could save a newer checkpoint.
-    step = find_newest_step(context.run.checkpoints_dir)
-    file = context.random.choice(sorted((context.run.checkpoints_dir / checkpoint_name(step)).iterdir()))
-    size = file.stat().st_size
-    damage = context.random.choice(["truncated", "flipped", "missing"])
-    if damage == "missing":
-        file.unlink()
-    elif damage == "truncated":
-        os.truncate(file, size // 2)
-    else:
-        content = bytearray(file.read_bytes())
-        content[context.random.randrange(size)] ^= 1 << context.random.randrange(8)
-        file.write_bytes(content)
-    context.damaged_steps.append(step)
-    for process in ranks.values():
-        process.kill()
     return "crashed"
 
 
@@ -386,8 +367,11 @@ QUICK_FAULTS: tuple[Fault, ...] = (
     preempt,
     preempt_without_grace,
     send_a_signal,
+    requeue_the_job,
     kill_a_rank_in_a_save,
-    damage_the_newest_checkpoint,
+    damage_a_checkpoint,
+    remove_a_checkpoint_file,
+    stop_a_rank,
     make_a_loss_nan,
     hang_a_rank,
     skew_a_clock,
@@ -407,7 +391,7 @@ RESTARTED_IN_PLACE = frozenset(
     fault.__name__
     for fault in (
         kill_a_rank, kill_an_agent, kill_a_rank_and_an_agent, damage_a_snapshot, kill_a_rank_in_a_save,
-        damage_the_newest_checkpoint, hang_a_rank, skew_a_clock, freeze_the_controller,
+        damage_a_checkpoint, remove_a_checkpoint_file, stop_a_rank, hang_a_rank, skew_a_clock, freeze_the_controller,
     )
 )  # fmt: skip
 """Faults after which the ranks must restart in the same job, without a requeue."""

@@ -17,6 +17,9 @@ from tests.cluster.fixture import require_cluster
 
 ALL_FAULTS = (
     faults.kill_a_rank,
+    faults.stop_a_rank,
+    faults.requeue_the_job,
+    faults.remove_a_checkpoint_file,
     faults.kill_an_agent,
     faults.kill_a_rank_and_an_agent,
     faults.damage_a_snapshot,
@@ -26,7 +29,7 @@ ALL_FAULTS = (
     faults.preempt_without_grace,
     faults.kill_a_rank_in_a_save,
     faults.hang_a_rank,
-    faults.damage_the_newest_checkpoint,
+    faults.damage_a_checkpoint,
     faults.skew_a_clock,
     faults.send_a_signal,
     faults.kill_the_supervisor,
@@ -42,7 +45,7 @@ EIGHT_FAULTS = (
     faults.preempt,
     faults.make_a_loss_nan,
     faults.hang_a_rank,
-    faults.damage_the_newest_checkpoint,
+    faults.damage_a_checkpoint,
     faults.kill_the_supervisor,
     faults.lose_the_controller_state,
     faults.disconnect_a_node,
