@@ -213,6 +213,7 @@ COMMANDS_WITHOUT_TORCH = {
     "profile": ["runs/none"],
     "track": ["runs/none"],
     "doctor": ["--help"],
+    "drill": ["runs/none"],
     "init": [],
     "schema": [],
 }
