@@ -5,6 +5,9 @@ snapshots to the two buffers in turn, so one complete snapshot exists while the 
 in place, the ranks load the newest step of which all ranks have an intact snapshot, if it is newer than the newest
 checkpoint.
 
+With `checkpoint.memory_copies: 2`, each rank also sends its snapshots to the rank with the same local rank on the next
+node, which writes them to two more buffers. If a node is replaced, its new ranks get their snapshots back from there.
+
 A buffer contains, in this order: a header (`_HEADER`), the tensors, and an index in JSON. The header is written last
 and removed first, so a snapshot that was not completed has no header. The header has a checksum of tensors and index,
 which shows a damaged snapshot.
@@ -17,7 +20,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ from pipeline.comm.groups import all_gather_results
 StateDict = dict[str, torch.Tensor]
 
 BUFFERS_VARIABLE = "SLUICE_SNAPSHOT_FDS"
-"""The environment variable with the file descriptors of the two buffers of this rank, separated by a comma."""
+"""The environment variable with the file descriptors of the buffers of this rank, separated by commas: two for its own
+snapshots, and two for those of another rank if `checkpoint.memory_copies` is 2."""
 _MAGIC = b"sluice-1"
 _HEADER = struct.Struct("<8sQQQ32s")
 """Magic bytes, step, bytes of the tensors, bytes of the index, checksum."""
@@ -38,19 +42,20 @@ _DATA_START = 4096
 _ALIGNMENT = 4096
 _SPARE_BYTES = 1 << 21
 """Sizes of buffers are multiples of this number of bytes, and at least so many bytes are spare."""
+_MESSAGE_BYTES = 1 << 30
+"""Snapshots are sent to other ranks in messages of this size."""
 _CHECKSUM_BLOCK = 1 << 16
 """Bytes that are added up to one 64-bit number for the checksum."""
 
 
-def create_buffers(rank: int) -> tuple[int, int]:
-    """Create two empty buffers for a rank, and return their file descriptors. A node agent calls this function."""
-    first, second = (os.memfd_create(f"sluice-snapshot-{rank}-{index}") for index in range(2))
-    return first, second
+def create_buffers(rank: int, count: int) -> tuple[int, ...]:
+    """Create empty buffers for a rank, and return their file descriptors. A node agent calls this function."""
+    return tuple(os.memfd_create(f"sluice-snapshot-{rank}-{index}") for index in range(count))
 
 
-def read_snapshot_step(buffers: tuple[int, int]) -> int:
-    """Return the step of the newest complete snapshot in two buffers; 0 if there is none. It may be damaged."""
-    return max(_read_header(buffer)[0] for buffer in buffers)
+def read_snapshot_step(buffers: Sequence[int]) -> int:
+    """Return the step of the newest complete snapshot of a rank; 0 if there is none. It may be damaged."""
+    return max(_read_header(buffer)[0] for buffer in buffers[:2])
 
 
 def _read_header(buffer: int) -> tuple[int, int, int, bytes]:
@@ -63,7 +68,7 @@ def _read_header(buffer: int) -> tuple[int, int, int, bytes]:
 
 
 class _Buffer:
-    """One of the two buffers of this rank, mapped into memory."""
+    """One of the buffers of this rank, mapped into memory."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -90,20 +95,37 @@ class MemorySnapshots:
     """Writes and reads the snapshots of this rank. All ranks must make the same calls in the same order.
 
     Args:
-        buffers: the file descriptors of the two buffers of this rank.
+        buffers: the file descriptors of the buffers of this rank: two for its own snapshots, and optionally two for
+            those of another rank.
         group: a Gloo group of all ranks, which nothing else uses at the same time.
         identity: JSON values that describe the run and its layout. Snapshots with another identity are not used.
+        ranks_per_node: the number of ranks on each node.
     """
 
-    def __init__(self, buffers: tuple[int, int], group: dist.ProcessGroup, identity: Mapping[str, Any]) -> None:
-        self._buffers = (_Buffer(buffers[0]), _Buffer(buffers[1]))
+    def __init__(
+        self, buffers: Sequence[int], group: dist.ProcessGroup, identity: Mapping[str, Any], ranks_per_node: int = 1
+    ) -> None:
+        self._buffers = [_Buffer(descriptor) for descriptor in buffers[:2]]
+        self._copies = [_Buffer(descriptor) for descriptor in buffers[2:]]
+        """The buffers for the snapshots of `_source`."""
         self._group = group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self._target = (rank + ranks_per_node) % size
+        """The rank to which this rank sends its snapshots."""
+        self._source = (rank - ranks_per_node) % size
+        """The rank from which this rank gets snapshots."""
+        if self._target == rank:  # There is only one node.
+            self._copies = []
+        self._newest_copy: _Buffer | None = None
+        """The buffer with the newest snapshot that `_source` has sent. It is not overwritten next."""
+        self._steps_by_rank: list[tuple[list[int], list[int]]] = []
+        """For each rank, the steps of its own intact snapshots and of those of its `_source`."""
         self._newest: _Buffer | None = None
         """The buffer with the newest snapshot that this object has written or loaded. It is not overwritten next."""
         self._identity = json.loads(json.dumps({**identity, "rank": dist.get_rank(group)}))
 
     def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
-        """Write a snapshot to the buffer with the older snapshot.
+        """Write a snapshot to the buffer with the older snapshot, and send it to another rank if copies are kept.
 
         Args:
             state: this rank's tensors by name. They must not change during the call.
@@ -111,9 +133,7 @@ class MemorySnapshots:
             samples_consumed: the number of samples in all steps so far.
             extra: JSON values.
         """
-        # A buffer may have a later step, of another layout or of steps that are repeated now.
-        candidates = [buffer for buffer in self._buffers if buffer is not self._newest]
-        buffer = min(candidates, key=lambda buffer: _read_header(buffer.descriptor)[0])
+        buffer = _choose_buffer(self._buffers, self._newest)
         tensors = {name: _get_local(tensor) for name, tensor in state.items()}
         offsets: dict[str, int] = {}
         end = _DATA_START
@@ -142,16 +162,79 @@ class MemorySnapshots:
         header = _HEADER.pack(_MAGIC, step, end - _DATA_START, len(index_content), checksum)
         memory[: _HEADER.size].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self._newest = buffer
+        if self._copies:
+            copy = _choose_buffer(self._copies, self._newest_copy)
+            self._exchange(memory, self._target, copy, self._source)
+            self._newest_copy = copy
+
+    def _exchange(self, sent: Tensor | None, target: int, received: _Buffer | None, source: int) -> None:
+        """Send a snapshot, and receive another one. None: this rank sends or receives nothing."""
+        requests = []
+        size = torch.zeros(1, dtype=torch.int64)
+        if sent is not None:
+            requests.append(dist.isend(torch.tensor([len(sent)]), target, group=self._group))
+        if received is not None:
+            dist.recv(size, source, group=self._group)
+        parts = [] if sent is None else list(sent.split(_MESSAGE_BYTES))
+        requests += [dist.isend(part, target, group=self._group) for part in parts]
+        if received is not None:
+            memory = received.map(int(size))
+            memory[: _HEADER.size].zero_()  # A part of the old snapshot may remain if this rank ends now.
+            for part in memory.split(_MESSAGE_BYTES):
+                dist.recv(part, source, group=self._group)
+        for request in requests:
+            assert request is not None
+            request.wait()
 
     def find_common_step(self) -> int:
-        """Return the newest step of which all ranks have an intact snapshot of this run and layout; 0 if none."""
-        steps_by_rank = all_gather_results(self._group, lambda: sorted(self._find_intact_snapshots()))
-        return max(set(steps_by_rank[0]).intersection(*steps_by_rank[1:]), default=0)
+        """Return the newest step of which intact snapshots of all ranks exist, of this run and layout; 0 if none.
 
-    def _find_intact_snapshots(self) -> dict[int, tuple[_Buffer, dict[str, Any]]]:
-        """Return the intact snapshots of this rank by step, with their indexes."""
+        Before :meth:`load`, call :meth:`fetch`, because the snapshot of a rank may only exist as a copy.
+        """
+        source_identity = {**self._identity, "rank": self._source}
+        self._steps_by_rank = all_gather_results(
+            self._group,
+            lambda: (
+                sorted(self._find_intact_snapshots()),
+                sorted(self._find_intact_snapshots(self._copies, source_identity)),
+            ),
+        )
+        targets = all_gather_results(self._group, lambda: self._target)
+        available = [
+            {*own_steps, *self._steps_by_rank[target][1]}
+            for (own_steps, _), target in zip(self._steps_by_rank, targets, strict=True)
+        ]
+        return max(set.intersection(*available), default=0)
+
+    def fetch(self, step: int) -> bool:
+        """Get back the snapshots of ranks that have none of their own. Return False if this fails on any rank.
+
+        Args:
+            step: the result of :meth:`find_common_step`.
+        """
+        rank = dist.get_rank(self._group)
+        is_missing = step not in self._steps_by_rank[rank][0]
+        is_missing_at_source = self._source != rank and step not in self._steps_by_rank[self._source][0]
+        sent = None
+        if is_missing_at_source:
+            copy, _ = self._find_intact_snapshots(self._copies, {**self._identity, "rank": self._source})[step]
+            _, data_bytes, index_bytes, _ = _read_header(copy.descriptor)
+            sent = copy.map(_DATA_START + data_bytes + index_bytes)
+        # The copies are sent in the opposite direction, from the target back to the source.
+        self._exchange(sent, self._source, self._buffers[0] if is_missing else None, self._target)
+        return all(all_gather_results(self._group, lambda: step in self._find_intact_snapshots()))
+
+    def _find_intact_snapshots(
+        self, buffers: Sequence[_Buffer] | None = None, identity: Mapping[str, Any] | None = None
+    ) -> dict[int, tuple[_Buffer, dict[str, Any]]]:
+        """Return the intact snapshots in some buffers by step, with their indexes.
+
+        Args:
+            buffers: the buffers; None for those with this rank's own snapshots.
+            identity: the identity that the snapshots must have; None for that of this rank.
+        """
         snapshots = {}
-        for buffer in self._buffers:
+        for buffer in self._buffers if buffers is None else buffers:
             step, data_bytes, index_bytes, checksum = _read_header(buffer.descriptor)
             size = _DATA_START + data_bytes + index_bytes
             if not step or size > os.fstat(buffer.descriptor).st_size:
@@ -160,7 +243,7 @@ class MemorySnapshots:
             if _compute_checksum(memory[_DATA_START:]) != checksum:
                 continue
             index = json.loads(memory[size - index_bytes :].numpy().tobytes())
-            if index["step"] == step and index["identity"] == self._identity:
+            if index["step"] == step and index["identity"] == (identity or self._identity):
                 snapshots[step] = (buffer, index)
         return snapshots
 
@@ -189,7 +272,7 @@ class MemorySnapshots:
 
 
 def open_snapshots(
-    environment: Mapping[str, str], group: dist.ProcessGroup, identity: Mapping[str, Any]
+    environment: Mapping[str, str], group: dist.ProcessGroup, identity: Mapping[str, Any], ranks_per_node: int
 ) -> MemorySnapshots | None:
     """Return the snapshots of this rank; None if no node agent has created buffers for all ranks.
 
@@ -197,12 +280,21 @@ def open_snapshots(
         environment: the environment variables of this rank.
         group: a Gloo group of all ranks.
         identity: see :class:`MemorySnapshots`.
+        ranks_per_node: the number of ranks on each node.
     """
     text = environment.get(BUFFERS_VARIABLE)
     if not all(all_gather_results(group, lambda: bool(text))):
         return None
-    first, second = map(int, str(text).split(","))
-    return MemorySnapshots((first, second), group, identity)
+    return MemorySnapshots([int(descriptor) for descriptor in str(text).split(",")], group, identity, ranks_per_node)
+
+
+def _choose_buffer(buffers: Sequence[_Buffer], newest: _Buffer | None) -> _Buffer:
+    """Return the buffer to overwrite: the one with the earlier step, but not `newest`.
+
+    The other buffer may have an even later step, of another layout or of steps that are repeated now.
+    """
+    candidates = [buffer for buffer in buffers if buffer is not newest]
+    return min(candidates, key=lambda buffer: _read_header(buffer.descriptor)[0])
 
 
 def _get_local(tensor: Tensor) -> Tensor:

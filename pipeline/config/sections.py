@@ -397,6 +397,9 @@ class CheckpointConfig(Section):
     """Number of steps between two snapshots in memory. After a restart in place, the ranks load the newest snapshot if
     it is newer than the newest checkpoint. Each rank needs memory for two copies of its state. A snapshot is lost when
     the job ends. null: no snapshots."""
+    memory_copies: Literal[1, 2] = 1
+    """2: each rank also sends its snapshots to a rank on the next node, so that they survive the loss of one node. Each
+    rank then needs memory for four copies of its state."""
     keep: PositiveInt = 3
     """Number of the newest checkpoints to keep. Older checkpoints are deleted."""
     mode: Literal["sync", "async"] = "async"

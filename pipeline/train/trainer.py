@@ -156,7 +156,9 @@ class Trainer:
         """The snapshots of this rank in memory; None without `checkpoint.memory_every_steps` or node agents."""
         if config.checkpoint.memory_every_steps is not None:
             entries = self.checkpointer.manifest_entries
-            self.snapshots = open_snapshots(os.environ, self.checkpointer.group, entries)
+            # A background save uses the group of the checkpointer while a snapshot is sent to another node.
+            snapshot_group = groups.new_control_group()
+            self.snapshots = open_snapshots(os.environ, snapshot_group, entries, rank_info.local_world_size)
             if self.snapshots is None:
                 self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
         self.start_step, callback_states = self._restore(from_scratch)
@@ -557,7 +559,7 @@ class Trainer:
             return 0
         step = self.snapshots.find_common_step()
         newest_step = groups.broadcast_from_rank0(self.checkpointer.group, find_newest_step(self.run.checkpoints_dir))
-        return step if step > newest_step else 0
+        return step if step > newest_step and self.snapshots.fetch(step) else 0
 
     def _rewind_metrics(
         self, step: int, start_time: float, notes: Mapping[str, str | None], *, from_memory: bool

@@ -68,7 +68,7 @@ class Agent:
         """The attempt of the running ranks."""
         self._listener: socket.socket | None = None
         """The port that the agent opened for rank 0 of the next attempt."""
-        self._snapshot_buffers: dict[int, tuple[int, int]] = {}
+        self._snapshot_buffers: dict[int, tuple[int, ...]] = {}
         """The file descriptors of the buffers for snapshots, by rank."""
         self._oom_kills = 0
         """The number of processes that the kernel has killed for lack of memory in this agent's cgroups."""
@@ -152,11 +152,11 @@ class Agent:
         """Fork a rank and return its process id."""
         agent_pid = os.getpid()
         buffers = None
-        if task.has_snapshots:
+        if task.snapshot_buffers:
             from pipeline.checkpoint.memory_snapshot import create_buffers
 
             if task.rank not in self._snapshot_buffers:
-                self._snapshot_buffers[task.rank] = create_buffers(task.rank)
+                self._snapshot_buffers[task.rank] = create_buffers(task.rank, task.snapshot_buffers)
             buffers = self._snapshot_buffers[task.rank]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -260,7 +260,7 @@ def _run_rank(
     run_path: Path,
     agent_pid: int,
     listen_fd: int | None,
-    snapshot_buffers: tuple[int, int] | None,
+    snapshot_buffers: tuple[int, ...] | None,
 ) -> NoReturn:
     """Become a rank, run the stage, and exit. Call this in a forked child whose stop signals are blocked.
 

@@ -62,8 +62,8 @@ class RankTask:
     """The NUMA policy of the rank: mode and node mask, as in set_mempolicy(2). None for the default policy."""
     listens: bool = False
     """Whether the rank gets the port that the agent opened (`listen`)."""
-    has_snapshots: bool = False
-    """Whether the rank gets buffers for snapshots, which the agent keeps when the rank exits."""
+    snapshot_buffers: int = 0
+    """How many buffers for snapshots the rank gets. The agent keeps them when the rank exits."""
 
 
 class Connection:

@@ -567,7 +567,9 @@ class AgentPool:
 
     def _list_tasks(self, port: int) -> Iterator[RankTask]:
         """Yield the ranks to fork. Rank 0 listens on `port`."""
-        has_snapshots = STAGES[self._stage].is_training and self._run.config.checkpoint.memory_every_steps is not None
+        checkpoint = self._run.config.checkpoint
+        has_snapshots = STAGES[self._stage].is_training and checkpoint.memory_every_steps is not None
+        buffers = 2 * checkpoint.memory_copies if has_snapshots else 0
         time_left = {name: os.environ[name] for name in (TIME_LEFT_VARIABLE,) if name in os.environ}
         if self.job_deadline is not None:  # The variable was set before the agents started.
             time_left[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_deadline - time.monotonic()))
@@ -575,7 +577,7 @@ class AgentPool:
             log = str(self._folder / f"rank-{rank}.log")
             if not self.on_slurm:
                 environment = make_local_rank_env(rank, self.rank_count, port)
-                yield RankTask(rank, environment | time_left, log, listens=rank == 0, has_snapshots=has_snapshots)
+                yield RankTask(rank, environment | time_left, log, listens=rank == 0, snapshot_buffers=buffers)
                 continue
             slot = self._assigned_slots[rank]
             environment = dict(slot.environment)  # the variables that srun has set, if all slots have their ranks
@@ -590,7 +592,7 @@ class AgentPool:
                 slot.cpus,
                 slot.memory_policy,
                 listens=rank == 0,
-                has_snapshots=has_snapshots,
+                snapshot_buffers=buffers,
             )
 
     def get_snapshot_step(self) -> int:

@@ -39,7 +39,7 @@ def group() -> Any:
 @pytest.fixture
 def buffers() -> Any:
     """Return the file descriptors of two new buffers."""
-    descriptors = create_buffers(0)
+    descriptors = create_buffers(0, 2)
     yield descriptors
     for descriptor in descriptors:
         os.close(descriptor)
@@ -57,13 +57,13 @@ def make_state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def save(buffers: tuple[int, int], group: Any, step: int) -> None:
+def save(buffers: tuple[int, ...], group: Any, step: int) -> None:
     """Save a snapshot of `make_state(step)` as a new process would do."""
     snapshots = MemorySnapshots(buffers, group, IDENTITY)
     snapshots.save(make_state(step), step=step, samples_consumed=8 * step, extra={"scaler": {"scale": step}})
 
 
-def load(buffers: tuple[int, int], group: Any) -> tuple[int, dict[str, torch.Tensor]]:
+def load(buffers: tuple[int, ...], group: Any) -> tuple[int, dict[str, torch.Tensor]]:
     """Return the newest intact step and its tensors, as a new process would load them; (0, {}) if there is none."""
     snapshots = MemorySnapshots(buffers, group, IDENTITY)
     step = snapshots.find_common_step()
@@ -81,7 +81,7 @@ def assert_equal_state(actual: dict[str, torch.Tensor], step: int) -> None:
         assert torch.equal(actual[name], tensor), name
 
 
-def test_the_newest_snapshot_is_loaded(buffers: tuple[int, int], group: Any) -> None:
+def test_the_newest_snapshot_is_loaded(buffers: tuple[int, ...], group: Any) -> None:
     assert load(buffers, group) == (0, {}) and read_snapshot_step(buffers) == 0
     for step in (3, 6, 9):
         save(buffers, group, step)
@@ -93,7 +93,7 @@ def test_the_newest_snapshot_is_loaded(buffers: tuple[int, int], group: Any) -> 
 @pytest.mark.parametrize("position", [4096, 5000, 4096 + 257 * 131 * 4 + 4097, -1])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_after_a_flipped_bit_the_older_snapshot_is_loaded(
-    buffers: tuple[int, int], group: Any, position: int, bit: int
+    buffers: tuple[int, ...], group: Any, position: int, bit: int
 ) -> None:
     save(buffers, group, 3)
     save(buffers, group, 6)
@@ -108,7 +108,7 @@ def test_after_a_flipped_bit_the_older_snapshot_is_loaded(
 
 
 def test_a_save_that_does_not_end_leaves_the_older_snapshot(
-    buffers: tuple[int, int], group: Any, monkeypatch: pytest.MonkeyPatch
+    buffers: tuple[int, ...], group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(buffers, group, 3)
     save(buffers, group, 6)
@@ -121,23 +121,20 @@ def test_a_save_that_does_not_end_leaves_the_older_snapshot(
     assert_equal_state(state, 6)
 
 
-def test_snapshots_of_another_layout_are_not_used(buffers: tuple[int, int], group: Any) -> None:
+def test_snapshots_of_another_layout_are_not_used(buffers: tuple[int, ...], group: Any) -> None:
     save(buffers, group, 3)
     assert MemorySnapshots(buffers, group, {"layout": {"data": 2}}).find_common_step() == 0
 
 
 def find_common_step_on_rank(rank_info: Any, steps_by_rank: list[list[int]]) -> int:
     """Save snapshots of other steps on each rank, and return the common step."""
-    store = dist.TCPStore("127.0.0.1", rank_info.master_port, rank_info.world_size, rank_info.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)
-    group: Any = dist.group.WORLD
-    snapshots = MemorySnapshots(create_buffers(rank_info.rank), group, IDENTITY)
+    snapshots = MemorySnapshots(create_buffers(rank_info.rank, 2), make_group_on_rank(rank_info), IDENTITY)
     for step in steps_by_rank[rank_info.rank]:
         snapshots.save(make_state(step), step=step, samples_consumed=0, extra={})
     return snapshots.find_common_step()
 
 
-def test_new_snapshots_replace_later_steps_of_another_layout(buffers: tuple[int, int], group: Any) -> None:
+def test_new_snapshots_replace_later_steps_of_another_layout(buffers: tuple[int, ...], group: Any) -> None:
     """After each save, the previous snapshot is still intact."""
     other = MemorySnapshots(buffers, group, {"layout": {"data": 2}})
     for step in (38, 40):
@@ -155,6 +152,76 @@ def test_new_snapshots_replace_later_steps_of_another_layout(buffers: tuple[int,
 )
 def test_all_ranks_load_the_newest_step_that_all_have(steps_by_rank: list[list[int]], expected_step: int) -> None:
     assert run_ranks(2, find_common_step_on_rank, steps_by_rank) == [expected_step] * 2
+
+
+# ---- copies on the next node
+
+
+def make_group_on_rank(rank_info: Any) -> Any:
+    """Return a Gloo group of all ranks."""
+    store = dist.TCPStore("127.0.0.1", rank_info.master_port, rank_info.world_size, rank_info.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank_info.rank, world_size=rank_info.world_size)
+    return dist.group.WORLD
+
+
+def restore_copies_on_rank(
+    rank_info: Any, lost_ranks: list[int], damaged_own: list[int], damaged_copies: list[int]
+) -> int:
+    """Save snapshots of the steps 1 to 3, lose some of them, and load the newest one. There are two ranks on each node.
+
+    Returns:
+        The loaded step; 0 if nothing could be loaded.
+    """
+    rank = rank_info.rank
+    group = make_group_on_rank(rank_info)
+    buffers = create_buffers(rank, 4)
+    snapshots = MemorySnapshots(buffers, group, IDENTITY, ranks_per_node=2)
+    for step in (1, 2, 3):
+        snapshots.save(make_state(100 * rank + step), step=step, samples_consumed=8 * step, extra={})
+    if rank in damaged_own:
+        flip_newest_snapshot(buffers, of_copies=False)
+    if rank in damaged_copies:
+        flip_newest_snapshot(buffers, of_copies=True)
+    if rank in lost_ranks:
+        buffers = create_buffers(rank, 4)
+    snapshots = MemorySnapshots(buffers, group, IDENTITY, ranks_per_node=2)  # as after a restart
+    step = snapshots.find_common_step()
+    if step == 0 or not snapshots.fetch(step):
+        return 0
+    state = {name: torch.zeros_like(tensor) for name, tensor in make_state(1).items()}
+    snapshots.load(step, state)
+    assert_equal_state(state, 100 * rank + step)
+    # The next snapshot must not overwrite the snapshot that was just loaded.
+    snapshots.save(state, step=step + 1, samples_consumed=0, extra={})
+    assert {step, step + 1} <= snapshots._find_intact_snapshots().keys()
+    return step
+
+
+def flip_newest_snapshot(buffers: tuple[int, ...], *, of_copies: bool) -> None:
+    """Flip a bit of the newest snapshot of a rank, or of the newest copy that it keeps for another rank."""
+    newest = max(buffers[2:] if of_copies else buffers[:2], key=lambda buffer: read_snapshot_step((buffer, buffer)))
+    content = os.pread(newest, 1, 5000)[0]
+    os.pwrite(newest, bytes([content ^ 16]), 5000)
+
+
+@pytest.mark.parametrize(
+    ("lost_ranks", "damaged_own", "damaged_copies", "expected_step"),
+    [
+        ([], [], [], 3),
+        ([2, 3], [], [], 3),  # the second node was replaced
+        ([0, 1], [], [], 3),
+        ([2, 3], [], [1], 2),  # rank 1 keeps the copies of rank 3
+        ([], [0], [], 3),  # the copy on rank 2 is intact
+        ([], [0], [2], 2),
+        ([0, 1, 2, 3], [], [], 0),
+        ([1, 3], [], [], 0),  # all copies of ranks 1 and 3 are lost, too
+    ],
+)
+def test_copies_on_the_next_node_replace_lost_snapshots(
+    lost_ranks: list[int], damaged_own: list[int], damaged_copies: list[int], expected_step: int
+) -> None:
+    steps = run_ranks(4, restore_copies_on_rank, lost_ranks, damaged_own, damaged_copies)
+    assert steps == [expected_step] * 4
 
 
 # ---- a train stage

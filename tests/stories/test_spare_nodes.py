@@ -71,8 +71,15 @@ def check_result(run: Run, reference: Path, cluster: Cluster) -> None:
     assert not find_rank_processes(run.path)
 
 
-def test_a_spare_node_replaces_a_node_that_crashes(tmp_path: Path, reference: Path, cluster: Cluster) -> None:
-    run = start_run(cluster, tmp_path, reference, "crashed", WITH_SPARE)
+@pytest.mark.parametrize("memory_copies", [None, 1, 2])
+def test_a_spare_node_replaces_a_node_that_crashes(
+    tmp_path: Path, reference: Path, cluster: Cluster, memory_copies: int | None
+) -> None:
+    """Without copies of the snapshots on another node, the ranks load the newest checkpoint."""
+    overrides: tuple[str, ...] = WITH_SPARE
+    if memory_copies is not None:
+        overrides += ("checkpoint.memory_every_steps=1", f"checkpoint.memory_copies={memory_copies}")
+    run = start_run(cluster, tmp_path, reference, "crashed", overrides)
     job_id = get_job_id(run.path, "train")
     (started,) = read_event_lines(run, "train", "ranks_started")
     assert list_ranks_by_host(run) == [{"n1": [0, 1], "n2": [2, 3]}] and started["spares"] == ["n3"]
@@ -90,6 +97,8 @@ def test_a_spare_node_replaces_a_node_that_crashes(tmp_path: Path, reference: Pa
     assert retried["cause"] == "node_failure"
     assert "requeued" not in list_event_names(run.path, "train")
     assert {event["slurm_job"] for event in read_event_lines(run, "train", "started")} == {job_id}
+    (restored,) = read_event_lines(run, "train", "restored")
+    assert (restored.get("source") == "memory") == (memory_copies == 2)
     cluster.wait_idle()
 
 
