@@ -100,6 +100,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.snapshots
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.submit
