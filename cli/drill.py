@@ -47,7 +47,7 @@ def drill(
     if unknown := [each for each in names if each not in FAULTS]:
         raise UserError("drill.unknown_fault", f"--faults: {unknown[0]} is not one of {', '.join(FAULTS)}")
     on_slurm = choose_executor(executor, run) == "slurm"
-    all_overrides = [*make_overrides(every, hang_s), *(overrides or ())]
+    all_overrides = [*make_overrides(run, every, hang_s), *(overrides or ())]
     result = Drill(
         run, name or f"{run.path.name}-drill", names, all_overrides, console, on_slurm=on_slurm, seed=seed
     ).run()

@@ -99,22 +99,23 @@ class MemorySnapshots:
             those of another rank.
         group: a Gloo group of all ranks, which nothing else uses at the same time.
         identity: JSON values that describe the run and its layout. Snapshots with another identity are not used.
-        ranks_per_node: the number of ranks on each node.
+        hosts: the host of each rank; empty if all ranks are on one host.
     """
 
     def __init__(
-        self, buffers: Sequence[int], group: dist.ProcessGroup, identity: Mapping[str, Any], ranks_per_node: int = 1
+        self, buffers: Sequence[int], group: dist.ProcessGroup, identity: Mapping[str, Any], hosts: Sequence[str] = ()
     ) -> None:
         self._buffers = [_Buffer(descriptor) for descriptor in buffers[:2]]
         self._copies = [_Buffer(descriptor) for descriptor in buffers[2:]]
         """The buffers for the snapshots of `_source`."""
         self._group = group
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self._target = (rank + ranks_per_node) % size
+        rank = dist.get_rank(group)
+        self._targets = _pair_ranks(hosts or [""] * dist.get_world_size(group))
+        self._target = self._targets[rank]
         """The rank to which this rank sends its snapshots."""
-        self._source = (rank - ranks_per_node) % size
+        self._source = self._targets.index(rank)
         """The rank from which this rank gets snapshots."""
-        if self._target == rank:  # There is only one node.
+        if self._target == rank:  # There is only one node, or the nodes have different numbers of ranks.
             self._copies = []
         self._newest_copy: _Buffer | None = None
         """The buffer with the newest snapshot that `_source` has sent. It is not overwritten next."""
@@ -199,10 +200,9 @@ class MemorySnapshots:
                 sorted(self._find_intact_snapshots(self._copies, source_identity)),
             ),
         )
-        targets = all_gather_results(self._group, lambda: self._target)
         available = [
             {*own_steps, *self._steps_by_rank[target][1]}
-            for (own_steps, _), target in zip(self._steps_by_rank, targets, strict=True)
+            for (own_steps, _), target in zip(self._steps_by_rank, self._targets, strict=True)
         ]
         return max(set.intersection(*available), default=0)
 
@@ -223,6 +223,20 @@ class MemorySnapshots:
         # The copies are sent in the opposite direction, from the target back to the source.
         self._exchange(sent, self._source, self._buffers[0] if is_missing else None, self._target)
         return all(all_gather_results(self._group, lambda: step in self._find_intact_snapshots()))
+
+    def discard_after(self, step: int) -> None:
+        """Discard all snapshots of steps after the restored `step`, and keep those of `step` until newer ones exist.
+
+        Otherwise, snapshots of the previous attempt could later be taken for those of this attempt.
+
+        Args:
+            step: the step that was restored; 0 if the training starts from scratch.
+        """
+        for buffer in (*self._buffers, *self._copies):
+            if _read_header(buffer.descriptor)[0] > step:
+                buffer.map(_HEADER.size)[:].zero_()
+        self._newest = _find_step(self._buffers, step)
+        self._newest_copy = _find_step(self._copies, step)
 
     def _find_intact_snapshots(
         self, buffers: Sequence[_Buffer] | None = None, identity: Mapping[str, Any] | None = None
@@ -272,7 +286,7 @@ class MemorySnapshots:
 
 
 def open_snapshots(
-    environment: Mapping[str, str], group: dist.ProcessGroup, identity: Mapping[str, Any], ranks_per_node: int
+    environment: Mapping[str, str], group: dist.ProcessGroup, identity: Mapping[str, Any]
 ) -> MemorySnapshots | None:
     """Return the snapshots of this rank; None if no node agent has created buffers for all ranks.
 
@@ -280,12 +294,37 @@ def open_snapshots(
         environment: the environment variables of this rank.
         group: a Gloo group of all ranks.
         identity: see :class:`MemorySnapshots`.
-        ranks_per_node: the number of ranks on each node.
     """
     text = environment.get(BUFFERS_VARIABLE)
     if not all(all_gather_results(group, lambda: bool(text))):
         return None
-    return MemorySnapshots([int(descriptor) for descriptor in str(text).split(",")], group, identity, ranks_per_node)
+    hosts = all_gather_results(group, lambda: os.uname().nodename)
+    return MemorySnapshots([int(descriptor) for descriptor in str(text).split(",")], group, identity, hosts)
+
+
+def _pair_ranks(hosts: Sequence[str]) -> list[int]:
+    """Return, for each rank, the rank to which it sends its snapshots: that with the same position on the next host.
+
+    If there is only one host, or the hosts have different numbers of ranks, each rank is paired with itself.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_by_host.setdefault(host, []).append(rank)
+    groups = list(ranks_by_host.values())
+    targets = list(range(len(hosts)))
+    if len({len(ranks) for ranks in groups}) == 1:
+        for ranks, next_ranks in zip(groups, [*groups[1:], groups[0]], strict=True):
+            for rank, target in zip(ranks, next_ranks, strict=True):
+                targets[rank] = target
+    return targets
+
+
+def _find_step(buffers: Sequence[_Buffer], step: int) -> _Buffer | None:
+    """Return the buffer with a snapshot of a step; None if there is none."""
+    return next((buffer for buffer in buffers if step and _read_header(buffer.descriptor)[0] == step), None)
 
 
 def _choose_buffer(buffers: Sequence[_Buffer], newest: _Buffer | None) -> _Buffer:

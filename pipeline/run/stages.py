@@ -161,11 +161,13 @@ def uses_agents(config: Config, stage: str) -> bool:
 def continues_without_node(config: Config, stage: str) -> bool:
     """Return True if a job of a stage may continue after one of its nodes has failed.
 
-    If the site forbids requeueing, the job must end with its first node, because only then can its successor start.
+    If the site forbids requeueing, the job must end with its first node, because only then can its successor start. In
+    a container, the agents cannot requeue a job whose supervisor has failed, because images usually lack `scontrol`.
     """
     resources = config.stages.get_resources(stage)
     has_other_nodes = resources.min_nodes < resources.max_requested_nodes
-    return has_other_nodes and uses_agents(config, stage) and config.site.requeue
+    can_requeue = config.site.requeue and config.site.container is None
+    return has_other_nodes and can_requeue and uses_agents(config, stage)
 
 
 def get_array_task(stage: str, rank_info: RankInfo) -> int | None:

@@ -158,7 +158,7 @@ class Trainer:
             entries = self.checkpointer.manifest_entries
             # A background save uses the group of the checkpointer while a snapshot is sent to another node.
             snapshot_group = groups.new_control_group()
-            self.snapshots = open_snapshots(os.environ, snapshot_group, entries, rank_info.local_world_size)
+            self.snapshots = open_snapshots(os.environ, snapshot_group, entries)
             if self.snapshots is None:
                 self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
         self.start_step, callback_states = self._restore(from_scratch)
@@ -549,6 +549,8 @@ class Trainer:
             early_stop = extra.get("early_stop")
             if early_stop and early_stop["steps"] == self.steps:  # Otherwise the user has changed the number of steps.
                 self.early_stop = early_stop
+        if self.snapshots is not None:
+            self.snapshots.discard_after(step)
         if self.world.is_rank0:
             self._rewind_metrics(step, start_time, notes, from_memory=bool(snapshot_step))
         return step, extra.get("callbacks", {})

@@ -128,6 +128,9 @@ class Agent:
                 self._attempt = message["attempt"]
                 self._oom_kills = count_oom_kills()
                 tasks = [RankTask(**arguments) for arguments in message["ranks"]]
+                for rank in self._snapshot_buffers.keys() - {task.rank for task in tasks}:
+                    for buffer in self._snapshot_buffers.pop(rank):  # The rank has moved to another node.
+                        os.close(buffer)
                 pids = {task.rank: self._fork(task) for task in tasks}
                 self._rank_by_pid = {pid: rank for rank, pid in pids.items()}
                 if self._listener is not None:

@@ -16,10 +16,11 @@ from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
 from slurm.query.current_job import find_failed_nodes, find_unreachable_nodes, read_job_info, requeue_job
 
-_FAILURE_WAIT_S = 1800.0
-"""How long to wait until Slurm notices that a node has failed. Slurm waits for SlurmdTimeout (300 s by default)."""
+_PATIENCE_S = 3600.0
+"""How long to try. Slurm notices a failed node after SlurmdTimeout (300 s by default), and may not respond at once."""
 _TURN_S = 10.0
-"""The pause between the turns of two agents. Usually, the first agent requeues the job, and Slurm ends the others."""
+"""The pause between two attempts, and between the turns of two agents. Usually, the first agent requeues the job, and
+Slurm ends the others."""
 
 
 def requeue_after_loss_of_supervisor(run: Run, stage: str, node: int) -> None:
@@ -39,16 +40,19 @@ def requeue_after_loss_of_supervisor(run: Run, stage: str, node: int) -> None:
     rank_info = read_rank_info(os.environ)
     job_id = rank_info.job_id or ""
     supervisor_node = nodes[0]  # Slurm runs the batch script on the first node.
-    deadline = time.monotonic() + _FAILURE_WAIT_S
-    while True:
-        # If only this node has lost its network, the controller does not respond, and the list is empty.
-        if not find_unreachable_nodes([supervisor_node]) or time.monotonic() > deadline:
-            return
-        if find_failed_nodes(supervisor_node):
-            break
-        time.sleep(_TURN_S)
+    deadline = time.monotonic() + _PATIENCE_S
     time.sleep(node * _TURN_S)
-    info = read_job_info(job_id)
-    if info is not None and info.state == "RUNNING" and info.restarts == rank_info.restart_count:
-        print(f"{utc_timestamp()} {supervisor_node}, the node of the supervisor, has failed: requeueing", flush=True)
-        requeue_job(job_id, rank_info.restart_count)
+    while time.monotonic() < deadline:
+        unreachable_nodes = find_unreachable_nodes([supervisor_node])
+        if unreachable_nodes == []:
+            return
+        info = read_job_info(job_id)
+        if info is not None and (info.state != "RUNNING" or info.restarts != rank_info.restart_count):
+            return
+        # Without an answer of the controller, this node may be the one that has lost its network.
+        if unreachable_nodes and info is not None and find_failed_nodes(supervisor_node):
+            print(
+                f"{utc_timestamp()} {supervisor_node}, the node of the supervisor, has failed: requeueing", flush=True
+            )
+            requeue_job(job_id, rank_info.restart_count)
+        time.sleep(_TURN_S)

@@ -7,6 +7,7 @@ step S. The digests of both checkpoints must be equal.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -15,13 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
-from pipeline.base.files import read_jsonl, read_last_object
+from pipeline.base.files import read_last_object
 from pipeline.checkpoint.catalog import find_newest_step, list_checkpoint_steps
 from pipeline.config.read import dump_config, load_config
 from pipeline.run import stages
@@ -33,20 +36,25 @@ from pipeline.run.events import (
     Event,
     Failed,
     Ready,
+    Resumed,
     RetryEvent,
     Saved,
     Started,
     Stopping,
     StopRequested,
 )
+from pipeline.run.lines import read_valid_lines
 from pipeline.run.metrics import is_step_line
 from slurm.drill.faults import FAULTS, DrillFault
 from slurm.drill.target import RunTarget
-from slurm.query.slurm_commands import parse_slurm_time
-from slurm.submit.chain import Chain, reset_for_resume
+from slurm.query.run_jobs import find_run_jobs
+from slurm.query.slurm_commands import NOT_RESPONDING, parse_slurm_time
+from slurm.submit.chain import Chain, cancel_run, reset_for_resume
 
 QUEUE_TIMEOUT_S = 7 * 86400.0
 """How long the drill waits for anything that may have to wait in the queue."""
+JOB_QUERY_INTERVAL_S = 30.0
+"""The pause between two queries whether the job of a copy still exists."""
 STOP_TIMEOUT_S = 3600.0
 """How long the drill waits until the train stage has stopped."""
 
@@ -102,16 +110,18 @@ class DrillResult:
     @property
     def has_passed(self) -> bool:
         """True if both copies are equal, and every fault was handled as expected."""
-        return self.is_equal and all(fault.is_as_expected for fault in self.faults)
+        return self.is_equal and bool(self.faults) and all(fault.is_as_expected for fault in self.faults)
 
 
-def make_overrides(every_steps: int, hang_s: float) -> list[str]:
+def make_overrides(run: Run, every_steps: int, hang_s: float) -> list[str]:
     """Return the config keys that the copies change.
 
     Args:
+        run: the run.
         every_steps: number of steps between two checkpoints.
         hang_s: after how many seconds without progress a rank counts as hanging.
     """
+    train = run.config.stages.train
     budgets = ("preempted", "time_limit", "node_failure", "crash", "out_of_memory", "hang", "bad_node")
     return [
         f"checkpoint.every_steps={every_steps}",
@@ -120,6 +130,9 @@ def make_overrides(every_steps: int, hang_s: float) -> list[str]:
         f"recovery.hang_s={hang_s:g}",
         "recovery.max_restarts_without_progress=20",
         "track={}",
+        "evaluate.every=end",
+        # With another number of nodes after a requeue, the result would not be equal to the bit.
+        f"stages.train.nodes={{min: {train.max_nodes}, max: {train.max_nodes}, spares: {train.spare_nodes}}}",
         *(f"recovery.budgets.{name}=1000" for name in budgets),
     ]
 
@@ -136,6 +149,9 @@ def copy_run(run: Run, name: str, overrides: Sequence[str]) -> Run:
         UserError: if the copy exists already, or cannot be created.
     """
     root = run.path.parent
+    if not (run.code_dir / "slurm/drill").is_dir():
+        update = format_command("resume", str(run.path), "--update-code")
+        raise UserError("drill.old_code", f"{run.path} has code without `drill`. To update its code: {update}")
     if (root / name).exists():
         raise UserError("drill.exists", f"{root / name} exists already: remove it, or choose another --name")
     with tempfile.TemporaryDirectory() as folder:
@@ -180,6 +196,10 @@ class Drill:
         """The supervisors that this process has started on this machine."""
         self._overrides = overrides
         self._source = run
+        self._reference_name = f"{name}-reference"
+        if (reference_path := run.path.parent / self._reference_name).exists():
+            raise UserError("drill.exists", f"{reference_path} exists already: remove it, or choose another --name")
+        self._next_job_query = 0.0
         self.target = RunTarget(copy_run(run, name, overrides), on_slurm=on_slurm, seed=seed)
         self.result: DrillResult | None = None
 
@@ -206,23 +226,28 @@ class Drill:
             self._say(f"the undisturbed copy trains to step {step}")
             reference = copy_run(
                 self._source,
-                f"{run.path.name}-reference",
+                self._reference_name,
                 [*self._overrides, f"checkpoint.every_steps={step}", "checkpoint.memory_every_steps=null"],
             )
             if run.decisions_file.exists():
                 shutil.copy(run.decisions_file, reference.decisions_file)
             self._train_until(reference, step)
+        except BaseException:
+            self._cancel_copies()
+            raise
         finally:
             self._end_processes()
         result = DrillResult(run, reference, self._on_slurm, results, skipped, step)
         result.digest, result.reference_digest = _compute_digests((run, reference), step)
         result.longest_save_s = max((event.seconds or 0.0 for event in self.target.read_events(Saved)), default=0.0)
-        result.longest_step_s = max((line["step_time_s"] for line in read_jsonl(run.metrics_file)), default=0.0)
+        result.longest_step_s = max(
+            (line["step_time_s"] for line in read_valid_lines(run.metrics_file, is_step_line)), default=0.0
+        )
         return result
 
     def _explain_skip(self, fault: DrillFault) -> str:
         """Return why a fault cannot be caused; "" if it can."""
-        config = self._source.config
+        config = self.target.run.config
         if fault.needs_slurm and not self._on_slurm:
             return "it needs a Slurm job"
         if fault.needs_agents and not stages.uses_agents(config, "train"):
@@ -238,7 +263,12 @@ class Drill:
         event_count = len(target.read_events(Event))
         step_before = _read_last_step(target.run)
         start = time.time()
-        result = FaultResult(name, fault.cause(target))
+        result = FaultResult(name, "")
+        try:
+            result.expected_cause = fault.cause(target)
+        except (UserError, IndexError) as error:
+            result.notes.append(f"it could not be caused: {error}")
+            return result
         limit_time = self._read_time_limit() if result.expected_cause == "time_limit" else None
 
         def list_new_events() -> list[Event]:
@@ -247,7 +277,12 @@ class Drill:
         def has_stopped() -> bool:
             return any(isinstance(event, RetryEvent) or _is_final(event) for event in list_new_events())
 
-        target.wait_until(f"the train stage stops after {name}", has_stopped, QUEUE_TIMEOUT_S)
+        target.wait_until(
+            f"the train stage stops after {name}", lambda: has_stopped() or self._is_over(), QUEUE_TIMEOUT_S
+        )
+        if not has_stopped():
+            result.notes.append("the job ended, and recorded no end")
+            return result
         stop = next(event for event in list_new_events() if isinstance(event, RetryEvent) or _is_final(event))
         assert isinstance(stop, RetryEvent | EndEvent)
         result.recorded_cause = stop.cause
@@ -268,7 +303,10 @@ class Drill:
             ready = find_start()
             return ready is not None and _read_last_step(target.run) > ready.step
 
-        target.wait_until(f"the next step after {name}", has_new_step, QUEUE_TIMEOUT_S)
+        target.wait_until(f"the next step after {name}", lambda: has_new_step() or self._is_over(), QUEUE_TIMEOUT_S)
+        if not has_new_step():
+            result.notes.append("no further step followed")
+            return result
         result.seconds = time.time() - start
         ready = find_start()
         assert ready is not None
@@ -352,8 +390,12 @@ class Drill:
             has_pids = bool(target.list_ranks()) or not needs_pids
             return is_running and has_pids and any(isinstance(event, Saved) for event in attempt_events)
 
-        target.wait_until("the train stage has saved a checkpoint", has_saved, QUEUE_TIMEOUT_S)
-        return not _is_final(target.read_events(Event)[-1])
+        target.wait_until(
+            "the train stage has saved a checkpoint", lambda: has_saved() or self._is_over(), QUEUE_TIMEOUT_S
+        )
+        remaining_steps = (target.run.config.train.steps or math.inf) - _read_last_step(target.run)
+        has_steps_left = remaining_steps > 2 * target.run.config.checkpoint.every_steps
+        return has_saved() and not self._is_over() and has_steps_left
 
     def _stop_at_checkpoint(self) -> int:
         """Stop the faulty copy after a checkpoint, and return the newest step with a checkpoint."""
@@ -372,7 +414,7 @@ class Drill:
         self._start(run)
 
         def has_step() -> bool:
-            return step in list_checkpoint_steps(run.checkpoints_dir) or self._has_failed(run)
+            return step in list_checkpoint_steps(run.checkpoints_dir) or self._is_over(run)
 
         reference.wait_until(f"the undisturbed copy has saved step {step}", has_step, QUEUE_TIMEOUT_S)
         if step not in list_checkpoint_steps(run.checkpoints_dir):
@@ -380,11 +422,30 @@ class Drill:
         run.write_request(run.stop_file)
         self._wait_until_ended(run)
 
-    @staticmethod
-    def _has_failed(run: Run) -> bool:
-        """Return True if the train stage of a run has ended without a retry, and is not done."""
-        events = run.read_events("train")
-        return bool(events) and isinstance(events[-1], Failed)
+    def _is_over(self, run: Run | None = None) -> bool:
+        """Return True if the train stage of a copy has ended and will not continue by itself."""
+        run = run or self.target.run
+        events = [event for event in run.read_events() if event.stage == "train" or isinstance(event, Resumed)]
+        if events and _is_final(events[-1]):
+            return True
+        if not self._on_slurm:
+            return all(process.poll() is not None for process in self._processes)
+        if time.monotonic() < self._next_job_query:
+            return False
+        self._next_job_query = time.monotonic() + JOB_QUERY_INTERVAL_S
+        jobs = [job for job in find_run_jobs([run]) if job.stage == "train"]
+        states = [job.reported_job for job in jobs]
+        is_known = bool(states) and not any(state.reason == NOT_RESPONDING for state in states)
+        return is_known and not any(state.is_active for state in states) and run.lock_holder("train") is None
+
+    def _cancel_copies(self) -> None:
+        """Cancel the copies after an error or Ctrl-C, so that no job goes on."""
+        for name in (self.target.run.path.name, self._reference_name):
+            path = self._source.path.parent / name
+            if path.exists():
+                with suppress(UserError):
+                    for message in cancel_run(Run.open(path)):
+                        self._say(message)
 
     def _wait_until_ended(self, run: Run | None = None) -> None:
         """Wait until the train stage of a run has ended, and its lock is free."""

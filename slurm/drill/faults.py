@@ -18,6 +18,8 @@ from slurm.drill.target import FaultTarget, RunTarget
 
 FILE_SIZE_LIMIT = 1 << 12
 """Files of a rank may not become larger than this number of bytes, while the disk counts as full."""
+SAVE_TIMEOUT_S = 86400.0
+"""How long to wait for a checkpoint."""
 MIN_TIME_LEFT_S = 90
 """The shortened time limit of a job leaves at least so many seconds before Slurm's signal."""
 
@@ -73,7 +75,7 @@ def remove_a_checkpoint_file(target: FaultTarget) -> str:
 def _stop_ranks_and_choose_file(target: FaultTarget) -> Path:
     """Stop all ranks, so that they save no newer checkpoint. Return a random file of the newest checkpoint."""
     folder = target.run.checkpoints_dir
-    target.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(folder)) > 1)
+    target.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(folder)) > 1, SAVE_TIMEOUT_S)
     target.signal_ranks(target.list_ranks(), signal.SIGSTOP)
     step = find_newest_step(folder)
     target.damaged_steps.append(step)

@@ -9,7 +9,7 @@ from pipeline.base.text import format_duration
 from pipeline.config.types import parse_time_limit
 from slurm.drill.drill import DrillResult, FaultResult
 from slurm.drill.faults import FAULTS
-from slurm.query.slurm_commands import parse_key_values, run_slurm_command
+from slurm.query.slurm_commands import parse_key_values, read_slurm_config, run_slurm_command
 
 SIGNAL_MARGIN_S = 30
 """Seconds that are added to the time of a step and a save, for the recommended `site.signal_s`."""
@@ -60,6 +60,8 @@ def describe_verdict(result: DrillResult) -> str:
     if unexpected:
         return f"The states are equal, but not every fault was handled as expected: {', '.join(unexpected)}."
     count = len(result.faults)
+    if not count:
+        return "No fault was caused."
     return f"After {count} fault{'s' * (count != 1)}, the state is equal to that of the undisturbed copy, to the bit."
 
 
@@ -89,11 +91,10 @@ def recommend_settings(result: DrillResult) -> Iterator[str]:
         yield f"`site.signal_s: {site.signal_s}` is long enough"
     else:
         yield f"`site.signal_s: {site.signal_s}` is too short: set `site.signal_s: {needed_s}`"
-    settings = parse_key_values((run_slurm_command("scontrol", "show", "config") or "").replace("\n", " "))
-    kill_wait = settings.get("KillWait", "").split(" ")[0]
+    kill_wait = read_slurm_config().get("KillWait", "").split(" ")[0]
     requeued = next((fault for fault in result.faults if fault.name == "requeue"), None)
     if requeued is not None:
-        kept = "did not save" if any("before it could" in note for note in requeued.notes) else "saved"
+        kept = "saved" if any("had saved" in note for note in requeued.notes) else "did not save"
         yield (
             f"after `scontrol requeue`, the ranks {kept} before Slurm ended the job"
             + (f" (KillWait: {kill_wait} s)" if kill_wait else "")

@@ -65,7 +65,10 @@ class RunTarget:
 
     @property
     def job_id(self) -> str:
-        """The ID of the newest train job."""
+        """The ID of the train job that started last; before its start, that of the job that was submitted last."""
+        started = self.run.read_events("train", Started)
+        if started and started[-1].slurm_job:
+            return started[-1].slurm_job
         return self.run.read_events("train", Submitted)[-1].job_id
 
     def _find_processes(self) -> dict[int, tuple[str, int]]:
@@ -75,7 +78,9 @@ class RunTarget:
         if not isinstance(last_event, RanksStarted):
             return {}
         return {
-            int(rank): (host, pid) for host, pids in (last_event.processes or {}).items() for rank, pid in pids.items()
+            int(rank): (host.partition(".")[0], pid)
+            for host, pids in (last_event.processes or {}).items()
+            for rank, pid in pids.items()
         }
 
     def list_ranks(self) -> list[int]:

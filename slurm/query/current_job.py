@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,7 @@ from pipeline.base.files import append_line
 from pipeline.config.types import parse_time_limit
 from pipeline.run.directory import Run
 from pipeline.run.lines import has_fields, is_number, is_text, read_valid_lines
-from slurm.query.slurm_commands import parse_key_values, parse_slurm_time, run_slurm_command
+from slurm.query.slurm_commands import parse_key_values, parse_slurm_time, read_slurm_config, run_slurm_command
 
 CAUSE_BY_STATE = {
     "PREEMPTED": ExitCode.PREEMPTED,
@@ -170,29 +171,34 @@ def find_failed_nodes(nodes: str, since: str = "") -> list[str]:
     return sorted(failed)
 
 
-def find_unreachable_nodes(nodes: Sequence[str]) -> list[str]:
-    """Return the nodes whose slurmd accepts no connection; [] if the controller does not respond.
+def find_unreachable_nodes(nodes: Sequence[str]) -> list[str] | None:
+    """Return the nodes whose slurmd accepts no connection; None if the controller does not respond.
 
     srun connects to slurmd in the same way. slurmd is usually started again within seconds if it crashes.
     """
     if not nodes:
         return []
-    unreachable = []
     output = run_slurm_command("scontrol", "show", "node", "--oneliner", ",".join(nodes))
-    for line in (output or "").splitlines():
+    if not output:
+        return None
+    addresses = {}
+    for line in output.splitlines():
         fields = parse_key_values(line)
-        address, port = fields.get("NodeAddr", ""), fields.get("Port", "")
-        if address and port.isdigit() and not _accepts_connection(address, int(port)):
-            unreachable.append(fields["NodeName"])
-    return unreachable
+        # A node shows its port only if it differs from SlurmdPort, which may be a range such as 6818-6820.
+        port = fields.get("Port") or read_slurm_config().get("SlurmdPort", "").partition("-")[0]
+        if (address := fields.get("NodeAddr")) and port.isdigit():
+            addresses[fields["NodeName"]] = (address, int(port))
+    with ThreadPoolExecutor(max_workers=len(addresses) or 1) as executor:
+        are_reachable = executor.map(_accepts_connection, addresses.values())
+        return [node for node, is_reachable in zip(addresses, are_reachable, strict=True) if not is_reachable]
 
 
-def _accepts_connection(host: str, port: int) -> bool:
+def _accepts_connection(address: tuple[str, int]) -> bool:
     """Return True if a process listens at this address. If a connection is refused, try again for a few seconds."""
     deadline = time.monotonic() + _CONNECTION_TRIAL_S
     while True:
         try:
-            socket.create_connection((host, port), timeout=_CONNECTION_TRIAL_S).close()
+            socket.create_connection(address, timeout=_CONNECTION_TRIAL_S).close()
             return True
         except OSError:
             if time.monotonic() > deadline:

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_loc
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import raise_open_file_limit
 from pipeline.config.stages import STAGES
+from pipeline.run import stages
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
 from slurm.agent.messages import MAX_MESSAGE_BYTES, Connection, Message, RankTask, listen, write_address_file
@@ -210,10 +212,10 @@ class AgentPool:
         if not self.on_slurm:
             return self.is_ready and bool(self._agents)
         return (
-            self.was_ready and self.failure is None and len(self._list_usable_nodes()) >= self._count_nodes(rank_count)
+            self.was_ready and self.failure is None and len(self._list_usable_nodes()) >= self.count_nodes(rank_count)
         )
 
-    def _count_nodes(self, rank_count: int) -> int:
+    def count_nodes(self, rank_count: int) -> int:
         """Return how many nodes the ranks need."""
         return -(-rank_count // self._ranks_per_node)
 
@@ -271,8 +273,12 @@ class AgentPool:
             *(f"--chdir={self._run.code_dir}", *rank_command.program, *arguments),
         ]
         program = Path(self._run.code_dir) / "slurm/agent/report_placement.py"
+        # A job with a range of nodes is submitted without this option (slurm/submit/sbatch.py).
+        has_node_range = stages.continues_without_node(self._run.config, self._stage)
+        per_node = [f"--ntasks-per-node={self._ranks_per_node}"] if has_node_range else []
         placement = [
             *("srun", *build_rank_options(self._stage, self._slot_count, self.node_count), "--overlap", *exclude),
+            *per_node,
             *build_site_options(site),
             *(get_job_python(site), "-I", "-S", str(program), str(self._address_file)),
         ]
@@ -300,6 +306,19 @@ class AgentPool:
             self._listener.close()
         with suppress(OSError):
             self._address_file.unlink()
+
+    def restart_on(self, node_count: int) -> None:
+        """Start again with fewer nodes. Call this if the agents could not start, perhaps because of a spare node."""
+        print(f"{self.failure}\nstarting again without spare nodes", file=sys.stderr, flush=True)
+        self.close()
+        self._slots.clear()
+        self._losses.clear()
+        self._programs.clear()
+        self.failure = None
+        self.node_count = node_count
+        self._slot_count = node_count * self._ranks_per_node
+        self._commands = self._build_commands()
+        self.start()
 
     # ---- messages
 
@@ -415,10 +434,18 @@ class AgentPool:
                     agent.ping_time = now
                     self._send(node, "ping")
         if self.failure is None and not self.is_ready:
-            self.failure = self._find_start_failure(now)
+            self.failure = self._find_start_failure(now) or self._find_uneven_slots()
             are_connected = len(self._agents) == self.node_count
             if self.failure is None and are_connected and len(self._programs) < len(self._commands):
                 self._start_next_program()
+
+    def _find_uneven_slots(self) -> str | None:
+        """Return why the slots cannot be used, if srun has distributed them unevenly over the nodes."""
+        counts = Counter(slot.node for slot in self._slots.values())
+        if len(self._slots) < self._slot_count or set(counts.values()) == {self._ranks_per_node}:
+            return None
+        counts_by_host = {slot.host: counts[slot.node] for slot in self._slots.values()}
+        return f"srun put these numbers of ranks on the nodes, instead of {self._ranks_per_node} each: {counts_by_host}"
 
     def _find_start_failure(self, now: float) -> str | None:
         """Return why the agents cannot start; None if they may still start."""
@@ -467,7 +494,7 @@ class AgentPool:
         self.poll()
         deadline = time.monotonic() + timeout_s
         for node, agent in list(self._agents.items()):
-            if agent.ping_time is None:
+            if agent.is_ready and agent.ping_time is None:
                 agent.ping_time = time.monotonic()
                 self._send(node, "ping")
         while (silent_nodes := self._list_unanswered()) and time.monotonic() < deadline:
@@ -499,6 +526,10 @@ class AgentPool:
         lost_nodes = self._agent_by_node.keys() - set(self._list_usable_nodes())
         return [self._node_names[node] for node in sorted(lost_nodes)]
 
+    def list_used_nodes(self) -> list[str]:
+        """Return the names of the nodes of the current attempt's ranks, as Slurm names them."""
+        return [self._node_names[node] for node in self._nodes]
+
     def list_spare_nodes(self) -> list[str]:
         """Return the names of the nodes that have an agent and no ranks, as Slurm names them."""
         return [self._node_names[node] for node in self._list_usable_nodes() if node not in self._nodes]
@@ -518,7 +549,7 @@ class AgentPool:
             if not self.was_ready:
                 self._agent_by_node = self._find_agents()
                 self._node_names = expand_hostlist(self._slots[0].environment["SLURM_STEP_NODELIST"])
-            self._nodes = self._choose_nodes(self._count_nodes(rank_count))
+            self._nodes = self._choose_nodes(self.count_nodes(rank_count))
             slots = [self._slots[task] for task in sorted(self._slots)]
             self._assigned_slots = assign_slots(slots, self._nodes, self._ranks_per_node, self._get_distribution())
         self.was_ready = True
@@ -542,9 +573,10 @@ class AgentPool:
                 nodes.append(node)
                 continue
             nodes.append(free_nodes.pop(0))
-            replaced, replacing = self._node_names[node], self._node_names[nodes[-1]]
-            self.replacements[replaced] = replacing
-            print(f"{replacing} replaces {replaced}", flush=True)
+            if nodes[-1] not in self._nodes:  # Otherwise, the job continues on fewer nodes.
+                replaced, replacing = self._node_names[node], self._node_names[nodes[-1]]
+                self.replacements[replaced] = replacing
+                print(f"{replacing} replaces {replaced}", flush=True)
         return nodes + free_nodes[: count - len(nodes)]
 
     @property
@@ -677,7 +709,10 @@ class AgentLauncher(RankLauncher):
         """Take the next step towards running ranks: wait for the agents, open a port, fork."""
         if self._are_forked or not self._running_ranks:
             return
-        if self._pool.failure is not None:
+        needed_nodes = self._pool.count_nodes(self.rank_count)
+        if self._pool.failure is not None and not self._pool.was_ready and needed_nodes < self._pool.node_count:
+            self._pool.restart_on(needed_nodes)
+        elif self._pool.failure is not None:
             self._end_all(RankExit(0, int(self._pool.failure_code), description=self._pool.failure))
         elif self._pool.is_ready and not self._has_opened_port:
             self._has_opened_port = True

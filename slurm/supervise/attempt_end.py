@@ -79,12 +79,20 @@ def list_reports(run: Run, stage: str, kind: str, task: int | None = None) -> li
     return list(run.stage_dir(stage).glob(f"{kind}-rank-{'*' if task is None else task}.json"))
 
 
-def _read_reports(run: Run, stage: str, kind: str, task: int | None = None) -> list[dict[str, Any]]:
-    """Return the contents of the report files that `list_reports` returns. Skip unreadable and malformed files."""
+def _read_reports(
+    run: Run, stage: str, kind: str, task: int | None = None, ignored_hosts: Container[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the contents of the report files that `list_reports` returns. Skip unreadable and malformed files.
+
+    Reports from `ignored_hosts` are skipped. A rank on a node without a network may write its report of an earlier
+    attempt late.
+    """
     reports = []
     for path in list_reports(run, stage, kind, task):
         with suppress(OSError, ValueError):
-            reports.append(json.loads(path.read_bytes()))
+            report = json.loads(path.read_bytes())
+            if str(report["host"]).partition(".")[0] not in ignored_hosts and report["host"] not in ignored_hosts:
+                reports.append(report)
     return reports
 
 
@@ -139,6 +147,7 @@ def find_failure(
     first_exits: list[RankExit],
     task: int | None = None,
     log_sizes: Mapping[Path, int] | None = None,
+    ignored_hosts: Container[str] = (),
 ) -> AttemptEnd:
     """Determine which rank of an attempt failed first, and why. Return this as the end of the attempt.
 
@@ -149,8 +158,9 @@ def find_failure(
             if the supervisor noticed them in the same poll.
         task: the index of this Slurm array task; None if the job is not part of an array.
         log_sizes: the sizes of the ranks' logs before the attempt (:func:`measure_log_sizes`).
+        ignored_hosts: hosts that the attempt does not use.
     """
-    errors = _read_reports(run, stage, "error", task)
+    errors = _read_reports(run, stage, "error", task, ignored_hosts)
     reporting_ranks = {report["rank"] for report in errors}
     # If a rank exited with OUT_OF_MEMORY and wrote no report, the kernel killed the rank.
     killed_exits = [
@@ -197,15 +207,18 @@ def find_failure(
     return AttemptEnd(code, fields={"rank": rank, "host": host, "message": message})
 
 
-def find_hung_rank(run: Run, stage: str, hosts: Sequence[str]) -> dict[str, Any] | None:
+def find_hung_rank(
+    run: Run, stage: str, hosts: Sequence[str], ignored_hosts: Container[str] = ()
+) -> dict[str, Any] | None:
     """Return `rank`, `host` and `message` of the rank that caused a hang; None if no rank reported a hang.
 
     Args:
         run: the run.
         stage: the stage.
         hosts: the host of each rank.
+        ignored_hosts: hosts that the attempt does not use.
     """
-    hangs = _read_reports(run, stage, "hang")
+    hangs = _read_reports(run, stage, "hang", None, ignored_hosts)
     if not hangs:
         return None
     return describe_hung_rank(hangs, hosts, {report["rank"] for report in _read_reports(run, stage, "error")})

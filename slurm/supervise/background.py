@@ -70,6 +70,7 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
             # With --overlap, this job step shares CPUs and memory with the job step of the ranks (srun(1)).
             python_command = ["srun", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
             python_command += ["--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", f"--chdir={run.code_dir}"]
+            python_command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
             python_command.append(get_job_python(run.config.site))
         processes.append(_start_follower(run, "telemetry", python_command))
     try:

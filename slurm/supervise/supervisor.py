@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
@@ -407,6 +407,10 @@ class Supervisor:
             return False
         if attempt_end.cause == ExitCode.BAD_NODE and self._find_node(attempt_end.fields["host"]) is None:
             return False  # The node that must be replaced is unknown.
+        if attempt_end.cause == ExitCode.NODE_FAILURE and not stages.continues_without_node(
+            self.run.config, self.stage
+        ):
+            return False  # Slurm will end the job, because it was submitted without --no-kill.
         if "in_grace" in attempt_end.fields:
             return False
         time_left_s = math.inf if self.job_deadline is None else self.job_deadline - time.monotonic()
@@ -509,9 +513,12 @@ class Supervisor:
             # fail.
             return AttemptEnd(ExitCode.STOPPED, stop_reason, {"cause": stop_reason})
         if failures:
-            attempt_end = find_failure(run, self.stage, failures, self.task, self._log_sizes)
+            attempt_end = find_failure(
+                run, self.stage, failures, self.task, self._log_sizes, ignored_hosts=self._failed_nodes
+            )
             if attempt_end.cause == ExitCode.HANG:
-                attempt_end.fields |= find_hung_rank(run, self.stage, self._list_rank_hosts(rank_count)) or {}
+                hosts = self._list_rank_hosts(rank_count)
+                attempt_end.fields |= find_hung_rank(run, self.stage, hosts, self._failed_nodes) or {}
             attempt_end.stop_reason = stop_reason
             return attempt_end
         if any(rank_exit.code == ExitCode.STOPPED for rank_exit in exits):
@@ -557,11 +564,15 @@ class Supervisor:
         is_requeued_without_preemption = job.was_requeued and not info.is_preempted
         since = self.job_start_time if is_requeued_without_preemption else ""
         nodes = [node for node in self.nodes if node not in self._failed_nodes]
+        if self._agents is not None and (used_nodes := self._agents.list_used_nodes()):
+            nodes = used_nodes  # Other nodes cannot have caused the end of the attempt.
         failed_nodes = current_job.find_failed_nodes(",".join(nodes), since)
-        if not failed_nodes and self._agents is not None:
-            # Slurm may not have noticed the failure yet. Or it has requeued the job because a node did not respond, and
-            # the node may respond again by now.
+        if not failed_nodes and self._agents is not None and exit_code != ExitCode.STOPPED:
             failed_nodes = self._find_lost_nodes()
+        elif not failed_nodes and self._agents is not None and is_requeued_without_preemption:
+            # Slurm may have requeued the job because a node did not respond, and the node may respond again by now. The
+            # ranks may still save, so no agent is given up here.
+            failed_nodes = self._agents.list_silent_hosts()
         job = replace(job, failed_nodes=failed_nodes)
         if is_requeued_without_preemption and not job.failed_nodes and not job.saw_preemption:
             state = current_job.query_accounted_state(self.rank_info.job_id or "", self.job_start_time)
@@ -569,14 +580,30 @@ class Supervisor:
         return job
 
     def _find_lost_nodes(self) -> list[str]:
-        """Return the nodes of this job that do not answer, although Slurm has not reported this yet."""
+        """Return the nodes with ranks that do not answer, although Slurm has not reported this yet.
+
+        Also give up spare nodes that do not answer.
+        """
         agents = self._agents
         assert agents is not None
         agents.wait_for_answers(ANSWER_WAIT_S)
         silent_nodes = [node for host in agents.list_silent_hosts() if (node := self._find_node(host)) is not None]
         # If only the agent has died, the daemon of Slurm on its node still accepts connections.
         unreachable_nodes = current_job.find_unreachable_nodes(agents.list_lost_nodes())
-        return [node for node in {*silent_nodes, *unreachable_nodes} if node not in self._failed_nodes]
+        lost_nodes = {*silent_nodes, *(unreachable_nodes or ())}.difference(self._failed_nodes)
+        used_nodes = lost_nodes.intersection(agents.list_used_nodes())
+        self._give_up_nodes(sorted(lost_nodes - used_nodes))
+        return sorted(used_nodes)
+
+    def _give_up_nodes(self, nodes: Sequence[str]) -> None:
+        """Use some nodes of this job no longer.
+
+        Inside salloc, the ranks always restart in place, so all nodes are still used if too few would be left.
+        """
+        failed_nodes = self._failed_nodes | dict.fromkeys(nodes)
+        resources = self.run.config.stages.get_resources(self.stage)
+        if self.is_batch or len(self.nodes) - len(failed_nodes) >= resources.min_nodes:
+            self._failed_nodes = failed_nodes
 
     def _refine_cause(self, attempt_end: AttemptEnd) -> None:
         """Replace the cause in `attempt_end` by the cause that Slurm reports, if Slurm knows more than the ranks.
@@ -598,10 +625,10 @@ class Supervisor:
             if message:
                 attempt_end.fields["message"] = "\n".join(filter(None, [message, attempt_end.fields.get("message")]))
             if attempt_end.cause == ExitCode.NODE_FAILURE:
-                self._failed_nodes |= dict.fromkeys(job.failed_nodes)
+                self._give_up_nodes(job.failed_nodes)
         if attempt_end.cause == ExitCode.BAD_NODE:
             if (node := self._find_node(attempt_end.fields["host"])) is not None:
-                self._failed_nodes[node] = None
+                self._give_up_nodes([node])
             current_job.record_bad_node(self.run, attempt_end.fields["host"], attempt_end.fields["message"])
 
     def _saw_preemption(self) -> bool:

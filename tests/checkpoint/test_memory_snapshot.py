@@ -165,9 +165,9 @@ def make_group_on_rank(rank_info: Any) -> Any:
 
 
 def restore_copies_on_rank(
-    rank_info: Any, lost_ranks: list[int], damaged_own: list[int], damaged_copies: list[int]
+    rank_info: Any, hosts: list[str], lost_ranks: list[int], damaged_own: list[int], damaged_copies: list[int]
 ) -> int:
-    """Save snapshots of the steps 1 to 3, lose some of them, and load the newest one. There are two ranks on each node.
+    """Save snapshots of the steps 1 to 3, lose some of them, and load the newest one.
 
     Returns:
         The loaded step; 0 if nothing could be loaded.
@@ -175,7 +175,7 @@ def restore_copies_on_rank(
     rank = rank_info.rank
     group = make_group_on_rank(rank_info)
     buffers = create_buffers(rank, 4)
-    snapshots = MemorySnapshots(buffers, group, IDENTITY, ranks_per_node=2)
+    snapshots = MemorySnapshots(buffers, group, IDENTITY, hosts)
     for step in (1, 2, 3):
         snapshots.save(make_state(100 * rank + step), step=step, samples_consumed=8 * step, extra={})
     if rank in damaged_own:
@@ -184,13 +184,15 @@ def restore_copies_on_rank(
         flip_newest_snapshot(buffers, of_copies=True)
     if rank in lost_ranks:
         buffers = create_buffers(rank, 4)
-    snapshots = MemorySnapshots(buffers, group, IDENTITY, ranks_per_node=2)  # as after a restart
+    snapshots = MemorySnapshots(buffers, group, IDENTITY, hosts)  # as after a restart
     step = snapshots.find_common_step()
     if step == 0 or not snapshots.fetch(step):
         return 0
     state = {name: torch.zeros_like(tensor) for name, tensor in make_state(1).items()}
     snapshots.load(step, state)
     assert_equal_state(state, 100 * rank + step)
+    snapshots.discard_after(step)
+    assert max(read_snapshot_step(buffers), read_snapshot_step(buffers[2:])) == step
     # The next snapshot must not overwrite the snapshot that was just loaded.
     snapshots.save(state, step=step + 1, samples_consumed=0, extra={})
     assert {step, step + 1} <= snapshots._find_intact_snapshots().keys()
@@ -220,8 +222,14 @@ def flip_newest_snapshot(buffers: tuple[int, ...], *, of_copies: bool) -> None:
 def test_copies_on_the_next_node_replace_lost_snapshots(
     lost_ranks: list[int], damaged_own: list[int], damaged_copies: list[int], expected_step: int
 ) -> None:
-    steps = run_ranks(4, restore_copies_on_rank, lost_ranks, damaged_own, damaged_copies)
+    hosts = ["n1", "n1", "n2", "n2"]
+    steps = run_ranks(4, restore_copies_on_rank, hosts, lost_ranks, damaged_own, damaged_copies)
     assert steps == [expected_step] * 4
+
+
+def test_copies_are_on_another_host_if_ranks_are_distributed_cyclically() -> None:
+    hosts = ["n1", "n2", "n1", "n2"]
+    assert run_ranks(4, restore_copies_on_rank, hosts, [0, 2], [], []) == [3] * 4
 
 
 # ---- a train stage
