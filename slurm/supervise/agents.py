@@ -50,6 +50,8 @@ from slurm.supervise.slots import Slot, assign_slots, describe_rank
 
 START_TIMEOUT_S = 900.0
 """How long the agents may take to start and import the pipeline. Imports are slow if many nodes read the same files."""
+CONNECT_SPREAD_S = 180.0
+"""How long after the first agent the other agents may connect. An agent connects before it imports the pipeline."""
 PING_INTERVAL_S = 1.0
 """The pause between two questions to an agent whether it still responds."""
 SILENT_S = 4.0
@@ -182,6 +184,8 @@ class AgentPool:
         self.job_deadline: float | None = None
         """When the job reaches its time limit, by the monotonic clock; None if unknown or unlimited."""
         self._start_deadline = 0.0
+        self._first_hello: float | None = None
+        """When the first agent connected, by the monotonic clock."""
         self._next_ping_time = 0.0
         self._last_poll_time = time.monotonic()
         self.attempt = _AttemptState(0)
@@ -257,6 +261,7 @@ class AgentPool:
         rank_command = build_rank_command(self._run, self._stage)
         unset = [option for name in _RANK_PLACEMENT_VARIABLES for option in ("-u", name)]
         variables = [f"{name}={value}" for name, value in rank_command.variables.items()]
+        has_node_range = stages.continues_without_node(self._run.config, self._stage)
         exclude = [f"--exclude={','.join(self._excluded_nodes)}"] if self._excluded_nodes else []
         options = [
             option
@@ -266,7 +271,8 @@ class AgentPool:
         agents = [
             *("env", *unset, *variables, "srun", *options),
             *(f"--nodes={self.node_count}", f"--ntasks={self.node_count}", "--ntasks-per-node=1", "--overlap"),
-            *("--distribution=block", "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"),
+            *("--distribution=block", "--cpu-bind=none", "--mem=0", "--kill-on-bad-exit=0", "--wait=0"),
+            *(["--no-kill"] if has_node_range else []),
             *exclude,
             *(["--gpu-bind=none"] if site.gpus_per_node else []),
             *("--open-mode=append", "--unbuffered", f"--output={self._folder}/agent-%n.log"),
@@ -274,7 +280,6 @@ class AgentPool:
         ]
         program = Path(self._run.code_dir) / "slurm/agent/report_placement.py"
         # A job with a range of nodes is submitted without this option (slurm/submit/sbatch.py).
-        has_node_range = stages.continues_without_node(self._run.config, self._stage)
         per_node = [f"--ntasks-per-node={self._ranks_per_node}"] if has_node_range else []
         placement = [
             *("srun", *build_rank_options(self._stage, self._slot_count, self.node_count), "--overlap", *exclude),
@@ -315,6 +320,8 @@ class AgentPool:
         self._losses.clear()
         self._programs.clear()
         self.failure = None
+        self.failure_code = ExitCode.CRASHED
+        self._first_hello = None
         self.node_count = node_count
         self._slot_count = node_count * self._ranks_per_node
         self._commands = self._build_commands()
@@ -368,6 +375,7 @@ class AgentPool:
         if has_token and message["kind"] == "hello":
             connection.max_message_bytes = MAX_MESSAGE_BYTES
             self._agents[message["node"]] = _Agent(connection, message["host"], message["pid"])
+            self._first_hello = self._first_hello or time.monotonic()
             for later_message in messages[1:]:
                 self._handle(message["node"], later_message)
             return
@@ -453,6 +461,12 @@ class AgentPool:
         has_failed = agents_program.poll() is not None or any(
             program.poll() not in (None, 0) for program in placement_programs
         )
+        # With --no-kill, srun goes on if it cannot start a task on one of the nodes.
+        is_late = self._first_hello is not None and now > self._first_hello + CONNECT_SPREAD_S
+        if not has_failed and is_late and len(self._agents) < self.node_count:
+            self.failure_code = ExitCode.NODE_FAILURE
+            hosts = ", ".join(sorted(agent.host for agent in self._agents.values()))
+            return f"only the agents on {hosts} have connected, of {self.node_count} nodes, in {CONNECT_SPREAD_S:.0f} s"
         if not has_failed and now < self._start_deadline:
             return None
         what = "srun could not start the agents of the ranks" if self.on_slurm else "the agent of the ranks exited"

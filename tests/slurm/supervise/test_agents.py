@@ -234,6 +234,31 @@ def test_an_agent_that_does_not_answer_is_lost_unless_the_supervisor_was_suspend
     agent.resume()
 
 
+def test_a_node_whose_agent_does_not_connect_counts_as_failed(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun is replaced by a program that starts the agent of only one of two nodes."""
+    monkeypatch.setattr(agents, "CONNECT_SPREAD_S", 0.5)
+    run = make_run(tmp_path, "pool", OPTIONS, data)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    srun = folder / "srun"
+    srun.write_text(
+        '#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nSLURM_NODEID=0 exec ' + sys.executable + ' "$@"\n'
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    lock_fd = os.open(run.path, os.O_RDONLY)
+    pool = AgentPool(run, "train", 2, 1, lock_fd, on_slurm=True)
+    pool.start()
+    deadline = time.monotonic() + 60
+    while pool.failure is None and time.monotonic() < deadline:
+        pool.poll(0.05)
+    pool.close()
+    os.close(lock_fd)
+    assert pool.failure_code == ExitCode.NODE_FAILURE and os.uname().nodename in str(pool.failure)
+
+
 messages = st.lists(
     st.dictionaries(st.text(max_size=5).filter(lambda key: key != "kind"), st.text(max_size=200), max_size=3),
     max_size=5,
