@@ -312,7 +312,7 @@ class Drill:
         assert ready is not None
         result.repeated_steps = max(0, step_before - ready.step)
         next_starts = [event for event in list_new_events() if isinstance(event, Started)]
-        result.queue_s = max(0.0, next_starts[-1].timestamp - stop.timestamp) if next_starts else 0.0
+        result.queue_s = max(0.0, next_starts[-1].timestamp - stop.timestamp) if next_starts and self._on_slurm else 0.0
         result.notes += self._describe_events(start, limit_time, list_new_events())
         self._say(f"  {result.recorded_cause}, {result.continuation}, next step after {result.seconds:.1f} s")
         return result
