@@ -80,7 +80,7 @@ def main() -> None:
         overrides = [
             f"checkpoint.every_steps={STEPS_PER_BLOCK}", f"checkpoint.memory_every_steps={STEPS_PER_BLOCK}",
             "checkpoint.mode=async", "checkpoint.keep=1", "model.dim=512", "model.layers=6", "train.micro_batch=2",
-            "train.global_batch=2", "optimizer.warmup_steps=1",
+            "train.global_batch=2", "optimizer.warmup_steps=1", "stages.train.tasks_per_node=1",
         ]  # fmt: skip
         run = make_run(Path(name), "snapshots", step_count, None, overrides)
         (steps,) = run_ranks(1, train_rank, run, timeout=1800)
