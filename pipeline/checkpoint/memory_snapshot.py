@@ -120,7 +120,7 @@ class MemorySnapshots:
         self._newest_copy: _Buffer | None = None
         """The buffer with the newest snapshot that `_source` has sent. It is not overwritten next."""
         self._steps_by_rank: list[tuple[list[int], list[int]]] = []
-        """For each rank, the steps of its own intact snapshots and of those of its `_source`."""
+        """For each rank, the steps of its intact snapshots, and the steps of the intact copies that it keeps."""
         self._newest: _Buffer | None = None
         """The buffer with the newest snapshot that this object has written or loaded. It is not overwritten next."""
         self._identity = json.loads(json.dumps({**identity, "rank": dist.get_rank(group)}))

@@ -304,6 +304,8 @@ def _run_rank(
 
         code = main([stage, str(run_path)], flag)
     except BaseException:
+        # Also SystemExit and KeyboardInterrupt: this process must never return into the code of the agent, of which it
+        # is a copy. `finally` ends the process, so the traceback would be lost if it were not printed here.
         traceback.print_exc()
     finally:
         with suppress(OSError):

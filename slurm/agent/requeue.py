@@ -1,8 +1,8 @@
 """Requeue the job if the node of its supervisor has failed.
 
-A job with `--no-kill` goes on when one of its nodes fails, even if this is the node of the batch script (seen on Slurm
-22.05). Without its supervisor, the job would do nothing until its time limit. The agents on the other nodes therefore
-requeue it.
+If a node of a job with `--no-kill` fails, Slurm does not end the job, even if the batch script ran on this node (seen
+on Slurm 22.05). Without its supervisor, the job would do nothing until its time limit. The agents on the other nodes
+therefore requeue it.
 """
 
 from __future__ import annotations

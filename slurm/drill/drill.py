@@ -201,7 +201,6 @@ class Drill:
             raise UserError("drill.exists", f"{reference_path} exists already: remove it, or choose another --name")
         self._next_job_query = 0.0
         self.target = RunTarget(copy_run(run, name, overrides), on_slurm=on_slurm, seed=seed)
-        self.result: DrillResult | None = None
 
     # ---- the stages of the drill
 
@@ -232,7 +231,7 @@ class Drill:
             if run.decisions_file.exists():
                 shutil.copy(run.decisions_file, reference.decisions_file)
             self._train_until(reference, step)
-        except BaseException:
+        except BaseException:  # Also after Ctrl-C, the Slurm jobs of the copies must not continue. It is raised again.
             self._cancel_copies()
             raise
         finally:
@@ -439,7 +438,7 @@ class Drill:
         return is_known and not any(state.is_active for state in states) and run.lock_holder("train") is None
 
     def _cancel_copies(self) -> None:
-        """Cancel the copies after an error or Ctrl-C, so that no job goes on."""
+        """Cancel the copies and their jobs."""
         for name in (self.target.run.path.name, self._reference_name):
             path = self._source.path.parent / name
             if path.exists():

@@ -461,7 +461,7 @@ class AgentPool:
         has_failed = agents_program.poll() is not None or any(
             program.poll() not in (None, 0) for program in placement_programs
         )
-        # With --no-kill, srun goes on if it cannot start a task on one of the nodes.
+        # With --no-kill, srun does not fail if it cannot start a task on one of the nodes.
         is_late = self._first_hello is not None and now > self._first_hello + CONNECT_SPREAD_S
         if not has_failed and is_late and len(self._agents) < self.node_count:
             self.failure_code = ExitCode.NODE_FAILURE

@@ -596,7 +596,7 @@ class Supervisor:
         return sorted(used_nodes)
 
     def _give_up_nodes(self, nodes: Sequence[str]) -> None:
-        """Use some nodes of this job no longer.
+        """Stop using some nodes of this job.
 
         Inside salloc, the ranks always restart in place, so all nodes are still used if too few would be left.
         """
@@ -843,7 +843,7 @@ def supervise(run: Run, stage: str, stop_flag: StopFlag) -> ExitCode:
     supervisor = Supervisor(run, stage, stop_flag)
     try:
         return supervisor.supervise()
-    except Exception:
+    except Exception:  # After any error, the waiting jobs can never start. The error itself is raised again.
         supervisor.cancel_unneeded_jobs(is_done=False)
         raise
 
