@@ -1,11 +1,10 @@
 """Save and restore checkpoints with torch's distributed checkpoint (DCP), verification and an atomic commit.
 
-A save has four parts. With `checkpoint.mode: async`, these parts run in a background thread during the next steps:
+A save has two parts. With `checkpoint.mode: async`, they run in a background thread during the next steps:
 
 1. stage: each rank copies its state to host buffers, which are kept for the next save.
-2. write: `dcp.save` writes to a new `.tmp-` directory; each rank writes its share of the tensors.
-3. hash: each rank hashes the files that it wrote.
-4. commit: rank 0 gathers the hashes, writes `manifest.json`, syncs and renames the directory.
+2. write: the ranks write, hash and commit the checkpoint (pipeline/checkpoint/writer.py). If node agents have forked
+   savers (pipeline/checkpoint/saver.py), the savers do this, and the thread of the rank only waits for them.
 
 A restore loads the newest checkpoint whose files match their hashes. The state is a flat dict of tensors with names
 that do not depend on the layout: `model.<parameter>` and `optimizer.<parameter>.<state>`.
@@ -14,15 +13,14 @@ that do not depend on the layout: `model.<parameter>` and `optimizer.<parameter>
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import platform
-import shutil
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,15 +33,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from pipeline.base.device_thread import device_thread
-from pipeline.base.errors import CheckpointError, StorageError, find_storage_error
-from pipeline.base.files import add_checksum, fsync, sha256_file, write_json
+from pipeline.base.errors import CheckpointError
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.catalog import METADATA_FILE
+from pipeline.checkpoint.memory_snapshot import StateDict
+from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.writer import CheckpointWriter, explain_save_error
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
 from pipeline.run.directory import Run
-
-StateDict = dict[str, torch.Tensor]
-"""This rank's tensors by name. A tensor may be a DTensor."""
 
 
 class Checkpointer:
@@ -59,7 +56,8 @@ class Checkpointer:
         keep: the number of checkpoints to keep.
         background: whether to save in a background thread.
         manifest_entries: entries that are added to each manifest, such as the layout and the identity of the run.
-        on_saved: called on rank 0 after each commit, with the step and the duration of the save in seconds.
+        on_saved: called on rank 0 after each save, with the step and the duration of the save in seconds.
+        on_committed: called before `on_saved` with the same arguments, unless a saver has written the checkpoint.
     """
 
     def __init__(
@@ -71,22 +69,26 @@ class Checkpointer:
         background: bool,
         manifest_entries: Mapping[str, Any],
         on_saved: Callable[[int, float], None],
+        on_committed: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
         self.folder = folder
         self.group = group
-        self.keep = keep
         self.background = background
         self.rank = dist.get_rank(group)
         self.manifest_entries = dict(manifest_entries)
         self.on_saved = on_saved
+        self._checkpoint_writer = CheckpointWriter(folder, group, keep=keep, on_committed=on_committed)
+        self.saver: Saver | None = None
+        """The saver that writes the checkpoints; None if this process writes them. Set it on all ranks or on none. With
+        a saver, each save also leaves a snapshot in memory."""
         # DCP's `DefaultStager` is not used, because its thread uses a CUDA stream of GPU 0 that does not wait for other
         # streams. In torch 2.11, it also frees its buffers after each save, so each save would have to pin host memory.
         self._stager = StateDictStager(pin_memory=torch.cuda.is_available())
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         """The CUDA stream that copies the state to host memory; None without a GPU."""
-        self._staged: Future[StateDict] | None = None
-        """The host copy of the state of the save in progress; None if no caller needs to wait for the copy."""
-        self._writer: threading.Thread | None = None
+        self._staged: Future[None] | None = None
+        """Done when the state of the save in progress is copied; None if no caller needs to wait for the copy."""
+        self._thread: threading.Thread | None = None
         """The background thread of the save in progress."""
         self._error: BaseException | None = None
         """The error of the latest save, which `wait_until_saved` raises."""
@@ -130,22 +132,33 @@ class Checkpointer:
                 with torch.cuda.stream(stream):  # The context does nothing if the stream is None.
                     if stream is not None and computed is not None:
                         stream.wait_event(computed)
-                    copied = cast(StateDict, self._stager.stage(state))
+                    write = self._stage(state, manifest, start_time)
                 del state  # Free tensors that later steps replace while this save is being written.
-                staged.set_result(copied)
-                self._write(copied, manifest, start_time)
+                staged.set_result(None)
+                seconds = write()
+                if self.rank == 0:
+                    self.on_saved(step, seconds)
             except BaseException as error:  # `wait_until_saved` raises this error in the trainer's thread.
-                self._error = error
+                self._error = explain_save_error(error, self.folder)
+                self._error.__cause__ = error if error is not self._error else error.__cause__
                 if not staged.done():
-                    staged.set_exception(error)
+                    staged.set_exception(self._error)
 
         if self.background:
             # Without `daemon`, the process does not exit before the save has ended.
-            self._writer = device_thread(stage_and_write, f"checkpoint-{step}", daemon=False)
-            self._writer.start()
+            self._thread = device_thread(stage_and_write, f"checkpoint-{step}", daemon=False)
+            self._thread.start()
         else:
             stage_and_write()
             self.wait_until_saved()
+
+    def _stage(self, state: StateDict, manifest: dict[str, Any], start_time: float) -> Callable[[], float]:
+        """Copy the state to host memory. Return a function that writes it and returns the duration of the save."""
+        if self.saver is not None:
+            self.saver.start(state, manifest, start_time)
+            return self.saver.finish
+        copied = cast(StateDict, self._stager.stage(state))
+        return partial(self._checkpoint_writer.write, copied, manifest, start_time)
 
     def wait_until_staged(self) -> None:
         """Wait until the state is copied to host memory. Call this method before the weights change.
@@ -164,13 +177,13 @@ class Checkpointer:
             RuntimeError: if the save failed for another reason.
         """
         self.wait_until_staged()
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         if self._error is not None:
             error = self._error
             self._error = None
-            raise _explain_save_error(error, self.folder) from error
+            raise error
 
     def close(self) -> None:
         """Wait for the save in progress, if there is one, and free the host buffers."""
@@ -178,47 +191,8 @@ class Checkpointer:
             self.wait_until_saved()
         finally:
             self._stager.close()
-
-    def _write(self, state: StateDict, manifest: dict[str, Any], start_time: float) -> None:
-        """Write, hash and commit a checkpoint. An error on any rank is raised on all ranks.
-
-        Args:
-            state: this rank's tensors, in host memory.
-            manifest: the manifest without the list of files.
-            start_time: when the save began, by `time.monotonic`.
-        """
-        step = manifest["step"]
-        target = self.folder / catalog.checkpoint_name(step)
-        temporary = self.folder / f".tmp-{target.name}"
-        if self.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        dist.barrier(self.group)
-        try:
-            # The tensors are in host memory already. A positive `per_thread_copy_ahead` would make DCP wait for a GPU.
-            writer = dcp.FileSystemWriter(
-                temporary, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
-            )
-            dcp.save(state, storage_writer=writer, process_group=self.group)
-            files_by_rank = all_gather_results(self.group, lambda: _hash_files_of_rank(temporary, self.rank))
-            if self.rank == 0:
-                manifest["files"] = {name: entry for files in files_by_rank for name, entry in files.items()}
-            all_gather_results(
-                self.group, lambda: self._commit(temporary, target, manifest) if self.rank == 0 else None
-            )
-        except BaseException:  # DCP's CheckpointException does not derive from Exception.
-            if self.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        if self.rank == 0:
-            self.on_saved(step, time.monotonic() - start_time)
-            catalog.remove_old_checkpoints(self.folder, self.keep)
-
-    def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:
-        """Write the manifest and rename the directory `temporary` to `target`."""
-        write_json(temporary / catalog.MANIFEST_FILE, add_checksum(manifest))
-        fsync(temporary)
-        os.rename(temporary, target)
-        fsync(self.folder)
+            if self.saver is not None:
+                self.saver.close()
 
     # -- restoring ---------------------------------------------------------------------------------------
 
@@ -404,31 +378,6 @@ def collect_versions() -> dict[str, str]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
         }
     return versions
-
-
-def _hash_files_of_rank(folder: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Sync the files that a rank wrote, and return the size in bytes and the SHA-256 of each file by name."""
-    files = sorted(folder.glob(f"__{rank}_*.distcp"))  # DCP's names of a rank's files.
-    if rank == 0:  # Rank 0 also writes DCP's metadata.
-        files.append(folder / catalog.METADATA_FILE)
-    for path in files:
-        fsync(path)
-    return {path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)} for path in files}
-
-
-def _explain_save_error(error: BaseException, folder: Path) -> BaseException:
-    """Return the error to raise for a failed save: a StorageError if the disk caused it, otherwise a RuntimeError."""
-    causes = [error]
-    if isinstance(error, CheckpointException):  # Each value of `failures` is a pair of an exception and its traceback.
-        causes = [failure[0] for failure in error.failures.values()]
-    for cause in causes:
-        if (storage_error := find_storage_error(cause, folder)) is not None:
-            return storage_error
-        if "inline_container" in str(cause):  # torch's zip writer raises this error without an errno.
-            free_bytes = shutil.disk_usage(folder).free
-            message = f"cannot write {folder}: probably no space is left ({free_bytes:,} bytes are free)"
-            return StorageError("storage.full", message)
-    return RuntimeError(f"saving failed: {causes[0]!r}")
 
 
 _DCP = "torch.distributed.checkpoint"

@@ -1,12 +1,16 @@
-"""Snapshots of the training state in memory that outlives the rank (`checkpoint.memory_every_steps`).
+"""Snapshots of the training state in memory that outlives the rank.
 
-A node agent owns two buffers for each rank (memfd_create(2)). The ranks that it forks inherit them. A rank writes its
-snapshots to the two buffers in turn, so one complete snapshot exists while the other buffer is written. After a restart
-in place, the ranks load the newest step of which all ranks have an intact snapshot, if it is newer than the newest
-checkpoint.
+A node agent owns buffers for each rank (memfd_create(2)). The ranks that it forks inherit them. After a restart in
+place, the ranks load the newest step of which all ranks have an intact snapshot, unless there is a newer checkpoint.
 
-With `checkpoint.memory_copies: 2`, each rank also sends its snapshots to the rank with the same local rank on the next
-node, which writes them to two more buffers. If a node is replaced, its new ranks get their snapshots back from there.
+- With `checkpoint.memory_every_steps`, there are two buffers. A rank writes its snapshots to them in turn, so one
+  complete snapshot exists while the other buffer is written.
+- With `checkpoint.mode: async`, there is one buffer more, because an asynchronous save also writes a snapshot, and
+  another process writes the checkpoint from it (pipeline/checkpoint/saver.py). The buffer is not overwritten during
+  that time.
+- With `checkpoint.memory_copies: 2`, each rank also sends its snapshots to the rank with the same local rank on the
+  next node, which writes them to two more buffers. If a node is replaced, its new ranks get their snapshots back from
+  there.
 
 A buffer contains, in this order: a header (`_HEADER`), the tensors, and an index in JSON. The header is written last
 and removed first, so a snapshot that was not completed has no header. The header has a checksum of tensors and index,
@@ -17,11 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,10 +36,14 @@ from torch.distributed.tensor import DTensor
 from pipeline.comm.groups import all_gather_results
 
 StateDict = dict[str, torch.Tensor]
+"""This rank's tensors by name. A tensor may be a DTensor."""
 
 BUFFERS_VARIABLE = "SLUICE_SNAPSHOT_FDS"
-"""The environment variable with the file descriptors of the buffers of this rank, separated by commas: two for its own
-snapshots, and two for those of another rank if `checkpoint.memory_copies` is 2."""
+"""The environment variable with the file descriptors of the buffers for this rank's own snapshots, separated by
+commas."""
+COPIES_VARIABLE = "SLUICE_SNAPSHOT_COPY_FDS"
+"""The environment variable with the file descriptors of the buffers for the snapshots of another rank, separated by
+commas."""
 _MAGIC = b"sluice-1"
 _HEADER = struct.Struct("<8sQQQ32s")
 """Magic bytes, step, bytes of the tensors, bytes of the index, checksum."""
@@ -54,8 +63,40 @@ def create_buffers(rank: int, count: int) -> tuple[int, ...]:
 
 
 def read_snapshot_step(buffers: Sequence[int]) -> int:
-    """Return the step of the newest complete snapshot of a rank; 0 if there is none. It may be damaged."""
-    return max(_read_header(buffer)[0] for buffer in buffers[:2])
+    """Return the step of the newest complete snapshot in some buffers; 0 if there is none. It may be damaged."""
+    return max((_read_header(buffer)[0] for buffer in buffers), default=0)
+
+
+class MappedSnapshot(NamedTuple):
+    """A snapshot in the memory of a process that only reads it."""
+
+    tensors: StateDict
+    """The tensors by name, which are not copied: they change if the buffer changes."""
+    is_intact: Callable[[], bool]
+    """Returns False if the buffer has changed since the snapshot was written."""
+
+
+def map_snapshot(descriptor: int) -> MappedSnapshot:
+    """Return the snapshot in a buffer, without a copy.
+
+    Args:
+        descriptor: the file descriptor of a buffer with a complete snapshot.
+    """
+    _, data_bytes, index_bytes, checksum = _read_header(descriptor)
+    end = _DATA_START + data_bytes
+    memory = mmap.mmap(descriptor, end + index_bytes)
+    index = json.loads(memory[end:])
+    tensors = {}
+    for name, (offset, dtype_name, shape) in index["tensors"].items():
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        count = math.prod(shape)
+        # Each tensor has a storage of its own, because DCP would copy tensors that share a storage.
+        flat = (
+            torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+        )
+        tensors[name] = flat.view(shape)
+    content = torch.frombuffer(memory, dtype=torch.uint8, offset=_DATA_START)
+    return MappedSnapshot(tensors, lambda: _compute_checksum(content) == checksum)
 
 
 def _read_header(buffer: int) -> tuple[int, int, int, bytes]:
@@ -95,18 +136,24 @@ class MemorySnapshots:
     """Writes and reads the snapshots of this rank. All ranks must make the same calls in the same order.
 
     Args:
-        buffers: the file descriptors of the buffers of this rank: two for its own snapshots, and optionally two for
-            those of another rank.
+        buffers: the file descriptors of the buffers for the snapshots of this rank.
         group: a Gloo group of all ranks, which nothing else uses at the same time.
         identity: JSON values that describe the run and its layout. Snapshots with another identity are not used.
+        copies: the file descriptors of the buffers for the snapshots of another rank; empty to keep no copies.
         hosts: the host of each rank; empty if all ranks are on one host.
     """
 
     def __init__(
-        self, buffers: Sequence[int], group: dist.ProcessGroup, identity: Mapping[str, Any], hosts: Sequence[str] = ()
+        self,
+        buffers: Sequence[int],
+        group: dist.ProcessGroup,
+        identity: Mapping[str, Any],
+        *,
+        copies: Sequence[int] = (),
+        hosts: Sequence[str] = (),
     ) -> None:
-        self._buffers = [_Buffer(descriptor) for descriptor in buffers[:2]]
-        self._copies = [_Buffer(descriptor) for descriptor in buffers[2:]]
+        self._buffers = [_Buffer(descriptor) for descriptor in buffers]
+        self._copies = [_Buffer(descriptor) for descriptor in copies]
         """The buffers for the snapshots of `_source`."""
         self._group = group
         rank = dist.get_rank(group)
@@ -123,18 +170,34 @@ class MemorySnapshots:
         """For each rank, the steps of its intact snapshots, and the steps of the intact copies that it keeps."""
         self._newest: _Buffer | None = None
         """The buffer with the newest snapshot that this object has written or loaded. It is not overwritten next."""
+        self._protected: _Buffer | None = None
+        """A buffer that is not overwritten, because another process reads it."""
         self._identity = json.loads(json.dumps({**identity, "rank": dist.get_rank(group)}))
 
-    def save(self, state: StateDict, *, step: int, samples_consumed: int, extra: Mapping[str, Any]) -> None:
-        """Write a snapshot to the buffer with the older snapshot, and send it to another rank if copies are kept.
+    def save(
+        self,
+        state: StateDict,
+        *,
+        step: int,
+        samples_consumed: int,
+        extra: Mapping[str, Any],
+        protect: bool = False,
+    ) -> int:
+        """Write a snapshot to the buffer with the oldest snapshot, and send it to another rank if copies are kept.
 
         Args:
             state: this rank's tensors by name. They must not change during the call.
             step: the number of the step after which the state is saved.
             samples_consumed: the number of samples in all steps so far.
             extra: JSON values.
+            protect: whether later calls must not overwrite this snapshot before :meth:`release`.
+
+        Returns:
+            The index of the buffer.
         """
-        buffer = _choose_buffer(self._buffers, self._newest)
+        buffer = _choose_buffer(self._buffers, self._newest, self._protected)
+        if protect:
+            self._protected = buffer
         tensors = {name: _get_local(tensor) for name, tensor in state.items()}
         offsets: dict[str, int] = {}
         end = _DATA_START
@@ -167,6 +230,11 @@ class MemorySnapshots:
             copy = _choose_buffer(self._copies, self._newest_copy)
             self._exchange(memory, self._target, copy, self._source)
             self._newest_copy = copy
+        return self._buffers.index(buffer)
+
+    def release(self) -> None:
+        """Allow that the buffer of a protected snapshot is overwritten."""
+        self._protected = None
 
     def _exchange(self, sent: Tensor | None, target: int, received: _Buffer | None, source: int) -> None:
         """Send a snapshot, and receive another one. None: this rank sends or receives nothing."""
@@ -295,11 +363,14 @@ def open_snapshots(
         group: a Gloo group of all ranks.
         identity: see :class:`MemorySnapshots`.
     """
-    text = environment.get(BUFFERS_VARIABLE)
-    if not all(all_gather_results(group, lambda: bool(text))):
+    buffers, copies = (
+        [int(descriptor) for descriptor in environment.get(name, "").split(",") if descriptor]
+        for name in (BUFFERS_VARIABLE, COPIES_VARIABLE)
+    )
+    if not all(all_gather_results(group, lambda: bool(buffers))):
         return None
     hosts = all_gather_results(group, lambda: os.uname().nodename)
-    return MemorySnapshots([int(descriptor) for descriptor in str(text).split(",")], group, identity, hosts)
+    return MemorySnapshots(buffers, group, identity, copies=copies, hosts=hosts)
 
 
 def _pair_ranks(hosts: Sequence[str]) -> list[int]:
@@ -327,12 +398,13 @@ def _find_step(buffers: Sequence[_Buffer], step: int) -> _Buffer | None:
     return next((buffer for buffer in buffers if step and _read_header(buffer.descriptor)[0] == step), None)
 
 
-def _choose_buffer(buffers: Sequence[_Buffer], newest: _Buffer | None) -> _Buffer:
-    """Return the buffer to overwrite: the one with the earlier step, but not `newest`.
+def _choose_buffer(buffers: Sequence[_Buffer], newest: _Buffer | None, protected: _Buffer | None = None) -> _Buffer:
+    """Return the buffer to overwrite: the one with the earliest step, but neither `newest` nor `protected`.
 
-    The other buffer may have an even later step, of another layout or of steps that are repeated now.
+    The other buffers may have an even later step, of another layout or of steps that are repeated now. If there is only
+    one buffer, it is overwritten.
     """
-    candidates = [buffer for buffer in buffers if buffer is not newest]
+    candidates = [buffer for buffer in buffers if buffer not in (newest, protected)] or list(buffers)
     return min(candidates, key=lambda buffer: _read_header(buffer.descriptor)[0])
 
 

@@ -394,16 +394,17 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = 100
     """Number of steps between two checkpoints. The last step is always saved."""
     memory_every_steps: PositiveInt | None = None
-    """Number of steps between two snapshots in memory. After a restart in place, the ranks load the newest snapshot if
-    it is newer than the newest checkpoint. Each rank needs memory for two copies of its state. A snapshot is lost when
-    the job ends. null: no snapshots."""
+    """Number of steps between two snapshots in memory. After a restart in place, the ranks load the newest snapshot,
+    unless a checkpoint is newer. Each rank needs memory for two copies of its state. A snapshot is lost when the job
+    ends. null: no snapshots, except those of asynchronous saves."""
     memory_copies: Literal[1, 2] = 1
     """2: each rank also sends its snapshots to a rank on the next node, so that they survive the loss of one node. Each
-    rank then needs memory for four copies of its state."""
+    rank then needs memory for two more copies of its state."""
     keep: PositiveInt = 3
     """Number of the newest checkpoints to keep. Older checkpoints are deleted."""
     mode: Literal["sync", "async"] = "async"
-    """`async`: write in the background while training continues. `sync`: wait until the checkpoint is written."""
+    """`async`: write in the background while training continues. Each rank needs memory for one copy of its state.
+    `sync`: wait until the checkpoint is written."""
 
 
 class EvaluateConfig(Section):

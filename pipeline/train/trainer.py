@@ -34,7 +34,9 @@ from pipeline.checkpoint.identity import (
     compute_source_identity,
     describe_version_changes,
 )
-from pipeline.checkpoint.memory_snapshot import open_snapshots
+from pipeline.checkpoint.memory_snapshot import MemorySnapshots, open_snapshots
+from pipeline.checkpoint.saver import open_saver, wait_for_previous_savers
+from pipeline.checkpoint.writer import append_saved_event
 from pipeline.comm import groups
 from pipeline.config.sections import check_warmup
 from pipeline.data.loader import Batch, BatchLoader
@@ -152,15 +154,17 @@ class Trainer:
         self.early_stop: Mapping[str, Any] | None = None
         """Set if a callback completed the run early: the `reason` of the callback, and `steps`, the number of the step
         at which the run should have ended according to the config. None otherwise."""
-        self.snapshots = None
-        """The snapshots of this rank in memory; None without `checkpoint.memory_every_steps` or node agents."""
-        if config.checkpoint.memory_every_steps is not None:
+        self._snapshot_interval = config.checkpoint.memory_every_steps
+        self.snapshots: MemorySnapshots | None = None
+        """The snapshots of this rank in memory; None without node agents, or if the config requests no snapshots."""
+        if self._snapshot_interval is not None or self.checkpointer.background:
             entries = self.checkpointer.manifest_entries
             # A background save uses the group of the checkpointer while a snapshot is sent to another node.
-            snapshot_group = groups.new_control_group()
-            self.snapshots = open_snapshots(os.environ, snapshot_group, entries)
-            if self.snapshots is None:
-                self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
+            self.snapshots = open_snapshots(os.environ, groups.new_control_group(), entries)
+        if self.snapshots is not None:
+            self.checkpointer.saver = open_saver(os.environ, rank_info, self.snapshots)
+        elif self._snapshot_interval is not None:
+            self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
         self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
@@ -203,13 +207,17 @@ class Trainer:
     def _make_checkpointer(self) -> Checkpointer:
         """Return the checkpointer, whose manifests contain the layout and the identity of this run."""
         layout = describe_layout_identity(self.layout, self.config, self.world.backend, self.device.type)
+        group = groups.new_control_group()
+        # No rank may look for checkpoints while an earlier attempt still saves one.
+        groups.all_gather_results(group, lambda: wait_for_previous_savers(os.environ, self.config.recovery.save_s))
         return Checkpointer(
             self.run.checkpoints_dir,
-            groups.new_control_group(),
+            group,
             keep=self.config.checkpoint.keep,
             background=self.config.checkpoint.mode == "async",
             manifest_entries={"layout": layout, **compute_identity(self.config, self.manifest)},
             on_saved=self._report_saved,
+            on_committed=partial(append_saved_event, self.run),
         )
 
     def _make_dataset(self) -> MappedDataset:
@@ -370,7 +378,7 @@ class Trainer:
             return ExitCode.STOPPED
         if may_save and (step % self.config.checkpoint.every_steps == 0 or SAVE_REQUEST in requests):
             self.save(step)
-        elif may_save and self.snapshots and step % (self.config.checkpoint.memory_every_steps or 1) == 0:
+        elif may_save and self.snapshots and self._snapshot_interval and step % self._snapshot_interval == 0:
             self._save_snapshot(step)
         return None
 
@@ -447,8 +455,8 @@ class Trainer:
         self.enter_phase(step, "save")
         self.checkpointer.wait_until_saved()
         state, extra = self._collect_state(step)
-        if self.snapshots is not None and step < self.steps:
-            # The checkpoint may not be complete if this attempt ends soon.
+        if self.snapshots is not None and self.checkpointer.saver is None and step < self.steps:
+            # The checkpoint may not be complete if this attempt ends soon. A saver writes from a snapshot anyway.
             self.snapshots.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self.checkpointer.save(state, step=step, samples_consumed=self.samples_consumed, extra=extra)
         self.overhead_s["checkpoint_s"] = self.overhead_s.get("checkpoint_s", 0.0) + time.perf_counter() - start_time
@@ -516,7 +524,7 @@ class Trainer:
         """
         start_time = time.perf_counter()
         check_manifest = partial(check_identity, current=self.checkpointer.manifest_entries)
-        snapshot_step = self._find_newer_snapshot()
+        snapshot_step = self._find_newest_snapshot()
         manifest: Mapping[str, Any] | None
         if self.snapshots is not None and snapshot_step:
             manifest = {**self.snapshots.load(snapshot_step, self.engine.state_dict()), "versions": collect_versions()}
@@ -555,13 +563,13 @@ class Trainer:
             self._rewind_metrics(step, start_time, notes, from_memory=bool(snapshot_step))
         return step, extra.get("callbacks", {})
 
-    def _find_newer_snapshot(self) -> int:
-        """Return the step of a snapshot in memory that is newer than the newest checkpoint; 0 if there is none."""
+    def _find_newest_snapshot(self) -> int:
+        """Return the step of the newest snapshot in memory; 0 if there is none, or a checkpoint is newer."""
         if self.snapshots is None:
             return 0
         step = self.snapshots.find_common_step()
         newest_step = groups.broadcast_from_rank0(self.checkpointer.group, find_newest_step(self.run.checkpoints_dir))
-        return step if step > newest_step and self.snapshots.fetch(step) else 0
+        return step if step and step >= newest_step and self.snapshots.fetch(step) else 0
 
     def _rewind_metrics(
         self, step: int, start_time: float, notes: Mapping[str, str | None], *, from_memory: bool
@@ -657,7 +665,6 @@ class Trainer:
             seconds: the duration of the save in seconds.
         """
         self.callbacks.on_saved(step, seconds)
-        self.run.append_event(Saved(stage="train", step=step, seconds=round(seconds, 3)))
         self.log(f"saved step {step} ({seconds:.2f} s)")
 
     def _report_damaged(self, step: int, reason: str) -> None:

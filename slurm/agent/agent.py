@@ -5,45 +5,41 @@ signal handlers do nothing here. The kernel wakes the agent through a socket (si
 
 If the connection to the supervisor is lost, the ranks of this node end: first with TERM, so that they can save, and
 later with KILL. If the node of the supervisor has failed, the agent then requeues the job.
+
+With `checkpoint.mode: async`, the agent also forks a saver for each rank of the train stage, which writes its
+checkpoints (pipeline/checkpoint/saver.py). The agent sends no signals to savers. They exit when their rank has exited
+and the save in progress has ended.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
-import platform
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from pipeline.base.files import raise_open_file_limit
-from pipeline.base.signals import STOP_SIGNALS, StopFlag
+from pipeline.base.signals import STOP_SIGNALS
 from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
 from pipeline.run.failure import explain_error
 from pipeline.run.stages import load_stage_module
-from slurm.agent.messages import Connection, Message, RankTask, connect, listen
+from slurm.agent.child import Child
+from slurm.agent.messages import SAVE_WAIT_S, Connection, Message, RankTask, connect, listen
 from slurm.agent.oom import count_oom_kills
 from slurm.agent.requeue import requeue_after_loss_of_supervisor
 
 STOP_GRACE_S = 60.0
 """How long the ranks may take to exit after TERM, in addition to the time for a save (`recovery.save_s`), if the
 supervisor has exited."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-"""Operations of prctl(2) (linux/prctl.h): the signal when the parent dies, and the name of the process."""
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call set_mempolicy(2), by architecture."""
 
 
 class Agent:
@@ -69,7 +65,12 @@ class Agent:
         self._listener: socket.socket | None = None
         """The port that the agent opened for rank 0 of the next attempt."""
         self._snapshot_buffers: dict[int, tuple[int, ...]] = {}
-        """The file descriptors of the buffers for snapshots, by rank."""
+        """The file descriptors of the buffers for the snapshots of each rank."""
+        self._copy_buffers: dict[int, tuple[int, ...]] = {}
+        """The file descriptors of the buffers in which each rank keeps the snapshots of another rank."""
+        self._saver_pipes: dict[int, int] = {}
+        """The running savers: the reading end of a pipe to each, by their process ids. Nothing is sent through the
+        pipe. It reaches its end when the saver exits."""
         self._oom_kills = 0
         """The number of processes that the kernel has killed for lack of memory in this agent's cgroups."""
         self._connection: Connection
@@ -95,9 +96,11 @@ class Agent:
             print(f"{utc_timestamp()} the supervisor is gone ({error})", flush=True)
             run = Run.open(self._run_path)
             self._end_ranks(signal.SIGTERM, STOP_GRACE_S + run.config.recovery.save_s, wake_up)
+            self._wait_for_savers(wake_up)
             requeue_after_loss_of_supervisor(run, self._stage, node)
         finally:
             self._end_ranks(signal.SIGKILL, STOP_GRACE_S, wake_up)
+            self._wait_for_savers(wake_up)
         return 0
 
     def _serve(self, wake_up: socket.socket) -> None:
@@ -128,10 +131,12 @@ class Agent:
                 self._attempt = message["attempt"]
                 self._oom_kills = count_oom_kills()
                 tasks = [RankTask(**arguments) for arguments in message["ranks"]]
-                for rank in self._snapshot_buffers.keys() - {task.rank for task in tasks}:
-                    for buffer in self._snapshot_buffers.pop(rank):  # The rank has moved to another node.
-                        os.close(buffer)
-                pids = {task.rank: self._fork(task) for task in tasks}
+                for buffers in (self._snapshot_buffers, self._copy_buffers):
+                    for rank in buffers.keys() - {task.rank for task in tasks}:  # The rank has moved to another node.
+                        for buffer in buffers.pop(rank):
+                            os.close(buffer)
+                previous_savers = dict(self._saver_pipes)
+                pids = {task.rank: self._fork(task, previous_savers) for task in tasks}
                 self._rank_by_pid = {pid: rank for rank, pid in pids.items()}
                 if self._listener is not None:
                     self._listener.close()  # Rank 0 has inherited it.
@@ -151,27 +156,69 @@ class Agent:
         self._listener = listen(backlog, local=local)
         self._connection.send("listening", port=self._listener.getsockname()[1])
 
-    def _fork(self, task: RankTask) -> int:
-        """Fork a rank and return its process id."""
-        agent_pid = os.getpid()
-        buffers = None
-        if task.snapshot_buffers:
-            from pipeline.checkpoint.memory_snapshot import create_buffers
+    def _fork(self, task: RankTask, previous_savers: Mapping[int, int]) -> int:
+        """Fork a rank, and its saver if it has one. Return the process id of the rank.
 
-            if task.rank not in self._snapshot_buffers:
-                self._snapshot_buffers[task.rank] = create_buffers(task.rank, task.snapshot_buffers)
-            buffers = self._snapshot_buffers[task.rank]
+        Args:
+            task: the rank.
+            previous_savers: the savers of earlier attempts: the reading end of a pipe to each, by their process ids.
+        """
+        agent_pid = os.getpid()
+        child = Child(task, self._stage, self._run_path, agent_pid, *self._create_buffers(task))
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal that arrives before the rank has its own handlers must not wake the agent.
+        # A signal that arrives before the child has its own handlers must not wake the agent.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        pid = os.fork()
-        if pid == 0:
-            listen_fd = self._listener.detach() if task.listens and self._listener is not None else None
-            self._connection.close()
-            _run_rank(task, self._stage, self._run_path, agent_pid, listen_fd, buffers)
+        rank_socket, saver_socket = socket.socketpair()
+        with rank_socket, saver_socket:
+            if task.has_saver:
+                self._fork_saver(child, rank_socket, saver_socket)
+            pid = os.fork()
+            if pid == 0:
+                listen_fd = self._detach_listener() if task.listens else None
+                self._close_in_child()
+                saver_socket.close()
+                child.run_rank(listen_fd, rank_socket.detach() if task.has_saver else None, previous_savers)
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return pid
+
+    def _fork_saver(self, child: Child, rank_socket: socket.socket, saver_socket: socket.socket) -> None:
+        """Fork the saver of a rank.
+
+        Args:
+            child: the rank.
+            rank_socket: the end of their connection that the rank gets.
+            saver_socket: the end that the saver gets.
+        """
+        pipe, saver_pipe = os.pipe()  # Only the saver keeps the writing end, so it is closed when the saver exits.
+        pid = os.fork()
+        if pid == 0:
+            self._close_in_child()
+            rank_socket.close()
+            child.run_saver(saver_socket.detach())
+        os.close(saver_pipe)
+        self._saver_pipes[pid] = pipe
+
+    def _create_buffers(self, task: RankTask) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the buffers of a rank for its own snapshots and for those of another rank. Create missing ones."""
+        if not task.snapshot_buffers:
+            return (), ()
+        from pipeline.checkpoint.memory_snapshot import create_buffers
+
+        if task.rank not in self._snapshot_buffers:
+            self._snapshot_buffers[task.rank] = create_buffers(task.rank, task.snapshot_buffers)
+            self._copy_buffers[task.rank] = create_buffers(task.rank, task.copy_buffers)
+        return self._snapshot_buffers[task.rank], self._copy_buffers[task.rank]
+
+    def _detach_listener(self) -> int | None:
+        """Return the file descriptor of the port for rank 0, which this object then no longer closes."""
+        return self._listener.detach() if self._listener is not None else None
+
+    def _close_in_child(self) -> None:
+        """Close what a forked child must not keep open."""
+        self._connection.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def _handle_signals(self, wake_up: socket.socket) -> None:
         """Report exits of ranks, and pass stop signals on to the ranks. Slurm may have sent them only to this agent."""
@@ -192,6 +239,7 @@ class Agent:
 
     def _report_exits(self) -> None:
         """Report the ranks that have exited since the last call."""
+        self._reap_savers()
         for pid, rank in list(self._rank_by_pid.items()):
             exited_pid, status = os.waitpid(pid, os.WNOHANG)
             if exited_pid == 0:
@@ -227,6 +275,24 @@ class Agent:
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     del self._rank_by_pid[pid]
 
+    def _wait_for_savers(self, wake_up: socket.socket) -> None:
+        """Wait until the saves in progress have ended, at most `SAVE_WAIT_S` seconds. Then kill the savers."""
+        deadline = time.monotonic() + SAVE_WAIT_S
+        while self._saver_pipes and time.monotonic() < deadline:
+            select.select([wake_up], [], [], 1.0)
+            with suppress(BlockingIOError):
+                wake_up.recv(4096)
+            self._reap_savers()
+        for pid in self._saver_pipes:
+            os.kill(pid, signal.SIGKILL)
+
+    def _reap_savers(self) -> None:
+        """Forget the savers that have exited."""
+        for pid, pipe in list(self._saver_pipes.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self._saver_pipes[pid]
+                os.close(pipe)
+
 
 def _install_signal_handlers() -> socket.socket:
     """Return a socket that receives the number of each signal as a byte: stop signals and SIGCHLD."""
@@ -255,72 +321,6 @@ def preload(run: Run, stage: str) -> None:
     if len(threads) > 1:
         names = ", ".join(thread.name for thread in threads[1:])
         print(f"warning: threads run in the agent, so a forked rank may hang: {names}", flush=True)
-
-
-def _run_rank(
-    task: RankTask,
-    stage: str,
-    run_path: Path,
-    agent_pid: int,
-    listen_fd: int | None,
-    snapshot_buffers: tuple[int, ...] | None,
-) -> NoReturn:
-    """Become a rank, run the stage, and exit. Call this in a forked child whose stop signals are blocked.
-
-    Args:
-        task: the rank.
-        stage: the stage.
-        run_path: the run directory.
-        agent_pid: the process id of the agent.
-        listen_fd: a socket that listens for the other ranks; None except for rank 0.
-        snapshot_buffers: the file descriptors of the buffers for snapshots; None without snapshots.
-    """
-    code = 1
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        flag = StopFlag().install()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_NAME, f"sluice-rank-{task.rank}".encode())
-        if os.getppid() != agent_pid:
-            os._exit(1)  # The agent died before the kernel was asked to report that.
-        os.environ.update(task.environment)
-        if listen_fd is not None:
-            os.environ["SLUICE_LISTEN_FD"] = str(listen_fd)
-        if snapshot_buffers is not None:
-            os.environ["SLUICE_SNAPSHOT_FDS"] = ",".join(map(str, snapshot_buffers))
-        log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # The umask removes permissions.
-        with suppress(OSError):  # The disk may be full. The stage then fails with a message about it.
-            os.write(log, f"--- {utc_timestamp()} rank {task.rank}\n".encode())
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        if task.cpus:
-            os.sched_setaffinity(0, task.cpus)
-        if task.memory_policy is not None:
-            _set_memory_policy(libc, *task.memory_policy)
-        from pipeline.__main__ import main
-
-        code = main([stage, str(run_path)], flag)
-    except BaseException:
-        # Also SystemExit and KeyboardInterrupt: this process must never return into the code of the agent, of which it
-        # is a copy. `finally` ends the process, so the traceback would be lost if it were not printed here.
-        traceback.print_exc()
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # Exit without joining threads, because threads of a failed process group or save may wait for lost ranks
-        # forever.
-        os._exit(code)
-
-
-def _set_memory_policy(libc: ctypes.CDLL, mode: int, node_mask: int) -> None:
-    """Set the NUMA policy of this process. If the kernel refuses, print the reason: the rank works nevertheless."""
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if number is not None and libc.syscall(number, mode, ctypes.byref(ctypes.c_ulong(node_mask)), 64):
-        print(f"the NUMA policy cannot be set: {os.strerror(ctypes.get_errno())}", flush=True)
 
 
 faulthandler.enable()

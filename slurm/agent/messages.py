@@ -21,7 +21,7 @@ To an agent:
 - `fork`: attempt, ranks: the arguments of each :class:`RankTask`
 - `signal`: number: send a signal to all ranks
 - `ping`: answer with `pong`
-- `exit`: exit, after killing any ranks
+- `exit`: kill the ranks, wait a limited time for the saves in progress, and exit
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ SEND_TIMEOUT_S = 10.0
 """How long a process may wait until the kernel accepts a message. The kernel has room for many messages."""
 KEEPALIVE_S = 120
 """How long the other machine may be unreachable, before the connection is lost."""
+SAVE_WAIT_S = 60.0
+"""How long an agent waits for the saves in progress before it exits."""
 MAX_MESSAGE_BYTES = 1 << 24
 """The longest valid message: 16 MiB."""
 
@@ -63,7 +65,11 @@ class RankTask:
     listens: bool = False
     """Whether the rank gets the port that the agent opened (`listen`)."""
     snapshot_buffers: int = 0
-    """How many buffers for snapshots the rank gets. The agent keeps them when the rank exits."""
+    """How many buffers for its own snapshots the rank gets. The agent keeps them when the rank exits."""
+    copy_buffers: int = 0
+    """How many buffers for the snapshots of another rank the rank gets. The agent keeps them as well."""
+    has_saver: bool = False
+    """Whether the agent also forks a saver, which writes the checkpoints of the rank."""
 
 
 class Connection:

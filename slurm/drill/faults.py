@@ -50,7 +50,7 @@ def requeue_the_job(target: FaultTarget) -> str:
 
 
 def damage_a_checkpoint(target: FaultTarget) -> str:
-    """Flip a bit of the newest checkpoint or truncate one of its files, and kill all ranks."""
+    """Flip a bit of the newest checkpoint or truncate one of its files, and kill the agents with their ranks."""
     file = _stop_ranks_and_choose_file(target)
     size = file.stat().st_size
     if target.random.choice([True, False]):
@@ -61,14 +61,14 @@ def damage_a_checkpoint(target: FaultTarget) -> str:
             content = opened.read(1)[0]
             opened.seek(-1, os.SEEK_CUR)
             opened.write(bytes([content ^ 1 << target.random.randrange(8)]))
-    target.signal_ranks(target.list_ranks(), signal.SIGKILL)
+    target.kill_agents()
     return "crashed"
 
 
 def remove_a_checkpoint_file(target: FaultTarget) -> str:
-    """Remove a file of the newest checkpoint, and kill all ranks."""
+    """Remove a file of the newest checkpoint, and kill the agents with their ranks."""
     _stop_ranks_and_choose_file(target).unlink()
-    target.signal_ranks(target.list_ranks(), signal.SIGKILL)
+    target.kill_agents()
     return "crashed"
 
 
@@ -88,8 +88,13 @@ def limit_file_sizes(target: RunTarget) -> str:
     return "storage"
 
 
-_LIMIT_FILE_SIZES = 'for pid; do prlimit --pid "$pid" --fsize="$0" || exit; done'
-"""Shell script that limits the size of files of processes: the limit is $0, and the process IDs are the arguments."""
+_LIMIT_FILE_SIZES = """
+for pid in $(pgrep -P "$(ps -o ppid= "$@" | sort -u | paste -sd,)"); do
+    prlimit --pid "$pid" --fsize="$0" || exit
+done
+"""
+"""Shell script that limits the size of files of some ranks and of their savers, which have the same parent: the limit
+is $0, and the process IDs of the ranks are the arguments."""
 
 
 def shorten_the_time_limit(target: FaultTarget) -> str:

@@ -21,6 +21,8 @@ COMMAND_TIMEOUT_S = 120.0
 """How long a command on a node of the job may take."""
 POLL_S = 0.2
 """The pause between two checks of a condition."""
+_KILL_PARENTS = 'kill -9 $(ps -o ppid= "$@" | sort -u)'
+"""Shell script that kills the parents of the processes whose IDs are its arguments."""
 
 
 class FaultTarget(Protocol):
@@ -40,6 +42,9 @@ class FaultTarget(Protocol):
 
     def signal_ranks(self, ranks: Iterable[int], number: signal.Signals) -> None:
         """Send a signal to some ranks."""
+
+    def kill_agents(self) -> None:
+        """Kill all node agents (SIGKILL). Their ranks die with them, and the snapshots in memory are lost."""
 
     def run_slurm_command(self, *command: str) -> str:
         """Run a Slurm command and return its output."""
@@ -90,6 +95,10 @@ class RunTarget:
     def signal_ranks(self, ranks: Iterable[int], number: signal.Signals) -> None:
         """Send a signal to some ranks."""
         self.run_on_ranks(ranks, "kill", f"-{number.value}")
+
+    def kill_agents(self) -> None:
+        """Kill all node agents (SIGKILL). Their ranks die with them, and the snapshots in memory are lost."""
+        self.run_on_ranks(self.list_ranks(), "sh", "-c", _KILL_PARENTS, "sh")
 
     def run_on_ranks(self, ranks: Iterable[int], *command: str) -> None:
         """Run a command on each node of some ranks, with the process IDs of its ranks as last arguments.

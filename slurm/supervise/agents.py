@@ -35,7 +35,15 @@ from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
-from slurm.agent.messages import MAX_MESSAGE_BYTES, Connection, Message, RankTask, listen, write_address_file
+from slurm.agent.messages import (
+    MAX_MESSAGE_BYTES,
+    SAVE_WAIT_S,
+    Connection,
+    Message,
+    RankTask,
+    listen,
+    write_address_file,
+)
 from slurm.submit.site_environment import get_job_python
 from slurm.supervise.launch import (
     KILL_WAIT_S,
@@ -294,6 +302,7 @@ class AgentPool:
         for agent in self._agents.values():
             with suppress(ConnectionError):
                 agent.connection.send("exit")
+        self._wait_for_disconnections(SAVE_WAIT_S + EXIT_WAIT_S)
         deadline = time.monotonic() + EXIT_WAIT_S
         while any(program.poll() is None for program in self._programs):
             if time.monotonic() > deadline or not self._agents:
@@ -311,6 +320,18 @@ class AgentPool:
             self._listener.close()
         with suppress(OSError):
             self._address_file.unlink()
+
+    def _wait_for_disconnections(self, timeout_s: float) -> None:
+        """Wait until all agents that respond have closed their connections: at once, or after the save in progress."""
+        deadline = time.monotonic() + timeout_s
+        connected = {agent.connection for agent in self._agents.values() if agent.is_ready and agent.ping_time is None}
+        while connected and time.monotonic() < deadline:
+            readable, _, _ = select.select(connected, [], [], max(0.0, deadline - time.monotonic()))
+            for connection in readable:
+                try:
+                    connection.receive()
+                except ConnectionError:
+                    connected.remove(connection)
 
     def restart_on(self, node_count: int) -> None:
         """Start again with fewer nodes. Call this if the agents could not start, perhaps because of a spare node."""
@@ -614,8 +635,14 @@ class AgentPool:
     def _list_tasks(self, port: int) -> Iterator[RankTask]:
         """Yield the ranks to fork. Rank 0 listens on `port`."""
         checkpoint = self._run.config.checkpoint
-        has_snapshots = STAGES[self._stage].is_training and checkpoint.memory_every_steps is not None
-        buffers = 2 * checkpoint.memory_copies if has_snapshots else 0
+        is_training = STAGES[self._stage].is_training
+        has_snapshots = is_training and checkpoint.memory_every_steps is not None
+        has_saver = is_training and checkpoint.mode == "async"
+        memory: dict[str, Any] = {
+            "snapshot_buffers": 2 * has_snapshots + has_saver,
+            "copy_buffers": 2 * ((has_snapshots or has_saver) and checkpoint.memory_copies == 2),
+            "has_saver": has_saver,
+        }
         time_left = {name: os.environ[name] for name in (TIME_LEFT_VARIABLE,) if name in os.environ}
         if self.job_deadline is not None:  # The variable was set before the agents started.
             time_left[TIME_LEFT_VARIABLE] = str(max(0.0, self.job_deadline - time.monotonic()))
@@ -623,7 +650,7 @@ class AgentPool:
             log = str(self._folder / f"rank-{rank}.log")
             if not self.on_slurm:
                 environment = make_local_rank_env(rank, self.rank_count, port)
-                yield RankTask(rank, environment | time_left, log, listens=rank == 0, snapshot_buffers=buffers)
+                yield RankTask(rank, environment | time_left, log, listens=rank == 0, **memory)
                 continue
             slot = self._assigned_slots[rank]
             environment = dict(slot.environment)  # the variables that srun has set, if all slots have their ranks
@@ -631,15 +658,7 @@ class AgentPool:
                 environment = describe_rank(rank, self._assigned_slots, self._node_names)
             master_host = self._node_names[self._assigned_slots[0].node]
             environment |= {"SLUICE_MASTER_HOST": master_host, "SLUICE_MASTER_PORT": str(port)} | time_left
-            yield RankTask(
-                rank,
-                environment,
-                log,
-                slot.cpus,
-                slot.memory_policy,
-                listens=rank == 0,
-                snapshot_buffers=buffers,
-            )
+            yield RankTask(rank, environment, log, slot.cpus, slot.memory_policy, listens=rank == 0, **memory)
 
     def get_snapshot_step(self) -> int:
         """Return the newest step of which every rank of the ended attempt may have a snapshot in memory; 0 if none."""

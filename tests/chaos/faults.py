@@ -78,6 +78,11 @@ class FaultContext:
             with contextlib.suppress(psutil.NoSuchProcess, KeyError):
                 processes[rank].send_signal(number)
 
+    def kill_agents(self) -> None:
+        """Kill all node agents. Their ranks die with them, and the snapshots in memory are lost."""
+        for agent in {self.find_agent(rank) for rank in self.list_ranks()}:
+            agent.kill()
+
     def run_slurm_command(self, *command: str) -> str:
         """Run a Slurm command on the cluster and return its output."""
         return self.cluster.output(command)

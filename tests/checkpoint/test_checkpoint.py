@@ -145,19 +145,19 @@ def inspect_background_save(rank_info: RankInfo, folder: Path) -> tuple[int, boo
     Returns:
         `per_thread_copy_ahead` of the DCP writer, and True if a tensor of the state still exists during the write.
     """
-    from pipeline.checkpoint import checkpointer as checkpointer_module
+    from pipeline.checkpoint import writer as writer_module
 
     checkpointer = make_checkpointer(rank_info, folder, background=True)
     is_inspected = threading.Event()
     copy_ahead: list[int] = []
-    dcp_save = checkpointer_module.dcp.save
+    dcp_save = writer_module.dcp.save
 
     def delayed_dcp_save(state: Any, *, storage_writer: Any, **options: Any) -> Any:
         copy_ahead.append(storage_writer.per_thread_copy_ahead)
         assert is_inspected.wait(240)
         return dcp_save(state, storage_writer=storage_writer, **options)
 
-    checkpointer_module.dcp.save = delayed_dcp_save
+    writer_module.dcp.save = delayed_dcp_save
     state = make_state()
     references = [weakref.ref(tensor) for tensor in state.values()]
     checkpointer.save(state, step=1, samples_consumed=1, extra={})
@@ -196,7 +196,7 @@ def hang_in_second_save(rank_info: RankInfo, folder: Path, phase: str) -> None:
     """Save step 1. Then save step 2, and hang in a phase of this save. The test kills the rank in this phase."""
     import torch.distributed.checkpoint as dcp
 
-    from pipeline.checkpoint import checkpointer as checkpointer_module
+    from pipeline.checkpoint import writer as writer_module
 
     checkpointer = make_checkpointer(rank_info, folder)
     checkpointer.save(make_state(1), step=1, samples_consumed=1, extra={})
@@ -211,13 +211,13 @@ def hang_in_second_save(rank_info: RankInfo, folder: Path, phase: str) -> None:
             hang()
 
     if phase == "writing":
-        checkpointer_module.dcp.FileSystemWriter = HangingWriter  # type: ignore
+        writer_module.dcp.FileSystemWriter = HangingWriter  # type: ignore
     elif phase == "hashing":
-        checkpointer_module._hash_files_of_rank = hang  # type: ignore
+        writer_module._hash_files_of_rank = hang  # type: ignore
     elif phase == "manifest":
-        checkpointer_module.write_json = hang
+        writer_module.write_json = hang
     elif phase == "rename":
-        checkpointer_module.os.rename = hang
+        writer_module.os.rename = hang
     elif phase == "after rename":
         checkpointer.on_saved = hang
     checkpointer.save(make_state(2), step=2, samples_consumed=2, extra={})

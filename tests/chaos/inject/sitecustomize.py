@@ -70,15 +70,24 @@ def patch_model(module):
 
 
 def patch_checkpoint(module):
-    """Kill the process before a phase of a save, or after the rename, if this kill is requested."""
+    """Kill the process before the copy of a save if this kill is requested."""
     save = module.Checkpointer.save
-    write = module.dcp.save
-    hash_files = module._hash_files_of_rank
-    commit = module.Checkpointer._commit
 
     def save_or_die(self, *arguments, **options):
         die_if_requested("staging")
         return save(self, *arguments, **options)
+
+    module.Checkpointer.save = save_or_die
+
+
+def patch_writer(module):
+    """Kill the process that writes a checkpoint, a rank or its saver, before a phase or after the rename if requested.
+
+    If a saver is killed, its rank fails.
+    """
+    write = module.dcp.save
+    hash_files = module._hash_files_of_rank
+    commit = module.CheckpointWriter._commit
 
     def write_or_die(*arguments, **options):
         die_if_requested("writing")
@@ -93,10 +102,9 @@ def patch_checkpoint(module):
         commit(self, *arguments)
         die_if_requested("after the rename")
 
-    module.Checkpointer.save = save_or_die
     module.dcp.save = write_or_die
     module._hash_files_of_rank = hash_or_die
-    module.Checkpointer._commit = commit_or_die
+    module.CheckpointWriter._commit = commit_or_die
 
 
 def patch_events(module):
@@ -127,6 +135,7 @@ PATCHES = {
     "pipeline.run.events": patch_events,
     "pipeline.model.decoder": patch_model,
     "pipeline.checkpoint.checkpointer": patch_checkpoint,
+    "pipeline.checkpoint.writer": patch_writer,
     "pipeline.train.trainer": patch_trainer,
     "pipeline.__main__": skew_clock_if_requested,  # a forked rank imports this module
 }

@@ -19,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.base.errors import ExitCode
+from pipeline.checkpoint.catalog import find_newest_step
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 from slurm.agent.messages import Connection, connect, write_address_file
 from slurm.agent.oom import count_oom_kills
 from slurm.supervise import agents
 from slurm.supervise.agents import AgentPool
+from tests.support.edits import replace_in_file
 from tests.support.events import read_event_lines
 from tests.support.ranks import run_ranks
 from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank, slow_down_steps
@@ -111,6 +113,40 @@ def test_killed_ranks_are_forked_again_by_the_same_agent(tmp_path: Path, data: P
     assert count_events(run, "retried") == 3
     assert compute_run_digest(run) == undisturbed_digest
     assert not any(psutil.pid_exists(pid) for pid in agent_pids)
+
+
+def kill_a_rank_in_a_slow_save(run: Run) -> None:
+    """Train, and kill a rank while the savers write the first checkpoint, which takes two seconds. Wait for the end."""
+    replace_in_file(
+        run.code_dir / "pipeline/checkpoint/writer.py",
+        "        dist.barrier(self._group)\n",
+        "        dist.barrier(self._group)\n"
+        f"        if step == 6: open({str(run.path / 'writing')!r}, 'w').close(); time.sleep(2)\n",
+    )
+    supervisor = start_supervisor(run)
+    wait_until((run.path / "writing").exists, "a save")
+    os.kill(read_pids(run)[1], signal.SIGKILL)
+    output, _ = supervisor.communicate(timeout=120)
+    assert supervisor.returncode == (ExitCode.DONE if run.config.recovery.budgets.crash else ExitCode.CRASHED), output
+
+
+def test_a_save_goes_on_although_a_rank_dies(tmp_path: Path, data: Path, undisturbed_digest: str) -> None:
+    """The next attempt waits for the save, and restores the state from the memory from which it was written."""
+    options = (*OPTIONS, "checkpoint.every_steps=6")
+    run = slow_down_steps(make_run(tmp_path, "saving", options, data), 0.1)
+    kill_a_rank_in_a_slow_save(run)
+    (restored,) = read_event_lines(run, "train", "restored")
+    assert (restored["step"], restored["source"]) == (6, "memory")
+    assert [event["step"] for event in read_event_lines(run, "train", "saved")] == [6, 12, 18, 24]
+    assert compute_run_digest(run) == undisturbed_digest
+
+
+def test_an_agent_finishes_a_save_before_it_exits(tmp_path: Path, data: Path) -> None:
+    options = (*OPTIONS, "checkpoint.every_steps=6", "recovery.budgets.crash=0")
+    run = slow_down_steps(make_run(tmp_path, "ended", options, data), 0.1)
+    kill_a_rank_in_a_slow_save(run)
+    assert find_newest_step(run.checkpoints_dir) == 6
+    assert not list(run.checkpoints_dir.glob(".tmp-*"))
 
 
 def test_ranks_die_with_their_agent_and_a_new_agent_continues(
