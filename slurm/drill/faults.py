@@ -89,7 +89,7 @@ def limit_file_sizes(target: RunTarget) -> str:
 
 
 _LIMIT_FILE_SIZES = """
-for pid in $(pgrep -P "$(ps -o ppid= "$@" | sort -u | paste -sd,)"); do
+for pid in $(pgrep -P "$(ps -o ppid= "$@" | tr -d ' ' | sort -u | paste -sd,)"); do
     prlimit --pid "$pid" --fsize="$0" || exit
 done
 """
