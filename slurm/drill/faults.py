@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ FILE_SIZE_LIMIT = 1 << 12
 """Files of a rank may not become larger than this number of bytes, while the disk counts as full."""
 SAVE_TIMEOUT_S = 86400.0
 """How long to wait for a checkpoint."""
+SAVER_START_S = 0.5
+"""How long a saver may take until it has made the directory of a checkpoint."""
 MIN_TIME_LEFT_S = 90
 """The shortened time limit of a job leaves at least so many seconds before Slurm's signal."""
 
@@ -77,6 +80,8 @@ def _stop_ranks_and_choose_file(target: FaultTarget) -> Path:
     folder = target.run.checkpoints_dir
     target.wait_until("two checkpoints exist", lambda: len(list_checkpoint_steps(folder)) > 1, SAVE_TIMEOUT_S)
     target.signal_ranks(target.list_ranks(), signal.SIGSTOP)
+    time.sleep(SAVER_START_S)  # The savers of the ranks still complete a save that has begun.
+    target.wait_until("the save in progress ends", lambda: not list(folder.glob(".tmp-*")), SAVE_TIMEOUT_S)
     step = find_newest_step(folder)
     target.damaged_steps.append(step)
     return target.random.choice(sorted((folder / checkpoint_name(step)).iterdir()))
