@@ -82,7 +82,7 @@ def make_run(folder: Path, source: Path) -> Path:
     )
     run = Run.create(load_config(file))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run.path
 
 

@@ -75,7 +75,7 @@ def create_run_on_mount(mount: SlowMount, folder: Path, name: str, tokens: int, 
     )
     run = Run.create(load_config(write_config(folder, name), (*run_overrides, *overrides)))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 

@@ -156,7 +156,7 @@ def train_with_sluice(run_dir: Path) -> None:
     cpu_times: list[float] = []
     load = stages.load_stage_module
 
-    def load_and_patch(name: str) -> Any:
+    def load_and_patch(run: Any, name: str) -> Any:
         """Load the module of a stage after replacing `Trainer.step` by a method that records the CPU time."""
         from pipeline.train.trainer import Trainer
 
@@ -169,7 +169,7 @@ def train_with_sluice(run_dir: Path) -> None:
             return result
 
         Trainer.step = step_and_record  # type: ignore
-        return load(name)
+        return load(run, name)
 
     stages.load_stage_module = load_and_patch  # type: ignore
     code = entry_point.main(["train", str(run_dir)])

@@ -35,7 +35,7 @@ def drill(
     if run.config.sweep is not None:
         raise UserError("drill.sweep", f"{run.name} is a sweep: give the directory of one of its points")
     for stage in ("prepare", "shard"):
-        missing = stages.load_stage_module(stage).describe_missing_outputs(run)
+        missing = stages.load_stage_module(run, stage).describe_missing_outputs(run)
         if missing is not None:
             raise UserError("drill.not_prepared", f"{run.name} has no data yet ({missing}): {run.resume_command}")
     prepare_for_torch()

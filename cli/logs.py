@@ -70,7 +70,7 @@ def print_log(run: Run, stage: str, source: str, follow: bool) -> None:
             there is no log. With `follow`, a missing log is only an error if the stage neither runs nor may still
             start.
     """
-    stages.load_stage_module(stage)  # raises UserError for an unknown stage
+    run.config.get_stage(stage)  # raises UserError for an unknown stage
     if stage not in stages.list_run_stages(run):
         example = format_command("logs", f"{run.name}/points/000", stage)
         raise UserError("cli.sweep_stage", f"{stage} has a log for each point of the sweep, for example: {example}")

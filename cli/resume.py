@@ -169,10 +169,10 @@ def preview_resume(
     else:
         print_lines("", "# ---- what would run here")
         runs = [("", changed_run, stages.list_run_stages(changed_run))]
-        runs += [(f"point {point.path.name} ", point, stages.list_point_stages()) for point in sweep_points]
+        runs += [(f"point {point.path.name} ", point, stages.list_point_stages(run)) for point in sweep_points]
         for prefix, each, names in runs:
             for stage in names:
-                stage_module = stages.load_stage_module(stage)
+                stage_module = stages.load_stage_module(each, stage)
                 state = "done" if stage_module.describe_missing_outputs(each) is None else "would run"
                 # the description is "-" if there is no progress to describe
                 print_lines(f"{prefix}{stage:9} {state}: {stage_module.progress(each).description}".removesuffix(": -"))

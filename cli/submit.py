@@ -178,7 +178,7 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
     yield from filter(None, (describe_exposed_setup(run.config), describe_replacement_risk(run.path)))
     yield from stages.list_resume_notes(run)
     yield from run.code_notes
-    if stages.load_stage_module("train").describe_missing_outputs(run):
+    if stages.load_stage_module(run, "train").describe_missing_outputs(run):
         yield from memory_warnings(run.config, executor)
     if executor == "slurm":
         yield from _warn_of_short_time_limits(run)
@@ -205,7 +205,7 @@ def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
     """Yield a warning for each stage whose time limit is too short. Except in a sweep, done stages are left out."""
     for stage in run.config.active_stages:
         problem = describe_short_time_limit(run.config, stage)
-        if problem and (run.config.sweep or stages.load_stage_module(stage).describe_missing_outputs(run)):
+        if problem and (run.config.sweep or stages.load_stage_module(run, stage).describe_missing_outputs(run)):
             yield f"warning: stages.{stage}.time: {run.config.stages.get_resources(stage).time} is {problem}"
 
 

@@ -27,7 +27,6 @@ from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import raise_open_file_limit
 from pipeline.base.signals import StopFlag
 from pipeline.config.read import load_config
-from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from pipeline.run.events import Done, EndEvent, Failed, Started, Stopped
@@ -81,7 +80,7 @@ def main(arguments: list[str], flag: StopFlag | None = None) -> int:
             )
         writes_events = not is_supervised
         stage_options = {"step": options.step} if options.step else {}
-        code = stages.load_stage_module(options.stage).run_stage(run, rank_info, stage_options, flag)
+        code = stages.load_stage_module(run, options.stage).run_stage(run, rank_info, stage_options, flag)
         if writes_events and rank_info.rank == 0:
             event_class = Done if code == ExitCode.DONE else Stopped
             _write_end_event(run, options.stage, rank_info, event_class, code, start_time)
@@ -155,7 +154,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stage", choices=[*STAGES], help="the stage to run")
+    parser.add_argument("stage", help="the stage to run")
     parser.add_argument("target", metavar="RUN|CONFIG", help="a run directory, or a YAML file with a config")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="change keys of CONFIG: train.steps=50")
     parser.add_argument("--step", metavar="N", help="the checkpoint to evaluate: its step, newest or every")

@@ -579,7 +579,7 @@ def print_goodput(
         run = Run.open(target)
         config = parse_config(apply_overrides(dump_values(run.config), overrides), COMMAND_LINE)
         steps = LineHistory(run.metrics_file, is_step_line, row_keys=STEP_TIME_KEYS).read_new_lines().rows
-        attempts = build_ledger(run.read_events(), steps, ["train"], time.time())
+        attempts = build_ledger(run.read_events(), steps, {"train": run.config.get_stage("train")}, time.time())
         # Without `overrides`, because the run was measured without them.
         ranks_per_node = run.config.stages.train.tasks_per_node
         measured = measure_goodput_figures(run.read_events("train"), steps, attempts, ranks_per_node)

@@ -6,7 +6,6 @@ import sys
 
 from pipeline.base.errors import UserError, print_error
 from pipeline.base.signals import StopFlag
-from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 
 
@@ -15,7 +14,7 @@ def main(arguments: list[str]) -> int:
     flag = StopFlag().install()
     try:
         if len(arguments) != 2 or arguments[0].startswith("-"):
-            raise UserError("cli.usage", f"usage: python -m slurm {'|'.join(STAGES)} RUN")
+            raise UserError("cli.usage", "usage: python -m slurm STAGE RUN")
         from slurm.supervise.supervisor import supervise
 
         run = Run.open(arguments[1])

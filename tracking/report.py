@@ -38,7 +38,6 @@ from pipeline.base.text import format_duration
 from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import (
     HELD_OUT_PREFIX,
     format_result,
@@ -178,7 +177,7 @@ def read_report_data(run: Run, statuses: Iterable[StageStatus]) -> ReportData:
     data = ReportData(attempts, steps, {})
     # the jobs of the points waited for the shared stages, so the ledger of a point needs the ends of these stages
     shared_events = [event for event in events if isinstance(event, Done)]
-    point_stages = stages.list_point_stages()
+    point_stages = stages.list_point_stages(run)
     for point_number, point in enumerate(points):
         # `statuses` does not contain the stages of points, so the locks show which of these stages are running
         running = [stage for stage in point_stages if point.lock_holder(stage)]
@@ -195,7 +194,7 @@ def read_report_data(run: Run, statuses: Iterable[StageStatus]) -> ReportData:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
+def _attempts_table(run: Run, attempts: Sequence[AttemptTimes]) -> Rows:
     """Return a table of the hours by attempt and category.
 
     Each attempt without a task has a row. If a stage has several such attempts, a further row contains their sum. All
@@ -211,7 +210,7 @@ def _attempts_table(attempts: Sequence[AttemptTimes]) -> Rows:
         if task_attempts:
             ranks_by_task = {a.task: a.ranks for a in task_attempts}  # the last attempt of a task counts
             count = len(ranks_by_task)
-            name = f"{count} points" if STAGES[stage].is_per_point else f"array of {count}"
+            name = f"{count} points" if run.config.get_stage(stage).is_per_point else f"array of {count}"
             causes = ", ".join(sorted({a.cause for a in task_attempts}))
             groups.append((stage, name, str(sum(ranks_by_task.values())), causes, task_attempts))
         groups += [(stage, str(a.number), str(a.ranks), a.cause, [a]) for a in other_attempts]
@@ -267,7 +266,7 @@ def _summarize(
         points: for a sweep, the header of the table of points and the row of the best point; otherwise empty.
     """
     model = run.config.model
-    train = stages.load_stage_module("train")
+    train = stages.load_stage_module(run, "train")
     descriptions = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
     if run.config.sweep is None:
         progress = train.progress(run).description
@@ -330,7 +329,7 @@ def _describe_training(
     """
     if run.config.sweep is None:
         lost_steps = sum(len(event.steps) for event in run.read_events("train", LostWork))
-        progress = stages.load_stage_module("train").progress(run)
+        progress = stages.load_stage_module(run, "train").progress(run)
         yield f"training: {progress.description}; {lost_steps} steps were lost and repeated"
     if train_attempts:
         time_ratio, forward_progress = compute_ratios(sum_categories(train_attempts))
@@ -697,7 +696,7 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
     statuses = poller.poll()
     data = read_report_data(run, statuses)
     train_attempts = [a for a in data.attempts if a.stage == "train"]
-    attempts_table = _attempts_table(data.attempts)
+    attempts_table = _attempts_table(run, data.attempts)
     causes_table = _causes_table(train_attempts) if len(train_attempts) > 1 else []
     points_table = tabulate_points(run, poller.point_statuses)
     results, damaged = read_all_results(run)

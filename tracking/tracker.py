@@ -299,7 +299,7 @@ def tracker_run_id(run: Run) -> str:
 
 def last_stage(run: Run) -> str:
     """Return the last stage of a run or of a sweep point."""
-    return (stages.list_run_stages(run) if run.sweep_or_self is run else stages.list_point_stages())[-1]
+    return list(stages.list_run_stages(run) if run.sweep_or_self is run else stages.list_point_stages(run))[-1]
 
 
 def display_names(run: Run) -> tuple[str, str | None]:

@@ -144,7 +144,10 @@ class Wandb(Tracker):
 
     def flush(self) -> None:
         """If the train stage is done, log the pending evaluations after the last step, because no step will follow."""
-        if self._pending_evaluations and stages.load_stage_module("train").describe_missing_outputs(self.run) is None:
+        if (
+            self._pending_evaluations
+            and stages.load_stage_module(self.run, "train").describe_missing_outputs(self.run) is None
+        ):
             for values in self._pending_evaluations:
                 self._last_step += 1
                 self._session.log(values, step=self._last_step, commit=True)

@@ -873,6 +873,18 @@ class Config(Section):
         """The stages of this config, in the order of the chain: name → stage."""
         return {name: stage for name, stage in STAGES.items() if stage.section is None or getattr(self, stage.section)}
 
+    def get_stage(self, name: str) -> Stage:
+        """Return the properties of a stage of this config, also of a stage that is not active.
+
+        Raises:
+            UserError: if there is no such stage.
+        """
+        if name not in STAGES:
+            raise UserError(
+                "cli.unknown_stage", f"{name}: no such stage; choose one of {', '.join(self.active_stages)}"
+            )
+        return STAGES[name]
+
     def resolve_site(self, stage: str) -> SiteConfig:
         """Return the site for the jobs of a stage: `site`, overridden by `site.data_jobs` and the keys of the stage.
 
@@ -881,7 +893,7 @@ class Config(Section):
         """
         resources = self.stages.get_resources(stage)
         values: dict[str, Any] = {"sbatch": self.site.sbatch, "gpus_per_node": 0}
-        if STAGES[stage].is_distributed:
+        if self.get_stage(stage).is_distributed:
             values["gpus_per_node"] = min(self.site.gpus_per_node, resources.processes_per_node)
         else:
             values = self.site.data_jobs.override(values)

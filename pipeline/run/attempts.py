@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pipeline.base.errors import ExitCode
 from pipeline.config.sections import RecoveryConfig, RetryBudgets
-from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from pipeline.run.events import END_EVENTS, EndEvent, Failed, StageState, Stopped, read_stage_state, select_task_events
 
@@ -86,12 +85,9 @@ def explain_no_retry(state: StageState, cause: ExitCode, has_progress: bool, lim
     max_attempts = limits.max_restarts_without_progress if cause in _EXTERNAL_CAUSES else 0
     if has_progress or attempts_without_progress <= max_attempts:
         return None
-    # without a start event, the stage is unknown, and the reason mentions checkpoints
-    stage = str(state.start_event and state.start_event.stage)
     attempts = "this attempt" if attempts_without_progress == 1 else f"{attempts_without_progress} attempts in a row"
-    is_training = stage not in STAGES or STAGES[stage].is_training
-    result = "saved no new checkpoint" if is_training else "completed nothing new"
-    reason = f"{attempts} {result}, so another attempt would probably do the same"
+    reason = f"{attempts} saved or completed nothing new, so another attempt would probably do the same"
     if cause == ExitCode.TIME_LIMIT:
+        stage = str(state.start_event and state.start_event.stage)
         reason += f". Starting and saving take longer than stages.{stage}.time allows"
     return reason

@@ -72,7 +72,6 @@ from pipeline.config.read import (
     use_new_names,
 )
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
 from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
@@ -422,7 +421,7 @@ class Run:
         self.corrections = self._find_corrections(config)
         if not self.corrections:
             return
-        self.check_not_running([stage for stage in STAGES if self.lock_holder(stage)])
+        self.check_not_running([stage for stage in self.config.active_stages if self.lock_holder(stage)])
         if config.model.target is not None and self.will_copy_code:
             copy_code(
                 self.path,

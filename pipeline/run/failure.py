@@ -76,7 +76,7 @@ def write_error_report(
     """
     if code == ExitCode.STOPPED:
         return
-    task = get_array_task(stage, rank_info)
+    task = get_array_task(run, stage, rank_info)
     host = host or os.uname().nodename
     rank = rank_info.rank if task is None else task  # each task of an array is rank 0 of its job
     report = {"time": time.time(), "rank": rank, "code": int(code), "cause": code.name.lower(), "message": message}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import Stage
 from pipeline.run.events import (
     AttemptEvent,
     Done,
@@ -115,7 +115,7 @@ class AttemptTimes:
 def build_ledger(
     events: Sequence[Event],
     metrics: Sequence[StepLine],
-    stages: Sequence[str],
+    stages: Mapping[str, Stage],
     now: float,
     running: Sequence[str] = (),
     jobs: Sequence[JobRun] = (),
@@ -127,14 +127,13 @@ def build_ledger(
     Args:
         events: all events of the run.
         metrics: the lines of metrics.jsonl.
-        stages: the stages to account.
+        stages: the stages to account, by name.
         now: the current time in seconds since 1970.
         running: the stages that are running now. Their last attempt lasts until `now`.
         jobs: the runs of Slurm jobs, if accounting reports them.
     """
     ledger: list[AttemptTimes] = []
-    for stage in stages:
-        definition = STAGES[stage]
+    for stage, definition in stages.items():
         stage_events = [event for event in events if event.stage == stage or isinstance(event, Resumed)]
         ready_times = [
             event.timestamp for event in events if event.stage in definition.depends_on and isinstance(event, Done)
@@ -145,7 +144,8 @@ def build_ledger(
             if task is None:  # the job after an array waits for the whole array
                 ready_times += [attempt.end_time for attempt in ledger if attempt.stage == stage]
             steps = metrics if definition.is_training else ()
-            ledger += _account_attempts(stage, task, task_events, steps, max(ready_times, default=0.0), jobs)
+            ready_time = max(ready_times, default=0.0)
+            ledger += _account_attempts(stage, task, task_events, steps, ready_time, jobs, definition.is_training)
             last = ledger[-1]
             if stage in running and last.cause == _NO_END:
                 # without a complete step, the attempt is probably still in its start-up
@@ -162,6 +162,7 @@ def _account_attempts(
     metrics: Sequence[StepLine],
     ready_time: float,
     jobs: Sequence[JobRun],
+    is_training: bool,
 ) -> list[AttemptTimes]:
     """Return the accounts of the attempts of a stage, or of one task of its array.
 
@@ -172,9 +173,9 @@ def _account_attempts(
         metrics: the lines of metrics.jsonl; empty for a stage without steps.
         ready_time: when all stages and tasks on which the first attempt depends were done, in seconds since 1970.
         jobs: the runs of Slurm jobs.
+        is_training: whether the stage performs steps.
     """
     earlier_events, attempts = split_into_attempts(events)
-    is_training = STAGES[stage].is_training
     accounts: list[AttemptTimes] = []
     for attempt_events, (kept_steps, lost_steps) in zip(attempts, _assign_steps(attempts, metrics), strict=True):
         state = read_stage_state(attempt_events)

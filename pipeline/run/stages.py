@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.errors import ExitCode
 from pipeline.base.signals import StopFlag
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import Stage
 from pipeline.parallel.mesh import count_usable_nodes
 from pipeline.run.directory import Run
 
@@ -73,11 +73,9 @@ class StageModule(Protocol):
         """
 
 
-def load_stage_module(stage: str) -> StageModule:
-    """Import the module of a stage. Raises UserError if there is no such stage."""
-    if stage not in STAGES:
-        raise UserError("cli.unknown_stage", f"{stage}: no such stage; choose one of {', '.join(STAGES)}")
-    return cast(StageModule, importlib.import_module(STAGES[stage].module))
+def load_stage_module(run: Run, stage: str) -> StageModule:
+    """Import the module of a stage of a run. Raises UserError if there is no such stage."""
+    return cast(StageModule, importlib.import_module(run.config.get_stage(stage).module))
 
 
 def describe_missing_outputs_quickly(run: Run, stage: str) -> str | None:
@@ -85,7 +83,7 @@ def describe_missing_outputs_quickly(run: Run, stage: str) -> str | None:
 
     The result comes from the cheap check of the stage, or from `describe_missing_outputs` if there is no cheap check.
     """
-    module = load_stage_module(stage)
+    module = load_stage_module(run, stage)
     check = getattr(module, "describe_missing_outputs_quickly", module.describe_missing_outputs)
     reason: str | None = check(run)
     return reason
@@ -96,7 +94,7 @@ def missing_inputs(run: Run, stage: str) -> str | None:
 
     Returns None if all input files exist or the stage does not check them.
     """
-    check = getattr(load_stage_module(stage), "missing_inputs", None)
+    check = getattr(load_stage_module(run, stage), "missing_inputs", None)
     reason: str | None = check(run) if check is not None else None
     return reason
 
@@ -104,7 +102,7 @@ def missing_inputs(run: Run, stage: str) -> str | None:
 def check_stage_inputs(run: Run) -> None:
     """Raise UserError if a stage that is not done would reject its inputs. The run may not exist yet."""
     for stage in list_run_stages(run):
-        module = load_stage_module(stage)
+        module = load_stage_module(run, stage)
         check = getattr(module, "check_inputs", None)
         if check is not None and module.describe_missing_outputs(run) is not None:
             check(run)
@@ -112,23 +110,27 @@ def check_stage_inputs(run: Run) -> None:
 
 def list_resume_notes(run: Run) -> list[str]:
     """Return what a user should know before continuing the run, at most one note for each stage."""
-    checks = [getattr(load_stage_module(stage), "resume_note", None) for stage in list_run_stages(run)]
+    checks = [getattr(load_stage_module(run, stage), "resume_note", None) for stage in list_run_stages(run)]
     notes = [check(run) for check in checks if check is not None]
     return [note for note in notes if note]
 
 
-def list_run_stages(run: Run) -> list[str]:
-    """Return the stages of this run. For a sweep, these are only the stages that its points share."""
-    return [
-        stage
+def list_run_stages(run: Run) -> dict[str, Stage]:
+    """Return the stages of this run by name. For a sweep, these are only the stages that its points share."""
+    return {
+        stage: definition
         for stage, definition in run.config.active_stages.items()
         if run.config.sweep is None or not definition.is_per_point
-    ]
+    }
 
 
-def list_point_stages() -> list[str]:
-    """Return the stages that each point of a sweep has."""
-    return [stage for stage, definition in STAGES.items() if definition.is_per_point]
+def list_point_stages(run: Run) -> dict[str, Stage]:
+    """Return the stages that each point of a sweep has, by name.
+
+    Args:
+        run: the run of the sweep, or a point.
+    """
+    return {stage: definition for stage, definition in run.config.active_stages.items() if definition.is_per_point}
 
 
 def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
@@ -141,9 +143,10 @@ def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:
             config is then used. For a stage that is not distributed, this argument is ignored.
     """
     resources = run.config.stages.get_resources(stage)
-    if granted_nodes is None or not STAGES[stage].is_distributed:
+    definition = run.config.get_stage(stage)
+    if granted_nodes is None or not definition.is_distributed:
         return resources.ranks
-    if STAGES[stage].is_training:
+    if definition.is_training:
         nodes = count_usable_nodes(run.config, granted_nodes)
     else:
         nodes = max(resources.min_nodes, min(granted_nodes, resources.max_nodes))
@@ -155,7 +158,7 @@ def uses_agents(config: Config, stage: str) -> bool:
 
     Agents start the ranks of distributed stages, except MPI ranks, which `mpirun` or `srun --mpi` must start.
     """
-    return STAGES[stage].is_distributed and config.parallel.backend != "mpi" and config.recovery.in_place
+    return config.get_stage(stage).is_distributed and config.parallel.backend != "mpi" and config.recovery.in_place
 
 
 def continues_without_node(config: Config, stage: str) -> bool:
@@ -170,6 +173,6 @@ def continues_without_node(config: Config, stage: str) -> bool:
     return has_other_nodes and can_requeue and uses_agents(config, stage)
 
 
-def get_array_task(stage: str, rank_info: RankInfo) -> int | None:
+def get_array_task(run: Run, stage: str, rank_info: RankInfo) -> int | None:
     """Return the index of the array task in which a rank runs; None if the stage or its job is not an array."""
-    return rank_info.array[0] if STAGES[stage].is_array and rank_info.array else None
+    return rank_info.array[0] if run.config.get_stage(stage).is_array and rank_info.array else None

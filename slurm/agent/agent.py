@@ -312,7 +312,7 @@ def preload(run: Run, stage: str) -> None:
     that the ranks share with the agent.
     """
     gc.disable()  # The collector would scan the growing heap repeatedly, a fifth of the time of all imports.
-    module = load_stage_module(stage)
+    module = load_stage_module(run, stage)
     import_modules = getattr(module, "preload", None)
     if import_modules is not None:
         import_modules(run)

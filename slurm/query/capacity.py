@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pipeline.base.dist_env import read_granted_tasks
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.query.slurm_commands import cluster_settings, parse_key_values, read_slurm_config, run_slurm_command
@@ -162,7 +161,9 @@ def check_capacity(run: Run) -> None:
             continue
         # in a sweep, a stage cannot be recognized as done here, because its outputs may be in the directories of the
         # points and not in the directory of `run`
-        is_done = run.config.sweep is None and stages.load_stage_module(stage).describe_missing_outputs(run) is None
+        is_done = (
+            run.config.sweep is None and stages.load_stage_module(run, stage).describe_missing_outputs(run) is None
+        )
         if is_done:
             continue
         resume_program = read_slurm_config(_NODE_QUERY_TIMEOUT_S).get("ResumeProgram", "(null)")
@@ -227,7 +228,7 @@ def _list_requirements(config: Config, stage: str) -> list[_Requirement]:
     # every node has at least one CPU; with these options of sbatch, Slurm may compute another number of CPUs
     if cpus > 1 and not site.sbatch.keys() & {"overcommit", "ntasks-per-core", "ntasks-per-socket"}:
         factors: dict[str, int] = {}
-        if STAGES[stage].is_distributed:
+        if config.get_stage(stage).is_distributed:
             factors[f"stages.{stage}.tasks_per_node"] = resources.processes_per_node
         if site.cpus_per_task:
             factors[_find_key(config, stage, "cpus_per_task")] = site.cpus_per_task
@@ -270,7 +271,7 @@ def _find_key(config: Config, stage: str, name: str) -> str:
     """
     if getattr(config.stages.get_resources(stage), name) is not None:
         return f"stages.{stage}.{name}"
-    if not STAGES[stage].is_distributed and getattr(config.site.data_jobs, name) is not None:
+    if not config.get_stage(stage).is_distributed and getattr(config.site.data_jobs, name) is not None:
         return f"site.data_jobs.{name}"
     return f"site.{name}"
 
@@ -362,10 +363,11 @@ def find_placement_problem(run: Run, stage: str, size: int) -> str | None:
     group, and if the environment does not describe an allocation.
     """
     granted = read_granted_tasks(os.environ)
-    if not STAGES[stage].is_distributed or granted is None:
+    definition = run.config.get_stage(stage)
+    if not definition.is_distributed or granted is None:
         return None
     per_node = run.config.stages.get_resources(stage).processes_per_node
-    tensor = run.config.parallel.tensor if STAGES[stage].is_training else 1
+    tensor = run.config.parallel.tensor if definition.is_training else 1
     return describe_placement_problem(stage, size // per_node, per_node, tensor, *granted)
 
 
@@ -402,7 +404,7 @@ def _check_array_sizes(config: Config, planned: Mapping[str, Sequence[int]], set
     for name, text in limits.items():
         for stage, sizes in planned.items():
             if text.isdigit() and max(sizes, default=0) > int(text) > 0:
-                if config.sweep is not None and STAGES[stage].is_per_point:
+                if config.sweep is not None and config.get_stage(stage).is_per_point:
                     # the size of this array has no config key: it is the number of points
                     raise UserError(
                         "slurm.array_too_large",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import Stage
 from pipeline.run.directory import Run, list_points
 from pipeline.run.events import (
     Event,
@@ -185,16 +185,13 @@ class SubmittedJob:
     """The event of the submission: `Submitting` if no `submitted` event has the job's id. None for a stray job."""
     is_stray: bool = False
     """Whether the job has the run's comment, but belongs to no submission of the run."""
+    is_array_of_parts: bool = False
+    """Whether the job is an array whose tasks share the work of one stage. Another job completes the stage."""
 
     @property
     def is_recorded(self) -> bool:
         """Whether a `submitted` event contains the id of the job."""
         return not isinstance(self.event, Submitting) and not self.is_stray
-
-    @property
-    def is_array_of_parts(self) -> bool:
-        """Whether the job is an array whose tasks share the work of one stage. Another job completes the stage."""
-        return self.event is not None and (self.event.tasks or 1) > 1 and bool(STAGES[self.stage].is_array)
 
 
 def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState] | None = None) -> list[SubmittedJob]:
@@ -220,7 +217,15 @@ def find_run_jobs(runs: Sequence[Run], final_states: dict[RecordedJob, JobState]
     run_by_comment = {job_comment(run.path).strip(): run for run in runs} if executor in (None, "slurm") else {}
     states, unclaimed = find_jobs((job for *_, job in submissions), run_by_comment.keys(), final_states)
     submitted = [
-        SubmittedJob(run.path, event.stage, states[job].job_id, states[job], event.step, event)
+        SubmittedJob(
+            run.path,
+            event.stage,
+            states[job].job_id,
+            states[job],
+            event.step,
+            event,
+            is_array_of_parts=(event.tasks or 1) > 1 and run.config.get_stage(event.stage).is_array,
+        )
         for run, event, job in submissions
     ]
     if unclaimed is None and executor == "slurm" and not submitted:
@@ -282,13 +287,14 @@ def _make_unrecorded_job(comment_run: Run, runs: Sequence[Run], job_id: str, lis
             )
             job_id_of_run = array_id if run is comment_run else started_id
             return SubmittedJob(run.path, event.stage, job_id_of_run, listed, None, submitting)
-    stage_matches = (re.search(r"/jobs/(\w+)/[^/]*$", listed.command), re.match(r"(\w+)-", listed.name))
-    stage = next((match[1] for match in stage_matches if match and match[1] in STAGES), "")
+    stage_matches = (re.search(r"/jobs/([\w-]+)/[^/]*$", listed.command), re.match(r"([\w-]+?)-", listed.name))
+    known_stages = comment_run.config.active_stages
+    stage = next((match[1] for match in stage_matches if match and match[1] in known_stages), "")
     state = JobState(job_id, listed.state, listed.reason)
     return SubmittedJob(comment_run.path, stage, job_id, state, is_stray=True)
 
 
-def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob | None:
+def find_awaited_job(stage: Stage, active: Sequence[SubmittedJob]) -> SubmittedJob | None:
     """Return the job of a stage that later stages wait for.
 
     Args:
@@ -299,7 +305,7 @@ def find_awaited_job(stage: str, active: Sequence[SubmittedJob]) -> SubmittedJob
         The job; None if no job is active. The result is also None if the only active job is an array whose tasks share
         the work of the stage: later stages wait for the job after the array.
     """
-    if STAGES[stage].is_training:  # all jobs of this stage except the first are successor jobs
+    if stage.is_training:  # all jobs of this stage except the first are successor jobs
         return next(iter(active), None)
     return next((job for job in reversed(active) if not job.is_array_of_parts), None)  # the newest of these jobs
 
@@ -341,7 +347,9 @@ def describe_running_stages(run: Run) -> list[str]:
         UserError: if the controller does not respond.
     """
     runs = (run, *list_points(run))
-    locked = [f"{stage} of {each.name}" for each in runs for stage in STAGES if each.lock_holder(stage)]
+    locked = [
+        f"{stage} of {each.name}" for each in runs for stage in each.config.active_stages if each.lock_holder(stage)
+    ]
     jobs = find_run_jobs(runs)
     require_response(job.reported_job for job in jobs)
     running = [job for job in jobs if job.reported_job.is_active and job.reported_job.state != "PENDING"]

@@ -28,7 +28,6 @@ from rich.text import Text
 
 from pipeline.base.command import format_command
 from pipeline.base.text import format_duration
-from pipeline.config.stages import STAGES
 from pipeline.evaluate.result import format_result, get_extra_metrics, get_main_metric, read_newest_result
 from pipeline.run import stages
 from pipeline.run.directory import Run, list_points
@@ -381,7 +380,7 @@ class StatusPoller:
         statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
         run_statuses = list(statuses.values())
         statuses_by_point = [
-            list(self._read_stages(point, stages.list_point_stages(), statuses).values())
+            list(self._read_stages(point, stages.list_point_stages(self.run), statuses).values())
             for point in list_points(self.run)
         ]
         is_active = any(status.is_active for each in (run_statuses, *statuses_by_point) for status in each)
@@ -412,7 +411,9 @@ class StatusPoller:
         jobs = [job for job in self._jobs if (job.run_path, job.stage) == (status.run.path, status.stage)]
         active = [job for job in jobs if job.reported_job.is_active and not job.is_stray]
         # a job that evaluates a checkpoint during the training does not complete the evaluate stage
-        awaited_job = find_awaited_job(status.stage, [job for job in active if job.step is None])
+        awaited_job = find_awaited_job(
+            self.run.config.get_stage(status.stage), [job for job in active if job.step is None]
+        )
         if status.state == "waiting" or (status.is_active and active and awaited_job is None):
             events = status.run.read_events(status.stage, Submitted, NotSubmitted)
             last_event = events[-1] if events else None
@@ -420,7 +421,11 @@ class StatusPoller:
             subject = "the job that completes it is " if any(job.is_array_of_parts for job in active) else ""
             reason = f": {error}" if error else ""
             return f"{subject}not submitted{reason}"
-        if self.run.config.site.requeue or self.run.config.sweep is not None or not STAGES[status.stage].is_training:
+        if (
+            self.run.config.site.requeue
+            or self.run.config.sweep is not None
+            or not self.run.config.get_stage(status.stage).is_training
+        ):
             return ""  # only the train stage has a successor job, and only if the site forbids requeueing
         if awaited_job is None or find_successor(awaited_job, active):
             return ""
@@ -434,7 +439,7 @@ class StatusPoller:
         return any(status.is_active for status in self.point_statuses)
 
     def _read_stages(
-        self, run: Run, names: Sequence[str], sweep_statuses: Mapping[str, StageStatus]
+        self, run: Run, names: Iterable[str], sweep_statuses: Mapping[str, StageStatus]
     ) -> dict[str, StageStatus]:
         """Return the statuses of stages by name.
 
@@ -445,7 +450,9 @@ class StatusPoller:
         """
         statuses: dict[str, StageStatus] = {}
         for stage in names:
-            parents = {name: statuses.get(name) or sweep_statuses[name] for name in STAGES[stage].depends_on}
+            parents = {
+                name: statuses.get(name) or sweep_statuses[name] for name in run.config.get_stage(stage).depends_on
+            }
             may_get_new_inputs = any(self._may_change_later(name, parents[name]) for name in parents)
             status = self._done_statuses.get((run.path, stage)) or self._read_stage(run, stage, may_get_new_inputs)
             ended_parents = [
@@ -471,11 +478,11 @@ class StatusPoller:
         self._last_query_result = result
         self._next_query_time = time.monotonic() + self._query_interval_s
 
-    @staticmethod
-    def _may_change_later(stage: str, status: StageStatus) -> bool:
+    def _may_change_later(self, stage: str, status: StageStatus) -> bool:
         """Return True if later checkpoints may still change the outputs of `stage`, which has the status `status`."""
-        depends_on_training = any(STAGES[name].is_training for name in STAGES[stage].depends_on)
-        return (STAGES[stage].is_training or depends_on_training) and status.state != "done"
+        definition = self.run.config.get_stage(stage)
+        depends_on_training = any(self.run.config.get_stage(name).is_training for name in definition.depends_on)
+        return (definition.is_training or depends_on_training) and status.state != "done"
 
     def _read_stage(self, run: Run, stage: str, may_get_new_inputs: bool) -> StageStatus:
         """Return the status of a stage.
@@ -485,7 +492,7 @@ class StatusPoller:
             stage: the stage.
             may_get_new_inputs: whether later checkpoints may still change the inputs of the stage.
         """
-        stage_module = stages.load_stage_module(stage)
+        stage_module = stages.load_stage_module(run, stage)
         events = run.read_events(stage)
         missing = stages.describe_missing_outputs_quickly(run, stage)
         lock_holder = run.lock_holder(stage)
@@ -526,7 +533,9 @@ class StatusPoller:
             "job": shown_job.job_id if shown_job else "",
             "reason": active_job.reason if active_job and active_job.state == "PENDING" else "",
             "nodes": (active_job.nodes if active_job else "") or (lock_holder.host if lock_holder else ""),
-            "step": f"{progress.completed}/{progress.total}" if STAGES[stage].is_training else short_progress,
+            "step": f"{progress.completed}/{progress.total}"
+            if run.config.get_stage(stage).is_training
+            else short_progress,
             "loss": progress.loss_description,
             "ETA": format_duration(progress.remaining_s) if is_running and progress.remaining_s is not None else "",
             "attempts": str(max(starts_of_task.values(), default=0)),  # of the array task with the most attempts
@@ -633,7 +642,7 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
     rows = []
     values_of_points = run.config.sweep.points()
     for status, values in zip(statuses, values_of_points, strict=True):
-        progress = stages.load_stage_module("train").progress(status.run)
+        progress = stages.load_stage_module(status.run, "train").progress(status.run)
         result = read_newest_result(status.run)
         main_metric = get_main_metric(result)[1] if result else math.inf
         state = status.state if status.state in ("done", "waiting") else f"{status.stage} {status.state}"
@@ -769,5 +778,5 @@ def describe_result(run: Run) -> str:
     return (
         "not evaluated yet"
         if run.config.data.held_out
-        else stages.load_stage_module("evaluate").progress(run).description
+        else stages.load_stage_module(run, "evaluate").progress(run).description
     )

@@ -34,7 +34,6 @@ from rich.console import Console
 
 from pipeline.base.command import format_command
 from pipeline.base.errors import UserError
-from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import CancelRequested, Resumed, read_stage_state
@@ -221,7 +220,7 @@ class Chain:
         Raises:
             UserError: if the stage failed and failed stages are not retried.
         """
-        stage_module = stages.load_stage_module(stage)
+        stage_module = stages.load_stage_module(target, stage)
         active = self.active_jobs.get((target.path, stage), [])
         has_started = any(job.reported_job.state != "PENDING" for job in active)
         depends_on_new_job = any(parent in self.targets[name] for parent, name in self._list_parents(target, stage))
@@ -230,7 +229,7 @@ class Chain:
             if target is self.run:  # sweep points are only counted
                 self.say(f"{stage:9} done: {stage_module.progress(target).description}")
             return False
-        if (job := find_awaited_job(stage, active)) is not None:
+        if (job := find_awaited_job(target.config.get_stage(stage), active)) is not None:
             if is_job_ending(target, stage, job.reported_job):
                 self.ending_ids[target.path, stage] = job.job_id
             elif not depends_on_new_job or has_started:
@@ -273,7 +272,10 @@ class Chain:
         Each is a pair of a run and a stage. If `target` is a sweep point, stages that all points share belong to the
         run of the sweep.
         """
-        return [(target if STAGES[name].is_per_point else self.run, name) for name in STAGES[stage].depends_on]
+        return [
+            (target if self.run.config.get_stage(name).is_per_point else self.run, name)
+            for name in self.run.config.get_stage(stage).depends_on
+        ]
 
     def _list_awaited_ids(self, target: Run, stage: str) -> list[str]:
         """Return the ids of the jobs on which a job of this stage must depend."""
@@ -282,7 +284,7 @@ class Chain:
 
     def _has_successors(self, stage: str) -> bool:
         """Return True if a successor job is submitted together with the job of this stage."""
-        return STAGES[stage].is_training and not self.points and not self.run.config.site.requeue
+        return self.run.config.get_stage(stage).is_training and not self.points and not self.run.config.site.requeue
 
     def submit(self, stage: str) -> None:
         """Submit the missing jobs of a stage.
@@ -409,7 +411,7 @@ def cancel_run(run: Run) -> list[str]:
     with run.lock_exclusively(timeout_s=CANCEL_WAIT_S):
         job_ids, notes = cancel_pending_jobs(run)
     running_stages = []
-    for target, stage in product(targets, STAGES):
+    for target, stage in product(targets, run.config.active_stages):
         if holder := target.lock_holder(stage):
             holder.terminate()
             running_stages.append(stage)

@@ -72,7 +72,7 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
     worst_code = ExitCode.DONE
-    points = [(point, stages.list_point_stages()) for point in create_points(run)]
+    points = [(point, stages.list_point_stages(run)) for point in create_points(run)]
     for target, stage_names in [(run, stages.list_run_stages(run)), *points]:
         if target is not run:
             console.print(f"point {target.path.name}")
@@ -103,7 +103,7 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
     from slurm.submit.submitit_job import submit_locally
 
     say = partial(console.print, soft_wrap=True)
-    stage_module = stages.load_stage_module(stage)
+    stage_module = stages.load_stage_module(run, stage)
     is_batch = is_in_batch_job(os.environ)
     was_stop_requested = False
     job: Any = None
@@ -188,7 +188,7 @@ def report_stage_end(run: Run, stage: str, state: StageState, seconds: float, jo
         say: prints a message to the user.
     """
     end = state.end_event
-    description = stages.load_stage_module(stage).progress(run).description
+    description = stages.load_stage_module(run, stage).progress(run).description
     if end is None:
         log = job.paths.stdout if job else run.jobs_dir / stage
         say(f"{stage:9} ended, and its supervisor wrote no event; its log: {log}", style="red")
@@ -265,7 +265,7 @@ def follow_stage(run: Run, stage: str, should_follow: Callable[[], bool], consol
                 next_update_time += LIVE_INTERVAL_S if is_live else PLAIN_INTERVAL_S
                 for key, change in run.reload_config().items():
                     console.print(f"{stage:9} changed by another process: {key}: {change}", soft_wrap=True)
-                progress = stages.load_stage_module(stage).progress(run)
+                progress = stages.load_stage_module(run, stage).progress(run)
                 remaining = "" if progress.remaining_s is None else f"  {format_duration(progress.remaining_s)} left"
                 bar.update(
                     task,

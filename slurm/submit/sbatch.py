@@ -33,7 +33,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import try_flock
 from pipeline.base.ownership import make_ownership_script
 from pipeline.config.sections import Config
-from pipeline.config.stages import STAGES
 from pipeline.config.types import parse_time_limit
 from pipeline.run import stages
 from pipeline.run.directory import Run
@@ -104,8 +103,9 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
     """
     site = config.resolve_site(stage)
     resources = config.stages.get_resources(stage)
+    definition = config.get_stage(stage)
     # how many array tasks may run at the same time; 1000 means no limit in practice (submitit's default is 256)
-    array_parallelism = (config.sweep.at_most if config.sweep and STAGES[stage].is_per_point else None) or 1000
+    array_parallelism = (config.sweep.at_most if config.sweep and definition.is_per_point else None) or 1000
     parameters: dict[str, Any] = {
         "job_name": job_name(config, stage),
         "time": math.ceil(parse_time_limit(resources.time) / 60),  # in minutes
@@ -143,7 +143,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
         options["nodes"] = f"{resources.min_nodes}-{resources.max_requested_nodes}"
         # each node must have enough CPUs for its ranks
         options["mincpus"] = resources.processes_per_node * (site.cpus_per_task or 1)
-    elif STAGES[stage].is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
+    elif definition.is_distributed and re.match("plane=", site.distribution or "", re.IGNORECASE):
         # since 24.11, sbatch refuses a plane distribution without --ntasks ("Too few processes")
         options["ntasks"] = resources.max_requested_nodes * resources.processes_per_node
     if stages.continues_without_node(config, stage):
@@ -157,7 +157,7 @@ def build_sbatch_parameters(run: Run, config: Config, stage: str, dependency: st
             "slurm.conflicting_options",
             f"{stage}: mem_gb and sbatch.{min(conflicting)} exclude each other: remove one from site or stages",
         )
-    if STAGES[stage].is_training and (problem := find_planned_placement_problem(config)):
+    if definition.is_training and (problem := find_planned_placement_problem(config)):
         raise UserError("slurm.bad_placement", problem)
     exports = build_site_environment(site)
     _check_representable(run.path, {**parameters, **options, **exports})

@@ -31,7 +31,6 @@ from typing import Any
 from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_local_rank_env, read_granted_tasks
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import raise_open_file_limit
-from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
@@ -290,7 +289,12 @@ class AgentPool:
         # A job with a range of nodes is submitted without this option (slurm/submit/sbatch.py).
         per_node = [f"--ntasks-per-node={self._ranks_per_node}"] if has_node_range else []
         placement = [
-            *("srun", *build_rank_options(self._stage, self._slot_count, self.node_count), "--overlap", *exclude),
+            *(
+                "srun",
+                *build_rank_options(self._run.config.get_stage(self._stage), self._slot_count, self.node_count),
+                "--overlap",
+                *exclude,
+            ),
             *per_node,
             *build_site_options(site),
             *(get_job_python(site), "-I", "-S", str(program), str(self._address_file)),
@@ -635,7 +639,7 @@ class AgentPool:
     def _list_tasks(self, port: int) -> Iterator[RankTask]:
         """Yield the ranks to fork. Rank 0 listens on `port`."""
         checkpoint = self._run.config.checkpoint
-        is_training = STAGES[self._stage].is_training
+        is_training = self._run.config.get_stage(self._stage).is_training
         has_snapshots = is_training and checkpoint.memory_every_steps is not None
         has_saver = is_training and checkpoint.mode == "async"
         memory: dict[str, Any] = {

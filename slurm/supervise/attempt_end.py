@@ -27,7 +27,6 @@ from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.checkpoint.catalog import list_checkpoint_steps
-from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.attempts import explain_no_retry, get_budget_key, get_end_event
 from pipeline.run.directory import Run
@@ -280,8 +279,8 @@ def read_progress_marker(run: Run, stage: str) -> str:
     damaged is renamed and no longer listed, although its save was progress. The events alone are not enough: a rank may
     be killed after it committed a checkpoint and before it wrote the event.
     """
-    if not STAGES[stage].is_training:
-        return stages.load_stage_module(stage).progress(run).description
+    if not run.config.get_stage(stage).is_training:
+        return stages.load_stage_module(run, stage).progress(run).description
     newest_step = 0
     repaired_count = 0
     damaged_steps: set[int] = set()

@@ -23,7 +23,6 @@ from pathlib import Path
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.catalog import list_checkpoint_steps
 from pipeline.config.sections import TRACKERS
-from pipeline.config.stages import STAGES
 from pipeline.data.manifest import count_training_steps
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
@@ -62,7 +61,9 @@ def run_followers(run: Run, stage: str, nodes: Sequence[str], on_slurm: bool) ->
             on all nodes.
     """
     track = run.config.track
-    names = [name for name in track.enabled if STAGES[stage].is_distributed or TRACKERS[name].package is None]
+    names = [
+        name for name in track.enabled if run.config.get_stage(stage).is_distributed or TRACKERS[name].package is None
+    ]
     processes = [_start_follower(run, name, [sys.executable]) for name in names]
     if track.telemetry_s is not None:
         python_command = [sys.executable]

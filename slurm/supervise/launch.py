@@ -31,7 +31,7 @@ from typing import IO
 from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.config.site import SiteConfig
-from pipeline.config.stages import STAGES
+from pipeline.config.stages import Stage
 from pipeline.run.code import make_code_env, start_process
 from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
@@ -384,10 +384,10 @@ class ProgramLauncher(ProcessLauncher):
 # ---- srun
 
 
-def build_rank_options(stage: str, rank_count: int, node_count: int) -> list[str]:
+def build_rank_options(stage: Stage, rank_count: int, node_count: int) -> list[str]:
     """Return the options of srun that determine where the ranks of a stage run, without those of `site.srun`."""
     options = [f"--ntasks={rank_count}"]
-    if not STAGES[stage].is_array:  # The ranks of an array stage do not communicate and can use any nodes.
+    if not stage.is_array:  # The ranks of an array stage do not communicate and can use any nodes.
         options.append(f"--nodes={node_count}")
     # Since Slurm 22.05, a step does not inherit --cpus-per-task from its job (srun(1)).
     if cpus := read_cpus_per_task(os.environ):
@@ -438,9 +438,9 @@ class SrunLauncher(ProgramLauncher):
         """Return srun with its options. :meth:`start` appends the command of a rank."""
         folder = self._run.stage_dir(self._stage)
         command = ["srun", f"--kill-on-bad-exit={self._kill_on_bad_exit}"]
-        command += build_rank_options(self._stage, self.rank_count, self._node_count)
+        command += build_rank_options(self._run.config.get_stage(self._stage), self.rank_count, self._node_count)
         # Ranks of stages without a process group may finish minutes apart. For srun, a wait of 0 means no limit.
-        wait_s = SRUN_WAIT_S if STAGES[self._stage].is_distributed else 0
+        wait_s = SRUN_WAIT_S if self._run.config.get_stage(self._stage).is_distributed else 0
         command += [f"--wait={wait_s}", "--open-mode=append", "--unbuffered"]
         command += [f"--output={folder}/{self._log_name}", f"--chdir={self._run.code_dir}"]
         return [*command, *self.rank_command.srun, *self._options]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipeline.config.stages import STAGES
 from pipeline.run import stages
 from pipeline.run.directory import Run
 from slurm.supervise.agents import AgentLauncher, AgentPool
@@ -81,7 +80,7 @@ def create_launcher(
     if agents is not None:
         return AgentLauncher(run, stage, rank_count, agents, attempt)
     node_count = count_nodes(run, stage, rank_count)
-    if run.config.parallel.backend == "mpi" and STAGES[stage].is_distributed:
+    if run.config.parallel.backend == "mpi" and run.config.get_stage(stage).is_distributed:
         return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
     if on_slurm:
         return SrunLauncher(run, stage, rank_count, lock_fd, node_count=node_count, task=task)
@@ -95,4 +94,4 @@ def count_nodes(run: Run, stage: str, rank_count: int) -> int:
     (shard), whose ranks may run on any nodes.
     """
     ranks_per_node = run.config.stages.get_resources(stage).processes_per_node
-    return math.ceil(rank_count / ranks_per_node) if STAGES[stage].is_distributed else 1
+    return math.ceil(rank_count / ranks_per_node) if run.config.get_stage(stage).is_distributed else 1

@@ -35,7 +35,6 @@ from pipeline.base.dist_env import (
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import find_newest_step
-from pipeline.config.stages import STAGES
 from pipeline.run import attempts, stages
 from pipeline.run.directory import Run
 from pipeline.run.events import (
@@ -124,8 +123,8 @@ class Supervisor:
         self.run = run
         self.stage = stage
         self.stop_flag = stop_flag
-        self.stage_module = stages.load_stage_module(stage)
-        self.stage_spec = STAGES[stage]
+        self.stage_module = stages.load_stage_module(run, stage)
+        self.stage_spec = run.config.get_stage(stage)
         self.rank_info: RankInfo = read_rank_info(os.environ)
         """The id of this job, and how often Slurm has restarted the job. The supervisor is not a rank, so it does not
         use the other fields."""
@@ -133,7 +132,7 @@ class Supervisor:
         """Whether this process runs in a Slurm job that was started with sbatch or salloc."""
         self.nodes = read_allocated_hosts(os.environ)
         """The nodes of the Slurm job; empty outside a job."""
-        self.task = stages.get_array_task(stage, self.rank_info)
+        self.task = stages.get_array_task(run, stage, self.rank_info)
         """The index of this Slurm array task; None if the job is not part of an array."""
         self.submitted_job_id = self.rank_info.submitted_as or str(os.getpid())
         """The id under which submit.py recorded this Slurm job or local job. If this process was started without

@@ -36,7 +36,7 @@ def test_run_does_not_restart_from_scratch_if_its_checkpoints_disappear(tmp_path
     metrics = run.metrics_file.read_bytes()
     for folder in list(run.path.glob(pattern)):
         shutil.rmtree(folder)
-    message = str(load_stage_module("train").describe_missing_outputs(run))
+    message = str(load_stage_module(run, "train").describe_missing_outputs(run))
     assert "step 4" in message and str(run.checkpoints_dir) in message and str(run.metrics_file) in message
     with pytest.raises(AssertionError, match=f"CheckpointError: {re.escape(message)}"):
         run_ranks(2, run_stage_on_rank, run.path, "train")

@@ -40,7 +40,10 @@ def run_all_stages(folder: Path, config: str, *overrides: str) -> Run:
     """Run all stages of a config in `folder`. Use two ranks for train and evaluate. Return the run."""
     run = Run.create(load_config(folder / config, (*SMALL_RUN, *overrides)))
     for stage in ("prepare", "shard"):
-        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag()) == ExitCode.DONE
+        assert (
+            load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+            == ExitCode.DONE
+        )
     for stage in ("train", "evaluate"):
         assert run_ranks(2, run_stage_on_rank, run.path, stage) == [ExitCode.DONE] * 2
     assert [line["step"] for line in read_jsonl(run.metrics_file)] == [1, 2, 3]

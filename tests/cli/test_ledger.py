@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.html_page import format_page
+from pipeline.config.stages import STAGES as PRESET
 from pipeline.run.ledger import (
     CATEGORIES,
     AttemptTimes,
@@ -22,7 +23,7 @@ from pipeline.run.ledger import (
 from tests.support.events import parse_events
 from tracking.report import draw_timeline
 
-STAGES = ("shard", "train")
+STAGES = {name: PRESET[name] for name in ("shard", "train")}
 START_TIME = 1_700_000_000.0
 """Start of each simulated run, in seconds since 1970."""
 MEASURED_CATEGORIES = {

@@ -13,7 +13,6 @@ from cli.main import app
 from pipeline.base.console import PlainConsole
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
-from pipeline.config.stages import STAGES
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
 from slurm.query.job_states import JobState
@@ -31,7 +30,7 @@ def test_all_unfinished_slurm_runs_are_queried_with_one_call(tmp_path: Path, mon
     )
     for run in (done_run, first_pending_run, second_pending_run):
         write_event(run, "submitted", "prepare", job_id=run.path.name, executor="slurm")
-    for module in map(load_stage_module, STAGES):
+    for module in (load_stage_module(done_run, stage) for stage in done_run.config.active_stages):
         for name in {"describe_missing_outputs", "describe_missing_outputs_quickly"} & set(dir(module)):
             monkeypatch.setattr(module, name, lambda run: None if run.path == done_run.path else "no outputs")
     (tmp_path / "runs/broken").mkdir()

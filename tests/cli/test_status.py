@@ -120,7 +120,7 @@ def test_the_state_of_a_waiting_stage_names_a_missing_input(tmp_path: Path, monk
     corpus.unlink()
     rows = status.StatusPoller(run).poll()[:2]
     assert [row.state for row in rows] == ["done", "waiting"]
-    for problem in (rows[1].problem, str(load_stage_module("prepare").describe_missing_outputs(run))):
+    for problem in (rows[1].problem, str(load_stage_module(run, "prepare").describe_missing_outputs(run))):
         assert problem.startswith(f"input {corpus} has been removed")
     checked_inputs.clear()
     write_event(run, "submitted", "shard", job_id="1", executor="local")
@@ -166,7 +166,7 @@ def test_a_token_file_with_many_parts_is_checked_once_and_named_if_it_is_missing
     np.tile(np.array([5, 6, 7, 0], "<u2"), 5000).tofile(path)
     run = Run.create(load_config(tmp_path / "tokens.yaml"))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     checked_paths: list[Path] = []
     find_problem = FileEntry.find_problem
 
@@ -371,7 +371,7 @@ def test_evaluate_is_not_done_before_train_is_done(
 ) -> None:
     """All checkpoints so far are evaluated, but the train stage will save more."""
     run = make_run(tmp_path)
-    monkeypatch.setattr(load_stage_module("evaluate"), "describe_missing_outputs", lambda run: None)
+    monkeypatch.setattr(load_stage_module(run, "evaluate"), "describe_missing_outputs", lambda run: None)
     train_job = SubmittedJob(run.path, "train", "3", JobState("3", "RUNNING"))
     jobs = [train_job] if job is None else [train_job, SubmittedJob(run.path, "evaluate", "4", job)]
     poller = status.StatusPoller(run)
@@ -379,7 +379,7 @@ def test_evaluate_is_not_done_before_train_is_done(
     if job is None:
         run.write_request(run.cancelled_file)
         assert [row.state for row in poller.read_statuses([])] == ["done", "done", "cancelled", "cancelled"]
-        monkeypatch.setattr(load_stage_module("train"), "describe_missing_outputs", lambda run: None)
+        monkeypatch.setattr(load_stage_module(run, "train"), "describe_missing_outputs", lambda run: None)
         assert [row.state for row in poller.read_statuses([])] == ["done"] * 4
 
 

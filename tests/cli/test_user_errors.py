@@ -64,7 +64,7 @@ class FakeRunner:
     def run_stage(cls, run: Run, stage: str, flag: object, console: Console) -> ExitCode:
         """Run a stage if `runs_stages` is True and the stage is not done. Return the exit code."""
         cls.was_called = True
-        if not cls.runs_stages or stages.load_stage_module(stage).describe_missing_outputs(run) is None:
+        if not cls.runs_stages or stages.load_stage_module(run, stage).describe_missing_outputs(run) is None:
             return ExitCode.DONE
         for event in ("submitted", "started"):
             write_event(run, event, stage, job_id=stage, executor="local")

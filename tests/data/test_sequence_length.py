@@ -24,7 +24,7 @@ from tests.support.tiny import PassiveStopFlag, make_run, write_config
 def run_data_stages(run: Run) -> Run:
     """Run the prepare and shard stages, and return the run."""
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
@@ -63,7 +63,10 @@ def test_a_change_before_training_keeps_the_shards_of_text(tmp_path: Path) -> No
     run = make_run(tmp_path)
     manifest = load_manifest(run.data_dir)
     run.apply_overrides(["data.sequence_length=48"])
-    assert load_stage_module("shard").describe_missing_outputs(run) is None and load_manifest(run.data_dir) == manifest
+    assert (
+        load_stage_module(run, "shard").describe_missing_outputs(run) is None
+        and load_manifest(run.data_dir) == manifest
+    )
     assert TokenDataset(manifest.train, 48, run.data_dir).read(np.array([0]))["tokens"].shape == (1, 49)
 
 
@@ -71,9 +74,9 @@ def test_a_change_before_training_requires_new_shards_of_prompts(tmp_path: Path)
     run = make_prompts_run(tmp_path)
     manifest = load_manifest(run.data_dir)
     run.apply_overrides(["data.sequence_length=48"])
-    assert load_stage_module("shard").describe_missing_outputs(run) is not None
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is not None
     assert load_manifest(run_data_stages(run).data_dir).train != manifest.train
-    assert load_stage_module("shard").describe_missing_outputs(run) is None
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is None
 
 
 def test_an_edited_config_is_an_error_that_names_the_changed_keys_and_values(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def find_shard_problem(data: DataConfig, folder: Path) -> str | None:
 def run_stages(run: Run, *stages: str) -> None:
     """Run stages in this process."""
     for stage in stages:
-        load_stage_module(stage).run_stage(run, read_rank_info({}), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, read_rank_info({}), {}, PassiveStopFlag())
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_progress_of_the_shard_stage_counts_rejected_documents(tmp_path: Path) -
         file.write("{\n")
     run = Run.create(load_config(config, ["data.max_rejected=0.1"]))
     run_stages(run, "prepare", "shard")
-    progress = load_stage_module("shard").progress(run)
+    progress = load_stage_module(run, "shard").progress(run)
     units, _, result = progress.description.partition(": ")
     assert re.fullmatch(r"(\d)/\1 units", units)
     for text in ("300 documents", "33,270 + 6,022 held-out tokens", "1 documents rejected", "data/rejected.jsonl"):
@@ -209,9 +209,9 @@ def test_progress_of_prepare_counts_files_of_other_kinds_in_the_source(tmp_path:
         (tmp_path / "folder" / name).write_text("x")
     (tmp_path / "corpus.jsonl").rename(tmp_path / "folder/corpus.jsonl")
     run = Run.create(load_config(config, [f"data.source={tmp_path}/folder"]))
-    assert load_stage_module("prepare").progress(run).description == "-"
+    assert load_stage_module(run, "prepare").progress(run).description == "-"
     run_stages(run, "prepare")
-    description = load_stage_module("prepare").progress(run).description
+    description = load_stage_module(run, "prepare").progress(run).description
     files, _, left_out = description.partition("; ")
     assert re.fullmatch(r"1 file, an estimated [\d,]+ bytes of text", files), description
     for text in ("4", ".json", ".md", "no ending"):
@@ -251,10 +251,10 @@ def test_shard_fails_if_no_sample_fits_and_succeeds_with_a_shorter_sequence_leng
     run_stages(run, "prepare")
     with raises_error("data.no_training_sample", "40001 tokens", "data.sequence_length"):
         run_stages(run, "shard")
-    assert load_stage_module("shard").describe_missing_outputs(run) is not None
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is not None
     run.apply_overrides(["data.sequence_length=10000"])
     run_stages(run, "shard")
-    assert load_stage_module("shard").describe_missing_outputs(run) is None
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is None
 
 
 def test_check_of_a_shard_names_the_damaged_file_and_the_command_that_repairs_it(

@@ -74,14 +74,14 @@ def test_only_a_missing_or_damaged_copy_is_unpacked_again(tmp_path: Path, layout
     contents = [path.read_bytes() for path in shards]
     first_inode = shards[0].stat().st_ino
     shards[1].unlink()
-    assert "unit-00001.h5" in str(load_stage_module("shard").describe_missing_outputs(run))
+    assert "unit-00001.h5" in str(load_stage_module(run, "shard").describe_missing_outputs(run))
     prepare_data(run)
     assert shards[0].stat().st_ino == first_inode, "the intact shard was written again"
     assert [path.read_bytes() for path in shards] == contents
     shards[0].write_bytes(contents[0][:-1] + b"x")
     with pytest.raises(AssertionError, match="is damaged"):
         run_ranks(1, run_stage_on_rank, run.path, "train")
-    assert load_stage_module("shard").describe_missing_outputs(run) is not None
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is not None
     prepare_data(run)
     assert [path.read_bytes() for path in shards] == contents
 
@@ -90,7 +90,7 @@ def test_a_changed_file_is_unpacked_again(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": LAYOUTS["gzip"]})
     (run.data_dir / "manifest.json").unlink()
     write_images(tmp_path / "run/a.h5", chunks=(10, 1, 16, 16))
-    assert f"{tmp_path}/run/a.h5 has changed" in str(load_stage_module("prepare").describe_missing_outputs(run))
+    assert f"{tmp_path}/run/a.h5 has changed" in str(load_stage_module(run, "prepare").describe_missing_outputs(run))
     prepare_data(run)
     with h5py.File(tmp_path / "run/a.h5") as file, h5py.File(run.data_dir / "shards/unit-00000.h5") as shard:
         assert np.array_equal(file["images"][...], shard["images"][...])

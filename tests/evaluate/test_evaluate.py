@@ -146,11 +146,11 @@ def test_the_stage_evaluates_the_checkpoints_of_the_option_step(trained_run: Run
     results = [path.name for path in sorted(trained_run.evaluation_dir.iterdir())]
     assert results == [f"{checkpoint_name(step)}.json" for step in steps]
     assert evaluate(trained_run, 1, str(steps[0]))["step"] == steps[0]
-    assert load_stage_module("evaluate").describe_missing_outputs(trained_run) is not None, (
+    assert load_stage_module(trained_run, "evaluate").describe_missing_outputs(trained_run) is not None, (
         "the newest checkpoint has no result"
     )
     assert evaluate(trained_run, 1)["step"] == steps[-1]
-    assert load_stage_module("evaluate").describe_missing_outputs(trained_run) is None
+    assert load_stage_module(trained_run, "evaluate").describe_missing_outputs(trained_run) is None
     for invalid in ("²", "-1", ""):
         with raises_error("cli.invalid_value", f"--step {invalid}"):
             select_steps(trained_run, invalid)
@@ -163,6 +163,6 @@ def test_a_result_of_another_checkpoint_or_a_truncated_result_does_not_count(tra
     path = trained_run.evaluation_dir / f"{checkpoint_name(21)}.json"
     result = json.loads(path.read_text())
     path.write_text(json.dumps({**result, "checkpoint": "0" * 64}))
-    assert load_stage_module("evaluate").describe_missing_outputs(trained_run) is not None
+    assert load_stage_module(trained_run, "evaluate").describe_missing_outputs(trained_run) is not None
     path.write_text("{incomplete")
-    assert load_stage_module("evaluate").describe_missing_outputs(trained_run) is not None
+    assert load_stage_module(trained_run, "evaluate").describe_missing_outputs(trained_run) is not None

@@ -74,8 +74,11 @@ def create_prepared_run(folder: Path, name: str, *overrides: str, text: str = VI
 def prepare_data(run: Run) -> Run:
     """Run the stages prepare and shard, and check that their outputs are complete."""
     for stage in ("prepare", "shard"):
-        assert load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag()) == ExitCode.DONE
-        assert load_stage_module(stage).describe_missing_outputs(run) is None
+        assert (
+            load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+            == ExitCode.DONE
+        )
+        assert load_stage_module(run, stage).describe_missing_outputs(run) is None
     return run
 
 
@@ -249,7 +252,7 @@ def test_the_loss_of_vit_decreases_and_a_stop_does_not_change_the_result(image_f
         results.append(json.loads((undisturbed_run.evaluation_dir / f"{checkpoint_name(60)}.json").read_text()))
     assert results[0] == results[1], "the results are not bit-identical"
     assert results[0]["samples"] == 24 and 0 < results[0]["accuracy"] <= 1 and "perplexity" not in results[0]
-    evaluate_stage = load_stage_module("evaluate")
+    evaluate_stage = load_stage_module(undisturbed_run, "evaluate")
     assert evaluate_stage.describe_missing_outputs(undisturbed_run) is None
     assert "held-out loss" in evaluate_stage.progress(undisturbed_run).description
     assert {"samples", "samples_per_s"} <= next(iter(read_jsonl(undisturbed_run.metrics_file))).keys()
@@ -382,7 +385,7 @@ def test_a_callback_adds_a_metric_and_stops_early_at_the_same_step_after_stops(t
     last_step = averages[-1][0]
     # the callback stops the run 50 steps after the last improvement, which is in step 1 or later
     assert 51 <= last_step < 200 and averages[0][1] == averages[0][2]
-    assert load_stage_module("train").describe_missing_outputs(undisturbed_run) is None
+    assert load_stage_module(undisturbed_run, "train").describe_missing_outputs(undisturbed_run) is None
     assert [event["step"] for event in read_event_lines(undisturbed_run, "train", "stopped_early")] == [last_step]
     train_run(undisturbed_run, 2)
     assert read_averages(undisturbed_run) == averages, "a train stage that is done must not continue"
@@ -391,7 +394,7 @@ def test_a_callback_adds_a_metric_and_stops_early_at_the_same_step_after_stops(t
     assert set(interrupt_training(stopped_run, 2, signal.SIGTERM, 20, [1])) == {ExitCode.STOPPED}
     assert (
         20 <= len(read_averages(stopped_run)) < last_step
-        and load_stage_module("train").describe_missing_outputs(stopped_run) is not None
+        and load_stage_module(stopped_run, "train").describe_missing_outputs(stopped_run) is not None
     )
     train_run(stopped_run, 2)
     assert read_averages(stopped_run) == averages and compute_run_digest(stopped_run) == compute_run_digest(
@@ -558,10 +561,10 @@ def test_a_damaged_user_file_is_an_error_and_stays_in_place(tmp_path: Path) -> N
         run_ranks(1, run_stage_on_rank, run.path, "train")
     (tmp_path / "a.h5").write_bytes(content[:-1])
     assert f"{len(content) - 1} bytes, not {len(content)}" in str(
-        load_stage_module("shard").describe_missing_outputs(run)
+        load_stage_module(run, "shard").describe_missing_outputs(run)
     )
     (tmp_path / "a.h5").write_bytes(content)
-    assert load_stage_module("shard").describe_missing_outputs(run) is None and len(train_run(run, 1)) == 10
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is None and len(train_run(run, 1)) == 10
 
 
 def test_a_damaged_manifest_of_samples_is_detected_and_written_again(tmp_path: Path) -> None:
@@ -570,7 +573,7 @@ def test_a_damaged_manifest_of_samples_is_detected_and_written_again(tmp_path: P
     manifest = run.data_dir / "manifest.json"
     intact_text = manifest.read_text()
     manifest.write_text(intact_text.replace('"held_out_samples": 10', '"held_out_samples": 12'))
-    assert "manifest.json is damaged" in str(load_stage_module("shard").describe_missing_outputs(run))
+    assert "manifest.json is damaged" in str(load_stage_module(run, "shard").describe_missing_outputs(run))
     prepare_data(run)
     assert manifest.read_text() == intact_text
     values = json.loads(intact_text)
@@ -587,9 +590,9 @@ def test_prepare_must_run_again_if_a_file_changes_before_shard_hashes_it(tmp_pat
     (run.data_dir / "manifest.json").unlink()
     (run.data_dir / "shards/unit-00000.json").unlink()
     make_images.main(tmp_path / "a.h5", 50)
-    assert f"{tmp_path / 'a.h5'} has changed" in str(load_stage_module("prepare").describe_missing_outputs(run))
+    assert f"{tmp_path / 'a.h5'} has changed" in str(load_stage_module(run, "prepare").describe_missing_outputs(run))
     with pytest.raises(InputError, match=r"a\.h5 has changed"):
-        load_stage_module("shard").run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, "shard").run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     prepare_data(run)
     assert json.loads((run.data_dir / "manifest.json").read_text())["train"][0]["samples"] == 50
 

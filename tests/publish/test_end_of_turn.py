@@ -137,7 +137,7 @@ def make_chat_run(
     config.write_text(CONFIG.format(root=folder / "runs", source=source, model=model, records=records))
     run = Run.create(load_config(config, overrides))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     run_ranks(1, save_initial_checkpoint, run.path)
     return run
 

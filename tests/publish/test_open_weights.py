@@ -388,7 +388,7 @@ def make_run_from_model(folder: Path, name: str, source: Path, steps: int) -> Ru
     (folder / f"{name}.yaml").write_text(text)
     run = Run.create(load_config(folder / f"{name}.yaml"))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 

@@ -96,7 +96,7 @@ def test_a_damaged_shard_is_an_error_until_the_shard_stage_writes_it_again(tmp_p
         assert shard.name in message and "Traceback" not in message and "resume" in message
     from pipeline.run.stages import load_stage_module
 
-    assert load_stage_module("shard").describe_missing_outputs(run) is not None
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is not None
     assert run_ranks(2, run_stage_on_rank, run.path, "shard") == [ExitCode.DONE, ExitCode.DONE]
     assert shard.read_bytes() == content
     assert run_ranks(2, run_stage_on_rank, run.path, "train") == [ExitCode.DONE, ExitCode.DONE]

@@ -185,7 +185,7 @@ def test_commands_of_the_login_node_import_no_slow_package(finished_folder: Path
         f"    runpy.run_path({str(CODE_ROOT / 'submit.py')!r}, run_name='__main__')\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "import importlib, pkgutil, slurm, tracking; from pipeline.run import stages\n"
+        "import importlib, pkgutil, slurm, tracking; from pipeline.config.stages import STAGES\n"
         "from pipeline.config.sections import TRACKERS\n"
         # only followers import these modules
         "trackers = {tracker.module for tracker in TRACKERS.values() if tracker.package}\n"
@@ -193,7 +193,7 @@ def test_commands_of_the_login_node_import_no_slow_package(finished_folder: Path
         "names = {m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f'{p.__name__}.')}\n"
         "assert trackers < names\n"
         "for name in names - trackers: importlib.import_module(name)\n"
-        "for stage in stages.STAGES: stages.load_stage_module(stage)\n"
+        "for stage in STAGES.values(): importlib.import_module(stage.module)\n"
         "slow = {'torch', 'numpy', 'h5py', 'tokenizers', 'pyarrow'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )

@@ -65,7 +65,7 @@ def make_run(folder: Path, name: str = "tiny", overrides: tuple[str, ...] = (), 
         run.data_dir.symlink_to(data)
         return run
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
@@ -81,7 +81,8 @@ def run_stage_on_rank(rank_info: RankInfo, path: Path, stage: str, options: dict
 
     Tests pass this function to `run_ranks`. Its forked ranks start faster than new Python processes.
     """
-    return int(load_stage_module(stage).run_stage(Run.open(path), rank_info, options or {}, StopFlag().install()))
+    run = Run.open(path)
+    return int(load_stage_module(run, stage).run_stage(run, rank_info, options or {}, StopFlag().install()))
 
 
 def slow_down_steps(run: Run, seconds: float = 0.5) -> Run:

@@ -47,7 +47,7 @@ def prepare_run(folder: Path, *overrides: str) -> Run:
     all_overrides = (f"run.root={folder}", f"data.source={source}", *SMALL_MODEL_OVERRIDES, *overrides)
     run = Run.create(load_config(CODE_ROOT / "configs/fine-tune.yaml", all_overrides))
     for stage in ("prepare", "shard"):
-        load_stage_module(stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+        load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 

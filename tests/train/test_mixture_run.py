@@ -44,10 +44,10 @@ def prepare_mixture_run(folder: Path, name: str) -> Run:
         text.replace("{vocab_size: 300, train_bytes: 50000}", json.dumps({"kind": "file", "path": str(tokenizer)}))
     )
     run = Run.create(load_config(config))
-    load_stage_module("prepare").run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
+    load_stage_module(run, "prepare").run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     for task in (2, 0, 1):  # the order of the array tasks does not matter
-        load_stage_module("shard").run_stage(run, make_rank_info(task, 3, 3), {}, PassiveStopFlag())
-    assert load_stage_module("shard").describe_missing_outputs(run) is None
+        load_stage_module(run, "shard").run_stage(run, make_rank_info(task, 3, 3), {}, PassiveStopFlag())
+    assert load_stage_module(run, "shard").describe_missing_outputs(run) is None
     return run
 
 
@@ -74,8 +74,8 @@ def test_each_source_has_shards_and_one_manifest_lists_all(trained_run: Run) -> 
     assert manifest.documents == web.documents + code.documents == 300 + 80
     assert {Path(entry.file).parts[0] for entry in web.train} == {"shards"}
     assert manifest.train[-1].file.endswith("m.bin") and manifest.train[0].file.startswith("web/shards/")
-    assert load_stage_module("prepare").describe_missing_outputs(trained_run) is None
-    assert load_stage_module("shard").progress(trained_run).completed
+    assert load_stage_module(trained_run, "prepare").describe_missing_outputs(trained_run) is None
+    assert load_stage_module(trained_run, "shard").progress(trained_run).completed
 
 
 def test_a_resume_from_an_older_checkpoint_gives_the_same_result(trained_run: Run) -> None:
@@ -144,7 +144,7 @@ def test_a_changed_or_missing_token_file_is_an_error_and_is_not_moved(trained_ru
     (tmp_path / "m.bin").unlink()
     with pytest.raises(AssertionError, match=r"m\.bin is missing"):
         train(run, 1)
-    assert "m.bin is missing" in (load_stage_module("shard").describe_missing_outputs(run) or "")
+    assert "m.bin is missing" in (load_stage_module(run, "shard").describe_missing_outputs(run) or "")
     content[20] ^= 1  # flip it back
     (tmp_path / "m.bin").write_bytes(content)
     assert train(run, 1) == [ExitCode.DONE] and sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.idx"]

@@ -59,11 +59,11 @@ def test_a_last_step_with_learning_rate_0_is_noted_before_the_first_step(tmp_pat
 def test_the_description_of_a_completed_train_stage_has_tokens_and_epochs(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_metrics(run, 29, 30)
-    assert load_stage_module("train").progress(run).description == "29/30 steps, loss 2.5000"
+    assert load_stage_module(run, "train").progress(run).description == "29/30 steps, loss 2.5000"
     write_metrics(run, 30, 30)
     samples = load_manifest(run.data_dir).count_training_samples(32)
     # 30 steps of 8 samples of 32 tokens
     expected = f"30/30 steps, loss 2.5000, 7,680 tokens, {30 * 8 / samples:.3g} epochs"
-    assert load_stage_module("train").progress(run).description == expected
+    assert load_stage_module(run, "train").progress(run).description == expected
     (run.data_dir / "manifest.json").unlink()
-    assert load_stage_module("train").progress(run).description == "30/30 steps, loss 2.5000"
+    assert load_stage_module(run, "train").progress(run).description == "30/30 steps, loss 2.5000"

@@ -335,7 +335,7 @@ def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path
     assert steps is not None and 100 * (steps - 1) < 2 * sample_count < 100 * steps, (
         "the number of steps must be rounded up"
     )
-    assert load_stage_module("train").progress(run).description == f"0/{steps} steps"
+    assert load_stage_module(run, "train").progress(run).description == f"0/{steps} steps"
     assert set(run_ranks(1, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     run_of_steps = create_run(tmp_path, "steps", data, *TWO_EPOCHS, "train.epochs=null", f"train.steps={steps}")
     assert set(run_ranks(1, run_stage_on_rank, run_of_steps.path, "train")) == {ExitCode.DONE}
@@ -347,15 +347,15 @@ def test_a_run_of_epochs_equals_a_run_of_the_same_number_of_steps(tmp_path: Path
     }.items():
         with pytest.raises(UserError, match=expected_text):
             run.apply_overrides([invalid_override])
-    assert load_stage_module("train").describe_missing_outputs(run) is None
+    assert load_stage_module(run, "train").describe_missing_outputs(run) is None
     run.apply_overrides(["train.epochs=3"])
     steps_of_three_epochs = -(-3 * sample_count // 100)  # rounded up
-    assert f"of {steps_of_three_epochs}" in (load_stage_module("train").describe_missing_outputs(run) or "")
+    assert f"of {steps_of_three_epochs}" in (load_stage_module(run, "train").describe_missing_outputs(run) or "")
 
 
 def test_the_number_of_steps_is_unknown_before_the_data_is_sharded(tmp_path: Path) -> None:
     empty_data_dir = tmp_path / "none"
     empty_data_dir.mkdir()
     run = make_run(tmp_path, "unsharded", TWO_EPOCHS, empty_data_dir)
-    assert load_stage_module("train").progress(run).description == "2 epochs (steps known after shard)"
-    assert "unknown" in (load_stage_module("train").describe_missing_outputs(run) or "")
+    assert load_stage_module(run, "train").progress(run).description == "2 epochs (steps known after shard)"
+    assert "unknown" in (load_stage_module(run, "train").describe_missing_outputs(run) or "")

@@ -144,7 +144,7 @@ def test_stages_that_are_done_and_clusters_with_cloud_nodes_are_not_checked(
     with raises_error("slurm.unsatisfiable_request", "prepare", "partition low", "8 CPUs"):
         check_capacity(run)
     for stage in ("prepare", "shard"):
-        monkeypatch.setattr(load_stage_module(stage), "describe_missing_outputs", lambda run: None)
+        monkeypatch.setattr(load_stage_module(run, stage), "describe_missing_outputs", lambda run: None)
     check_capacity(run)
     run = Run.create(make_config(tmp_path, "run.name=other", "site.partition=low", "site.cpus_per_task=8"))
     with raises_error("slurm.unsatisfiable_request", "train"):

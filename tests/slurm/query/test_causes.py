@@ -137,10 +137,10 @@ def test_the_reason_against_a_retry_names_the_missing_progress() -> None:
     assert explain_no_retry(StageState(), ExitCode.PREEMPTED, has_progress=False, limits=limits) is None
     state = read_stage_state([make_event("started")])
     reason = explain_no_retry(state, ExitCode.TIME_LIMIT, has_progress=False, limits=limits) or ""
-    assert "no new checkpoint" in reason and "stages.train.time" in reason
+    assert "nothing new" in reason and "stages.train.time" in reason
     state = read_stage_state([make_event("started", "publish")])
     reason = explain_no_retry(state, ExitCode.CRASHED, has_progress=False, limits=limits) or ""
-    assert "nothing new" in reason and "checkpoint" not in reason
+    assert "nothing new" in reason and "stages." not in reason
 
 
 SAMPLE_MESSAGES = {
