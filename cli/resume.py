@@ -67,6 +67,7 @@ def resume(
         reset_for_resume(run, replaces_jobs=replaces_jobs)
         if update_code:
             run.copy_code()
+            run.copy_working_dir()
             run.append_event(CodeUpdated(commit=run.commit))
     # outside the `with` block, because `start_run` takes the lock again
     start_run(run, chosen_executor, is_resumed=True)

@@ -178,7 +178,7 @@ def list_warnings(run: Run, executor: Executor) -> Iterator[str]:
     yield from filter(None, (describe_exposed_setup(run.config), describe_replacement_risk(run.path)))
     yield from stages.list_resume_notes(run)
     yield from run.code_notes
-    if stages.load_stage_module(run, "train").describe_missing_outputs(run):
+    if run.config.has_pipeline and stages.load_stage_module(run, "train").describe_missing_outputs(run):
         yield from memory_warnings(run.config, executor)
     if executor == "slurm":
         yield from _warn_of_short_time_limits(run)
@@ -211,6 +211,8 @@ def _warn_of_short_time_limits(run: Run) -> Iterator[str]:
 
 def describe_inputs(run: Run) -> Iterator[str]:
     """Yield a line with the number and total size of the input files; nothing if the files cannot be listed here."""
+    if not run.config.has_pipeline:
+        return
     from data_prep.prepare import open_data_folder
 
     try:
@@ -224,6 +226,8 @@ def describe_inputs(run: Run) -> Iterator[str]:
 
 def note_oversubscription(config: Config) -> Iterator[str]:
     """Yield a note if the threads of the train stage outnumber the CPU cores of this machine."""
+    if not config.has_pipeline:
+        return
     ranks = config.stages.train.ranks
     threads = config.train.threads
     cores = len(os.sched_getaffinity(0))
@@ -266,7 +270,7 @@ def print_plan(
     Raises:
         UserError: if a script cannot be written, or `machine` is unknown.
     """
-    verdicts = check_memory(config, executor, machine)
+    verdicts = check_memory(config, executor, machine) if config.has_pipeline else []
     warning = describe_exposed_setup(config)
     config = Config.model_validate(mask_secrets(config.model_dump(mode="json")))
     run = Run(config.run.root / config.run.name)
@@ -297,7 +301,7 @@ def print_plan(
         *_describe_jobs(config, executor, jobs),
         *(f"memory    {verdict.kind}: {verdict.message}" for verdict in verdicts if verdict.fits),
         *([f"done      {', '.join(done_stages)}"] if done_stages else []),
-        *_describe_training(config, run),
+        *(_describe_training(config, run) if config.has_pipeline else _describe_commands(config)),
         *(
             line if line.startswith("point ") else f"          {line} points"  # the last line may be `and N more`
             for line in limit_lines(point_lines, _MAX_POINTS_SHOWN)
@@ -424,6 +428,13 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
     yield f"model     {architecture}, {train.precision}"
     yield f"training  {format_training_length(config, run.data_dir)} of {train.global_batch} {unit}: {split}"
     yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
+
+
+def _describe_commands(config: Config) -> Iterator[str]:
+    """Yield a line with the command of each stage that has one."""
+    for name, definition in config.active_stages.items():
+        if definition.command is not None:
+            yield f"{name:9} {definition.command.command}"
 
 
 def describe_stages(

@@ -266,8 +266,11 @@ def _summarize(
         points: for a sweep, the header of the table of points and the row of the best point; otherwise empty.
     """
     model = run.config.model
-    train = stages.load_stage_module(run, "train")
+    stage = run.config.metrics_stage
+    train = stages.load_stage_module(run, stage)
     descriptions = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
+    if not run.config.has_pipeline:
+        descriptions = [run.config.stages.commands[stage].command]
     if run.config.sweep is None:
         progress = train.progress(run).description
         descriptions.append(progress)
@@ -275,10 +278,11 @@ def _summarize(
             descriptions += [f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:]]
     else:
         descriptions.append(f"a sweep of {len(run.config.sweep.points())} points")
-    with suppress(UserError, OSError):
-        descriptions.append(resolve_layout(run.config).describe_sizes())
+    if run.config.has_pipeline:
+        with suppress(UserError, OSError):
+            descriptions.append(resolve_layout(run.config).describe_sizes())
     result = read_newest_result(run)
-    quality = format_result(result) if result else "not evaluated yet"
+    quality = format_result(result) if result else "not evaluated yet" * run.config.has_pipeline
     if len(points) > 1:
         best_point = zip(points[0], points[1], strict=True)
         quality = "best point: " + ", ".join(f"{name} {cell}" for name, cell in best_point)
@@ -295,7 +299,7 @@ def _summarize(
     energy = f"{sum(energies):.3g} kWh of GPUs; " if energies else ""
     begin = min((a.start_time for a in attempts), default=0.0)
     duration = format_duration(max((a.end_time for a in attempts), default=0.0) - begin)
-    hosts = ", ".join(sorted({event.host for event in run.read_events("train", Started) if event.host}))
+    hosts = ", ".join(sorted({event.host for event in run.read_events(stage, Started) if event.host}))
     unfinished = [f"{status.stage} {status.state}" for status in statuses if status.state != "done"]
     return {
         "trained": ", ".join(descriptions),
@@ -328,20 +332,22 @@ def _describe_training(
         describe_goodput: as in :func:`print_report`.
     """
     if run.config.sweep is None:
-        lost_steps = sum(len(event.steps) for event in run.read_events("train", LostWork))
-        progress = stages.load_stage_module(run, "train").progress(run)
-        yield f"training: {progress.description}; {lost_steps} steps were lost and repeated"
+        stage = run.config.metrics_stage
+        lost_steps = sum(len(event.steps) for event in run.read_events(stage, LostWork))
+        progress = stages.load_stage_module(run, stage).progress(run)
+        heading = "training" if run.config.has_pipeline else stage
+        yield f"{heading}: {progress.description}; {lost_steps} steps were lost and repeated"
     if train_attempts:
         time_ratio, forward_progress = compute_ratios(sum_categories(train_attempts))
         yield (
             f"effective training time ratio {time_ratio:.3f}, forward progress {forward_progress:.3f} "
             "(arXiv 2410.21680)"
         )
-        if run.config.sweep is None and describe_goodput is not None:
+        if run.config.sweep is None and run.config.has_pipeline and describe_goodput is not None:
             goodput = describe_goodput(run.config, run.read_events("train"), data.steps.rows, train_attempts)
             if goodput is not None:
                 yield goodput
-    if run.config.sweep is None:
+    if run.config.sweep is None and run.config.has_pipeline:
         yield describe_result(run)
     if compute_times := data.steps.values("profile.compute"):
         parts = {name: fmean(data.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
@@ -519,7 +525,7 @@ def draw_training(run: Run, steps: LineHistory) -> list[str]:
 
     Vertical lines mark steps at which an attempt resumed from a checkpoint.
     """
-    marks = [event.step for event in run.read_events("train", Restored)]
+    marks = [event.step for event in run.read_events(run.config.metrics_stage, Restored)]
     unit, loss_unit = ("tokens", "nats per token") if "samples_per_s" not in steps.names else ("samples", "loss")
 
     def draw_over_steps(heading: str, y: str, names: Mapping[str, str], *, log: str = "") -> str:
@@ -695,7 +701,7 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
     poller = StatusPoller(run)
     statuses = poller.poll()
     data = read_report_data(run, statuses)
-    train_attempts = [a for a in data.attempts if a.stage == "train"]
+    train_attempts = [a for a in data.attempts if a.stage == run.config.metrics_stage]
     attempts_table = _attempts_table(run, data.attempts)
     causes_table = _causes_table(train_attempts) if len(train_attempts) > 1 else []
     points_table = tabulate_points(run, poller.point_statuses)

@@ -106,7 +106,7 @@ class RunReader:
             }
             self._offset = 0  # the line of this step may have been read already, and is read again
         parsed_event = parse_event(event)
-        if parsed_event is None or parsed_event.stage != "train":
+        if parsed_event is None or parsed_event.stage != self.run.config.metrics_stage:
             return
         self._training = self._training.advance(parsed_event)
         if isinstance(parsed_event, Started):

@@ -146,7 +146,8 @@ class Wandb(Tracker):
         """If the train stage is done, log the pending evaluations after the last step, because no step will follow."""
         if (
             self._pending_evaluations
-            and stages.load_stage_module(self.run, "train").describe_missing_outputs(self.run) is None
+            and stages.load_stage_module(self.run, self.run.config.metrics_stage).describe_missing_outputs(self.run)
+            is None
         ):
             for values in self._pending_evaluations:
                 self._last_step += 1

@@ -30,7 +30,14 @@ from pipeline.base.yaml12 import LocatedKey, dump_yaml, format_value, parse_yaml
 from pipeline.config.datasets import CHAT_TEMPLATES
 from pipeline.config.hugging_face import fill_from_folder
 from pipeline.config.masking import mask_secrets, mask_unknown_key
-from pipeline.config.schema import KeyPath, describe_allowed, describe_replacements, list_section_keys, suggest_keys
+from pipeline.config.schema import (
+    KeyPath,
+    describe_allowed,
+    describe_replacements,
+    find_similar_key,
+    list_section_keys,
+    suggest_keys,
+)
 from pipeline.config.sections import (
     RENAMED_KEYS,
     Config,
@@ -117,7 +124,7 @@ def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
         path: the `config.yaml` of the run, for messages.
         values: the values, including metadata.
     """
-    return parse_config(_make_paths_absolute(merge_values(OLDER_DEFAULTS, values)), str(path))
+    return parse_config(_make_paths_absolute(add_older_defaults(values)), str(path))
 
 
 def _read_run_values(path: Path) -> dict[str, Any]:
@@ -164,7 +171,13 @@ def find_older_defaults(path: Path) -> dict[str, dict[str, Any]]:
     return {
         section: {key: value for key, value in keys.items() if key not in (existing.get(section) or {})}
         for section, keys in OLDER_DEFAULTS.items()
+        if "train" in existing
     }
+
+
+def add_older_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of an existing run with the entries of OLDER_DEFAULTS for keys that they do not contain."""
+    return merge_values(OLDER_DEFAULTS, values) if "train" in values else dict(values)
 
 
 def load_site(path: Path | None) -> SiteConfig:
@@ -206,8 +219,11 @@ def parse_config(values: Mapping[str, Any], where: str, checks_sizes: bool = Tru
             raise _make_config_error(errors, values, where)
         if config.model.target is not None:
             check_unused_keys(metadata.model, set(), "with model.target, use options")
-        check_layout(config, checks_sizes)
-        if config.train.steps is not None:  # with train.epochs, the number of steps is known only after shard
+        if config.has_pipeline:
+            check_layout(config, checks_sizes)
+        if (
+            config.has_pipeline and config.train.steps is not None
+        ):  # with train.epochs, the number of steps is known only after shard
             check_warmup(config, config.train.steps)
     except ConfigError:
         raise
@@ -456,7 +472,8 @@ def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any
 def dump_values(config: Config) -> dict[str, Any]:
     """Return all values and the metadata of a config as plain YAML values. `parse_config` returns the same config."""
     values = config.model_dump(mode="json")
-    values["model"] |= config.metadata.model.model_dump(mode="json")
+    if config.has_pipeline:
+        values["model"] |= config.metadata.model.model_dump(mode="json")
     if values["sweep"] is not None:
         values["sweep"]["sources"] = config.metadata.sweep.sources
     return values
@@ -480,8 +497,10 @@ def _split_metadata(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         section = values.get(name)
         keys = getattr(field.annotation, "model_fields", {})
         if isinstance(section, Mapping):
-            config_values[name] = {key: value for key, value in section.items() if key not in keys}
             metadata[name] = {key: value for key, value in section.items() if key in keys}
+            config_values[name] = {key: value for key, value in section.items() if key not in keys}
+            if metadata[name] and not config_values[name]:
+                del config_values[name]  # The config itself does not have this section.
     return config_values, metadata
 
 
@@ -658,6 +677,13 @@ def _describe_problem(error: ErrorDetails, value: Any, where: str) -> tuple[KeyP
         value = value[name]
     error_type = error["type"]
     message = error["msg"].removeprefix("Value error, ")
+    is_stage = len(path) == 2 and path[0] == "stages" and error_type in ("missing", "model_type")
+    if is_stage and (similar := find_similar_key(path)) not in (None, path[-1]):
+        key = format_key_path(path)
+        line = (
+            f"{where}: {key}: there is no such stage; did you mean {similar}? A stage of your own has a key `command`"
+        )
+        return path, ConfigProblem("config.unknown_key", line, key, None, where)
     if error_type == "missing":
         path = (*path, error["loc"][-1])
         key = format_key_path(path)

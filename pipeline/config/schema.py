@@ -83,7 +83,8 @@ def describe_allowed(path: KeyPath) -> str:
 
 def list_section_keys(path: KeyPath) -> list[str]:
     """Return the keys of the section at a key path."""
-    return [key for node in _find_schemas(path, _config_schema()) for key in node.get("properties", {})]
+    keys = (key for node in _find_schemas(path, _config_schema()) for key in node.get("properties", {}))
+    return list(dict.fromkeys(keys))
 
 
 def suggest_keys(path: KeyPath) -> list[str]:
@@ -127,6 +128,15 @@ def describe_replacements(path: KeyPath, value: Any) -> list[str]:
     return hints + [f"{key}: {inner.describe()}" for key, inner in find_inner_counterparts(path, value)]
 
 
+def find_similar_key(path: KeyPath) -> str | None:
+    """Return the key of a section that the user may have meant by another name at a key path; None if none is similar.
+
+    Use this function for sections in which any name is allowed, such as `stages`.
+    """
+    keys = list_section_keys(path[:-1])
+    return next(iter(difflib.get_close_matches(str(path[-1]), keys, n=1, cutoff=0.6)), None)
+
+
 @cache
 def list_keys(path: KeyPath) -> list[str]:
     """Return all keys below a key path, as dotted keys from the root of the config."""
@@ -143,9 +153,10 @@ def _list_branches(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[st
     """
     if "$ref" in node:
         node = schema["$defs"][node["$ref"].rpartition("/")[2]]
-    if "anyOf" not in node:
+    alternatives = node.get("anyOf") or node.get("oneOf")
+    if alternatives is None:
         return [node]
-    return [branch for alternative in node["anyOf"] for branch in _list_branches(alternative, schema)]
+    return [branch for alternative in alternatives for branch in _list_branches(alternative, schema)]
 
 
 def _find_schemas(path: KeyPath, schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -453,8 +464,12 @@ def _list_rows(key: str, field: FieldInfo, key_by_section: dict[type[Section], s
     """
     for section, suffix in list_inner_sections(field.annotation):
         key_by_section[section] = f"{key}{suffix}"
-        for name, inner in section.model_fields.items():
-            inner_key = f"{key}{suffix}.{inner.alias or name}"
+        inner_fields = {f"{key}{suffix}.{inner.alias or name}": inner for name, inner in section.model_fields.items()}
+        if section.other_keys is not None:
+            inner_fields |= {
+                f"{key}{suffix}.*.{name}": inner for name, inner in section.other_keys.model_fields.items()
+            }
+        for inner_key, inner in inner_fields.items():
             meaning = inner.description or ""
             inner_sections = [inner_section for inner_section, _ in list_inner_sections(inner.annotation)]
             same_keys = [key_by_section[inner_class] for inner_class in inner_sections if inner_class in key_by_section]

@@ -20,13 +20,21 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, PositiveInt, PrivateAttr, model_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from pipeline.config.site import SiteConfig
-from pipeline.config.stages import STAGES, Stage, StagesConfig
+from pipeline.config.stages import COMMAND_TAG, STAGES, Stage, StagesConfig, find_placeholders
 from pipeline.config.types import (
     FilePath,
     Fraction,
@@ -827,8 +835,9 @@ class Config(Section):
     """The sizes and the initial weights of the model, or a custom model."""
     parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
     """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
-    train: Annotated[TrainConfig, Policy.SWEEPABLE]
-    """Length, batch sizes, precision and evaluations of training."""
+    train: Annotated[TrainConfig, Policy.SWEEPABLE] = TrainConfig(steps=1)
+    """Length, batch sizes, precision and evaluations of training. A config without this section has only the stages
+    with a command."""
     optimizer: Annotated[OptimizerConfig, Policy.SWEEPABLE] = OptimizerConfig()
     """The optimizer and its learning rate."""
     checkpoint: Annotated[CheckpointConfig, Policy.CHANGEABLE, Policy.SWEEPABLE] = CheckpointConfig()
@@ -841,6 +850,10 @@ class Config(Section):
     """Settings of the cluster, for all stages."""
     stages: Annotated[StagesConfig, Policy.CHANGEABLE] = StagesConfig()
     """Resources of each stage."""
+    parameters: Annotated[dict[str, str | int | float | bool], Policy.CHANGEABLE, Policy.SWEEPABLE] = Field(
+        default_factory=dict
+    )
+    """Values for the placeholders `{NAME}` in the commands of stages."""
     sweep: SweepConfig | None = None
     """Several training runs that differ in a few values; null: one run."""
     publish: Annotated[PublishConfig | None, Policy.CHANGEABLE] = None
@@ -871,19 +884,54 @@ class Config(Section):
     @property
     def active_stages(self) -> dict[str, Stage]:
         """The stages of this config, in the order of the chain: name → stage."""
-        return {name: stage for name, stage in STAGES.items() if stage.section is None or getattr(self, stage.section)}
+        return self.stages.list_stages(
+            {
+                name: stage
+                for name, stage in STAGES.items()
+                if self.has_pipeline and getattr(self, stage.section) and name not in self.stages.commands
+            }
+        )
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the config has the stages of the pipeline, and not only stages with a command."""
+        return "train" in self.model_fields_set
+
+    @model_serializer(mode="wrap")
+    def _omit_unused_sections(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the values without the sections that only the stages of the pipeline use, if it has none of them."""
+        values = serialize(self)
+        if self.has_pipeline:
+            return dict(values)
+        values = {key: value for key, value in values.items() if key not in (*_PIPELINE_SECTIONS, "train")}
+        if "stages" in values:
+            values["stages"] = {name: values["stages"][name] for name in self.stages.commands}
+        return values
+
+    @property
+    def metrics_stage(self) -> str:
+        """The stage whose steps metrics.jsonl contains."""
+        return next(name for name, stage in self.active_stages.items() if stage.records_metrics)
 
     def get_stage(self, name: str) -> Stage:
-        """Return the properties of a stage of this config, also of a stage that is not active.
+        """Return the properties of a stage of this config.
 
         Raises:
             UserError: if there is no such stage.
         """
-        if name not in STAGES:
+        active_stages = self.active_stages
+        if name not in active_stages:
             raise UserError(
                 "cli.unknown_stage", f"{name}: no such stage; choose one of {', '.join(self.active_stages)}"
             )
-        return STAGES[name]
+        return active_stages[name]
+
+    def uses_mpi(self, stage: str) -> bool:
+        """Whether `mpirun` or `srun --mpi` starts the processes of a stage."""
+        definition = self.get_stage(stage)
+        if definition.command is not None:
+            return definition.command.mpi
+        return definition.is_distributed and self.parallel.backend == "mpi"
 
     def resolve_site(self, stage: str) -> SiteConfig:
         """Return the site for the jobs of a stage: `site`, overridden by `site.data_jobs` and the keys of the stage.
@@ -900,12 +948,56 @@ class Config(Section):
         return self.site.model_copy(update=resources.override(values))
 
 
+_PIPELINE_SECTIONS = ("data", "model", "parallel", "optimizer", "checkpoint", "evaluate", "publish")
+"""The sections that only the stages of the pipeline use, in addition to `train`."""
+
+
+def _find_stage_conflicts(config: Config) -> Iterator[str]:
+    """Yield a message for each conflict that concerns the stages."""
+    commands = config.stages.commands
+    if not config.has_pipeline:
+        if not commands:
+            yield "the section train is missing: set train.steps; or, to run commands, set stages.NAME.command"
+        for section in sorted(config.model_fields_set.intersection(_PIPELINE_SECTIONS)):
+            yield f"{section} has no effect without the section train: remove it, or set train.steps"
+        for name in sorted(config.stages.model_fields_set.difference(commands)):
+            if commands:
+                yield f"stages.{name} has no effect: set stages.{name}.command, or train.steps"
+    elif replaced := sorted(commands.keys() & STAGES.keys()):
+        yield (
+            f"stages.{replaced[0]}.command: with the section train, {replaced[0]} is a stage of Sluice: give the "
+            "command another name, or remove train"
+        )
+    known = {*commands, *(STAGES if config.has_pipeline else ())}
+    for name in sorted(known):
+        if unknown := sorted({*config.stages.get_resources(name).needs} - known):
+            yield f"stages.{name}.needs: there is no stage {unknown[0]}; the stages are {', '.join(sorted(known))}"
+            return
+    if stages_in_cycle := sorted({*commands} - config.active_stages.keys()):
+        yield f"stages.needs: {', '.join(stages_in_cycle)} wait for each other: remove one of their needs"
+        return
+    for name, command_stage in commands.items():
+        if unknown := [key for key in find_placeholders(command_stage.command) if key not in config.parameters]:
+            yield (
+                f"stages.{name}.command: there is no parameter {unknown[0]}: set parameters.{unknown[0]}, or write "
+                f"{{{{{unknown[0]}}} for braces of the shell"
+            )
+    for name in config.active_stages:
+        has_agents = config.recovery.in_place and not config.uses_mpi(name)
+        if config.stages.get_resources(name).spare_nodes and not has_agents:
+            yield (
+                f"stages.{name}.nodes.spares needs node agents: remove it, or set recovery.in_place true and use a "
+                "parallel.backend other than mpi"
+            )
+
+
 def _find_conflicts(config: Config) -> Iterator[str]:
     """Yield a message for each conflict between keys of different sections.
 
     Raises ValueError if a key of `data` is set that has no effect with a custom model. pipeline/parallel/mesh.py
     checks conflicts that concern the layout.
     """
+    yield from _find_stage_conflicts(config)
     data = config.data
     model = config.model
     optimizer = config.optimizer
@@ -936,14 +1028,6 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target"
     if config.publish is not None and config.sweep is not None:
         yield "publish is for one run, not for a sweep: remove it, and `export` the best sweep point"
-    for name in STAGES:
-        if config.stages.get_resources(name).spare_nodes and (
-            config.parallel.backend == "mpi" or not config.recovery.in_place
-        ):
-            yield (
-                f"stages.{name}.nodes.spares needs node agents: remove it, or set recovery.in_place true and use a "
-                "parallel.backend other than mpi"
-            )
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
 
@@ -961,6 +1045,8 @@ def walk_fields(section: type[Section] = Config, prefix: str = "") -> Iterator[t
         yield key, field
         for inner_section, suffix in list_inner_sections(field.annotation):
             yield from walk_fields(inner_section, f"{key}{suffix}.")
+    if section.other_keys is not None:
+        yield from walk_fields(section.other_keys, f"{prefix}*.")
 
 
 def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
@@ -974,6 +1060,8 @@ def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
     inner_types = get_args(annotation)
     if get_origin(annotation) is Annotated:
         inner_types = inner_types[:1]
+        if Tag(COMMAND_TAG) in get_args(annotation)[1:]:
+            return  # The keys of such a section are listed once, under the name `*`.
     suffix = ".*" if get_origin(annotation) in (dict, list) else ""
     for inner_type in inner_types:
         for section, inner_suffix in list_inner_sections(inner_type):

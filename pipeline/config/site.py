@@ -115,8 +115,8 @@ class JobRequest(Request):
 
     @model_serializer(mode="wrap")
     def _omit_unset_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the values without null and {}. Otherwise, config.yaml would contain many nulls for each stage."""
-        return {key: value for key, value in serialize(self).items() if value is not None and value != {}}
+        """Return the values without null, {} and []. Otherwise, config.yaml would contain many nulls for each stage."""
+        return {key: value for key, value in serialize(self).items() if value not in (None, {}, [])}
 
     def override(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """Return `base` with the values that are set in this section. The `sbatch` options of both are merged."""

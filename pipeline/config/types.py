@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 # plugins of pydantic could change how a config is read, and would slow down the start
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -113,6 +113,8 @@ class SecretReference:
 class Section(BaseModel):
     """The base class of all sections. Unknown keys are errors, and the values of a section cannot be changed."""
 
+    other_keys: ClassVar[type[Section] | None] = None
+    """The class of the values of keys that are not fields; None if such keys are errors."""
     # Parsing the source for docstrings takes as long as reading a config, and only the command `schema` needs them.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings="SLUICE_DOCSTRINGS" in os.environ)
 

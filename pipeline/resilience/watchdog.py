@@ -5,9 +5,8 @@ writes the phase and the stacks of all threads to `jobs/STAGE/hang-rank-N.json`,
 the other ranks wait for this rank in a collective, so their watchdogs do the same. The supervisor then finds the rank
 that caused the hang: it wrote no report, or is in an earlier phase than the others (slurm/supervise/attempt_end.py).
 
-Start-up and saves have their own time limits (`recovery.start_s`, `recovery.save_s`). The limit of any other phase is
-`recovery.hang_s`. By default it is 20 times the longest recent step, at least `MIN_LIMIT_S`, and at most `MAX_LIMIT_S`,
-which is below the time-out of a collective. If Slurm suspends the process, the time of the suspension does not count.
+Start-up and saves have their own time limits (`recovery.start_s`, `recovery.save_s`). pipeline/resilience/step_limit.py
+has the limit of any other phase. If Slurm suspends the process, the time of the suspension does not count.
 """
 
 from __future__ import annotations
@@ -29,16 +28,11 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import write_json
 from pipeline.base.signals import StopFlag
 from pipeline.mpi.work import RECENT_COLLECTIVES
+from pipeline.resilience.step_limit import StepLimit
 from pipeline.run.directory import Run
 from pipeline.run.failure import write_error_report
 from pipeline.train.callback import Callback, TrainerContext
 
-MIN_LIMIT_S = 300.0
-"""Minimum of the default limit of a phase."""
-MAX_LIMIT_S = 6000.0
-"""Maximum of the default limit of a phase."""
-LIMIT_IN_STEPS = 20.0
-"""The default limit of a phase, as a multiple of the longest recent step."""
 SUSPENSION_S = 1.0
 """If the thread wakes up more than this time late, its process was suspended (`scontrol suspend`)."""
 EXIT_DELAY_S = 3.0
@@ -73,10 +67,7 @@ class Watchdog(Callback):
         self.flag = flag
         self.limits = run.config.recovery
         self.report_file = run.stage_dir(stage) / f"hang-rank-{rank_info.rank}.json"
-        self._longest_step_s = 0.0
-        """Duration of the longest recent step in seconds."""
-        self._step_count = 0
-        """Number of steps in this attempt so far."""
+        self._step_limit = StepLimit(self.limits.hang_s)
         # The step, the number of the phase within the step, the name of the phase, and its start time. Two threads use
         # these values, so the values are in one tuple, which is always replaced and read as a unit.
         self._phase = (0, 0, "start", time.monotonic())
@@ -99,13 +90,8 @@ class Watchdog(Callback):
         self.enter_phase(step, phase)
 
     def record_step(self, seconds: float) -> None:
-        """Adapt the limit of phases to the duration of a step.
-
-        Each step reduces the previous maximum by 5 %. The second step of an attempt replaces the duration of the first
-        step, because the first step may include the time of torch.compile.
-        """
-        self._longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.95 * self._longest_step_s)
-        self._step_count += 1
+        """Adapt the limit of phases to the duration of a step."""
+        self._step_limit.record_step(seconds)
 
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Adapt the limit of phases to the duration of the step."""
@@ -123,7 +109,7 @@ class Watchdog(Callback):
             return self.limits.start_s
         if phase == "save":
             return self.limits.save_s
-        return self.limits.hang_s or min(MAX_LIMIT_S, max(MIN_LIMIT_S, LIMIT_IN_STEPS * self._longest_step_s))
+        return self._step_limit.get_s()
 
     def _watch(self) -> None:
         """Check the current phase about once per second. If it exceeds its limit, write reports and exit."""
@@ -148,7 +134,7 @@ class Watchdog(Callback):
                 report_thread = threading.Thread(target=self._report, args=arguments, daemon=True)
                 report_thread.start()
                 report_thread.join(REPORT_TIMEOUT_S)  # If the file system hangs as well, exit without a report.
-                time.sleep(EXIT_DELAY_S + self._longest_step_s)
+                time.sleep(EXIT_DELAY_S + self._step_limit.longest_step_s)
                 os._exit(ExitCode.HANG)
 
     def _report(self, step: int, phase_number: int, phase: str, seconds: float) -> None:

@@ -33,7 +33,18 @@ IMPORT_TIMEOUT_S = 300
 """How long a child process may take. Importing torch is slow if the file system has not cached its files."""
 MAX_BUILT_MODELS = 100
 """Maximum number of models of a sweep that `try_code` builds. A build takes milliseconds, for a large model seconds."""
-_COPIED_NAMES = ("submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "pipeline", "data_prep")
+_COPIED_NAMES = (
+    "submit.py",
+    "setup.py",
+    "setup.cfg",
+    "cli",
+    "slurm",
+    "tracking",
+    "planning",
+    "pipeline",
+    "data_prep",
+    "client",
+)
 """Files and directories of `CODE_ROOT` that are copied."""
 _CALL_PROGRAM = r"""
 import importlib, sys

@@ -5,6 +5,7 @@
       run.json         metadata computed when the run is made, such as hashes of the initial weights
       changes.jsonl    changes of the config by `resume RUN key=value` or by submitting a corrected config
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
+      work/            the working directory of stages with a command, copied when the run is made
       jobs/STAGE/      logs by rank, submitit's files, error reports, the lock of the running attempt
       data/            tokenizer, work units, shards, manifest.json, rejected.jsonl
       checkpoints/     step-00000100/ …
@@ -28,6 +29,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -55,7 +57,7 @@ from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.masking import mask_secrets
 from pipeline.config.read import (
     METADATA_FILE,
-    OLDER_DEFAULTS,
+    add_older_defaults,
     apply_overrides,
     dump_config,
     dump_metadata,
@@ -76,6 +78,7 @@ from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
 from pipeline.run.events import Changed, Created, Event, Started, parse_event, utc_timestamp
+from pipeline.run.work_dir import check_working_dir, copy_working_dir
 
 E = TypeVar("E", bound=Event)
 _UMASK = {"private": 0o077, "group": 0o027, "all": 0o022}
@@ -113,6 +116,7 @@ class Run:
         self.path = Path(os.path.realpath(path))
         self.code_dir = self.path / "code"
         self.jobs_dir = self.path / "jobs"
+        self.work_dir = self.path / "work"
         self.data_dir = self.path / "data"
         self.checkpoints_dir = self.path / "checkpoints"
         self.evaluation_dir = self.path / "evaluation"
@@ -170,6 +174,8 @@ class Run:
         if existing_parent == run.path:
             run.check_owner()
         resolve_user_model(config, _source_folders())  # raises UserError if the model cannot be used
+        if config.stages.commands:
+            check_working_dir(Path.cwd(), [config.run.root])
         return run
 
     @classmethod
@@ -207,6 +213,7 @@ class Run:
                 folder.mkdir(exist_ok=True)
             run._config = config
             run.copy_code()
+            run.copy_working_dir()
             write_json(run.metadata_file, dump_metadata(config))
             write_atomic(run.config_file, dump_config(config))
             run.append_event(Created(config=str(run.config_file)))
@@ -277,7 +284,7 @@ class Run:
             values = dump_values(load_run_config(self.config_file))
             for change in lines.read_required_lines(self.changes_file, changes.is_config_change):
                 if "submitted" in change:  # a corrected config replaces all values
-                    values = merge_values(OLDER_DEFAULTS, use_new_names(change["submitted"]))
+                    values = add_older_defaults(use_new_names(change["submitted"]))
                 else:
                     values = merge_values(values, use_new_names(change["set"]))
             source = str(self.config_file)
@@ -404,7 +411,7 @@ class Run:
             if line.get("submitted")
         ]
         if submitted:
-            last_values = merge_values(OLDER_DEFAULTS, use_new_names(submitted[-1]))
+            last_values = add_older_defaults(use_new_names(submitted[-1]))
             last_submitted = parse_config(last_values, str(self.changes_file))
         else:
             last_submitted = load_run_config(self.config_file)
@@ -636,6 +643,17 @@ class Run:
             self.path, resolve_user_model(config, _source_folders()), config.run.root.name, _UMASK[config.run.sharing]
         )
 
+    def copy_working_dir(self) -> None:
+        """Copy the working directory of this process into `work/`, if a stage runs a command.
+
+        Raises:
+            UserError: if the directory has too many files, or they are too large.
+            OSError: if the copy cannot be written (see `find_storage_error`).
+        """
+        if self.config.stages.commands:
+            root = self.config.run.root
+            copy_working_dir(Path.cwd(), self.work_dir, [root, self.path], _UMASK[self.config.run.sharing])
+
     @property
     def commit(self) -> str | None:
         """The git commit of the run's code, with `+` if there were uncommitted changes; None if git has no commit."""
@@ -675,6 +693,8 @@ def create_points(run: Run) -> list[Run]:
     for point in missing:
         for folder in (point.jobs_dir, point.checkpoints_dir, point.evaluation_dir):
             folder.mkdir(parents=True, exist_ok=True)
+        if run.work_dir.exists() and not point.work_dir.exists():
+            shutil.copytree(run.work_dir, point.work_dir, symlinks=True)
         for link in (point.data_dir, point.code_dir):
             if not os.path.lexists(link):
                 link.symlink_to(f"../../{link.name}")

@@ -446,6 +446,8 @@ class Saved(Event):
     NAME = "saved"
     step: int
     seconds: Seconds | None = None
+    path: str | None = None
+    """The checkpoint of a command, as it passed it to `sluice.saved`; None for the pipeline's own checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,9 +143,9 @@ def build_ledger(
             task_events = [event for event in stage_events if not isinstance(event, AttemptEvent) or event.task == task]
             if task is None:  # the job after an array waits for the whole array
                 ready_times += [attempt.end_time for attempt in ledger if attempt.stage == stage]
-            steps = metrics if definition.is_training else ()
+            steps = metrics if definition.records_metrics else ()
             ready_time = max(ready_times, default=0.0)
-            ledger += _account_attempts(stage, task, task_events, steps, ready_time, jobs, definition.is_training)
+            ledger += _account_attempts(stage, task, task_events, steps, ready_time, jobs, definition.records_metrics)
             last = ledger[-1]
             if stage in running and last.cause == _NO_END:
                 # without a complete step, the attempt is probably still in its start-up
@@ -162,7 +162,7 @@ def _account_attempts(
     metrics: Sequence[StepLine],
     ready_time: float,
     jobs: Sequence[JobRun],
-    is_training: bool,
+    has_steps: bool,
 ) -> list[AttemptTimes]:
     """Return the accounts of the attempts of a stage, or of one task of its array.
 
@@ -173,7 +173,7 @@ def _account_attempts(
         metrics: the lines of metrics.jsonl; empty for a stage without steps.
         ready_time: when all stages and tasks on which the first attempt depends were done, in seconds since 1970.
         jobs: the runs of Slurm jobs.
-        is_training: whether the stage performs steps.
+        has_steps: whether metrics.jsonl contains the steps of the stage.
     """
     earlier_events, attempts = split_into_attempts(events)
     accounts: list[AttemptTimes] = []
@@ -214,11 +214,11 @@ def _account_attempts(
             (len(event.spares or ()) for event in attempt_events if isinstance(event, RanksStarted)), default=0
         )
         account.seconds |= {"idle": queue_start - begin, "queue": job_start - queue_start}
-        if is_training and first_step_time is not None:
+        if has_steps and first_step_time is not None:
             first_step_time = min(max(job_start, first_step_time), account.end_time)
             _divide_running_time(account, job_start, first_step_time, kept_steps, lost_steps, attempt_events)
         else:
-            account.seconds["startup" if is_training else "compute"] = account.end_time - job_start
+            account.seconds["startup" if has_steps else "compute"] = account.end_time - job_start
         accounts.append(account)
         earlier_events = attempt_events  # these end with the events between this attempt and the next attempt
     return accounts

@@ -30,6 +30,7 @@ _OPTIONAL_FIELDS = {
     "loss": is_number,
     "tokens_per_s": is_number,
     "samples_per_s": is_number,
+    "steps_per_s": is_number,
     "data_wait_s": is_number,
     "exposed_comm_s": is_number,
     "checkpoint_s": is_number,
@@ -43,9 +44,14 @@ _OPTIONAL_FIELDS = {
 
 
 def is_step_line(line: Any) -> bool:
-    """Return True if a JSON value is a valid line of a step. The loss of a skipped step may be null."""
+    """Return True if a JSON value is a valid line of a step. The loss of a skipped step may be null.
+
+    Lines with `steps_per_s` come from a command (pipeline/command/monitor.py). They need not contain a loss.
+    """
     if not has_fields(line, _REQUIRED_FIELDS, _OPTIONAL_FIELDS):
         return False
+    if "steps_per_s" in line:
+        return True
     if not is_number(line.get("tokens_per_s", line.get("samples_per_s"))):
         return False
     return is_number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
@@ -79,13 +85,15 @@ class MetricsFile:
 
 def format_loss(line: Mapping[str, Any]) -> str:
     """Return the loss of a step as text; `left out` if the update was skipped, because its loss may not be a number."""
-    return "left out" if "skipped" in line else f"loss {line['loss']:.4f}"
+    if "skipped" in line:
+        return "left out"
+    return "" if line.get("loss") is None else f"loss {line['loss']:.4f}"
 
 
 def format_speed(line: Mapping[str, Any]) -> str:
-    """Return the tokens or samples per second of a step as text."""
-    unit = "tokens" if "tokens_per_s" in line else "samples"
-    return f"{line[f'{unit}_per_s']:,.0f} {unit}/s"
+    """Return the tokens, samples or steps per second of a step as text."""
+    unit = next(unit for unit in ("tokens", "samples", "steps") if f"{unit}_per_s" in line)
+    return f"{line[f'{unit}_per_s']:,.{2 if unit == 'steps' else 0}f} {unit}/s"
 
 
 def list_lost_lines(path: Path, step: int) -> list[dict[str, Any]]:

@@ -50,6 +50,8 @@ class StageModule(Protocol):
       that only show a run. This version opens few files.
     - `missing_inputs(run) -> str | None`: which input file is missing for a stage that has not started, and what to do.
     - `resume_note(run) -> str | None`: what a user should know before the stage continues from existing outputs.
+    - `describe_saved_progress(run) -> str`: a string that changes whenever the stage makes progress that a later
+      attempt does not have to repeat. By default, the description of `progress` is used.
     - `check_inputs(run) -> None`: raise UserError for inputs that `run_stage` would reject. The run may not exist yet.
     """
 
@@ -75,7 +77,10 @@ class StageModule(Protocol):
 
 def load_stage_module(run: Run, stage: str) -> StageModule:
     """Import the module of a stage of a run. Raises UserError if there is no such stage."""
-    return cast(StageModule, importlib.import_module(run.config.get_stage(stage).module))
+    definition = run.config.get_stage(stage)
+    module = importlib.import_module(definition.module)
+    # All stages with a command share a module, so their functions are methods of an object that knows the stage.
+    return cast(StageModule, module if definition.command is None else module.make_stage_module(stage))
 
 
 def describe_missing_outputs_quickly(run: Run, stage: str) -> str | None:
@@ -158,7 +163,7 @@ def uses_agents(config: Config, stage: str) -> bool:
 
     Agents start the ranks of distributed stages, except MPI ranks, which `mpirun` or `srun --mpi` must start.
     """
-    return config.get_stage(stage).is_distributed and config.parallel.backend != "mpi" and config.recovery.in_place
+    return config.get_stage(stage).is_distributed and not config.uses_mpi(stage) and config.recovery.in_place
 
 
 def continues_without_node(config: Config, stage: str) -> bool:

@@ -245,6 +245,8 @@ class Agent:
             if exited_pid == 0:
                 continue
             del self._rank_by_pid[pid]
+            with suppress(ProcessLookupError):  # Only ranks that run a command have a process group of their own.
+                os.killpg(pid, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(status)
             previous_kills = self._oom_kills
             self._oom_kills = count_oom_kills()
@@ -274,6 +276,8 @@ class Agent:
             for pid in list(self._rank_by_pid):
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     del self._rank_by_pid[pid]
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
 
     def _wait_for_savers(self, wake_up: socket.socket) -> None:
         """Wait until the saves in progress have ended, at most `SAVE_WAIT_S` seconds. Then kill the savers."""

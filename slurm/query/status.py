@@ -642,7 +642,7 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
     rows = []
     values_of_points = run.config.sweep.points()
     for status, values in zip(statuses, values_of_points, strict=True):
-        progress = stages.load_stage_module(status.run, "train").progress(status.run)
+        progress = stages.load_stage_module(status.run, run.config.metrics_stage).progress(status.run)
         result = read_newest_result(status.run)
         main_metric = get_main_metric(result)[1] if result else math.inf
         state = status.state if status.state in ("done", "waiting") else f"{status.stage} {status.state}"
@@ -771,8 +771,16 @@ def describe_outcome(run: Run) -> RenderableType:
     return describe_result(run)
 
 
+def describe_commands(run: Run) -> str:
+    """Return how far the commands of a run without the stages of the pipeline are, in one line."""
+    stage = run.config.metrics_stage
+    return f"{stage}: {stages.load_stage_module(run, stage).progress(run).description}"
+
+
 def describe_result(run: Run) -> str:
     """Return the newest evaluation of a run in one line, or why there is no evaluation yet."""
+    if not run.config.has_pipeline:
+        return describe_commands(run)
     if result := read_newest_result(run):
         return format_result(result)
     return (

@@ -280,7 +280,9 @@ def read_progress_marker(run: Run, stage: str) -> str:
     be killed after it committed a checkpoint and before it wrote the event.
     """
     if not run.config.get_stage(stage).is_training:
-        return stages.load_stage_module(run, stage).progress(run).description
+        module = stages.load_stage_module(run, stage)
+        describe = getattr(module, "describe_saved_progress", None)
+        return str(describe(run) if describe is not None else module.progress(run).description)
     newest_step = 0
     repaired_count = 0
     damaged_steps: set[int] = set()

@@ -80,7 +80,7 @@ def create_launcher(
     if agents is not None:
         return AgentLauncher(run, stage, rank_count, agents, attempt)
     node_count = count_nodes(run, stage, rank_count)
-    if run.config.parallel.backend == "mpi" and run.config.get_stage(stage).is_distributed:
+    if run.config.uses_mpi(stage):
         return create_mpi_launcher(run, stage, rank_count, node_count, lock_fd, on_slurm)
     if on_slurm:
         return SrunLauncher(run, stage, rank_count, lock_fd, node_count=node_count, task=task)

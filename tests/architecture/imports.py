@@ -23,7 +23,7 @@ ALLOWED_IMPORTS = {
 PACKAGE_ORDER = {
     "pipeline": (
         "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
-        "train.callback", "resilience", "parallel", "model", "evaluate", "publish", "train", "",
+        "train.callback", "resilience", "command", "parallel", "model", "evaluate", "publish", "train", "",
     ),
     "slurm": ("query", "submit", "agent", "supervise", "drill", ""),
 }  # fmt: skip

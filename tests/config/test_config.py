@@ -981,7 +981,8 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         (
             Policy.CHANGEABLE,
             "run.name run.root data.mixture.weights data.max_rejected data.verify parallel train.log_every "
-            "train.profile_every checkpoint evaluate.every recovery site stages publish track model.init_files",
+            "train.profile_every checkpoint evaluate.every recovery site stages parameters publish track "
+            "model.init_files",
         ),
         (
             Policy.PATH,
@@ -997,7 +998,7 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         ),
         (Policy.INCREASABLE, "train.steps train.epochs"),
         (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.verify"),
-        (Policy.SWEEPABLE, "run.seed model train optimizer checkpoint evaluate"),
+        (Policy.SWEEPABLE, "run.seed model train optimizer checkpoint evaluate parameters"),
         (Policy.NOT_SWEEPABLE, "model.target train.threads"),
         (Policy.SHELL, "site.setup"),
         (Policy.SECRET_VALUE, "track.webhook.url"),
@@ -1009,7 +1010,7 @@ def test_keys_keep_their_policies(policy: Policy, expected: str) -> None:
 
 def test_every_mapping_of_slurm_options_has_the_policy_options() -> None:
     options = {key for key in list_keys(()) if key.endswith((".sbatch", ".srun"))}
-    assert {*list_keys_with(Policy.OPTIONS)} == options
+    assert {*list_keys_with(Policy.OPTIONS)} == {*options, "stages.*.sbatch"}
 
 
 def test_a_policy_of_a_section_applies_to_its_keys() -> None:

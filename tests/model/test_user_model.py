@@ -807,7 +807,17 @@ def test_the_code_copy_contains_all_that_a_module_imports_from_its_folder(
     code = Run.create(config).code_dir
     copied_names = {path.name for path in code.iterdir()}
     # files of Sluice itself
-    copied_names -= {"submit.py", "setup.py", "setup.cfg", "cli", "slurm", "tracking", "planning", "data_prep"}
+    copied_names -= {
+        "submit.py",
+        "setup.py",
+        "setup.cfg",
+        "cli",
+        "slurm",
+        "tracking",
+        "planning",
+        "data_prep",
+        "client",
+    }
     copied_names -= {"COMMIT", "DIFF", "__pycache__"}
     assert copied_names == {"nothing_here.py", "layers", "deep.py", "util.py", "pipeline", "plain"}
     assert (code / "pipeline/base").is_dir() and (code / "layers/block.py").is_file()

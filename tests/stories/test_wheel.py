@@ -23,6 +23,7 @@ SOURCES = (
     "pipeline",
     "data_prep",
     "configs",
+    "client",
     "submit.py",
     "setup.py",
     "setup.cfg",
@@ -100,7 +101,7 @@ def test_the_wheel_contains_every_file_of_the_packages(sluice: Path) -> None:
     (packages,) = sluice.parents[1].glob("lib/python*/site-packages")
     source_files = [
         path.relative_to(CODE_ROOT)
-        for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs")
+        for name in ("cli", "slurm", "tracking", "planning", "pipeline", "data_prep", "configs", "client")
         for path in (CODE_ROOT / name).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]

@@ -155,4 +155,4 @@ def test_no_successor_continues_after_a_killed_supervisor_without_progress(
     events = read_event_lines(Run.open(run), "train")
     assert (events[-1]["event"], events[-1]["cause"]) == ("failed", "crashed"), events
     assert list_event_names(run, "train").count("started") == 1, events
-    assert "no new checkpoint" in events[-1]["message"] and not has_evaluation(run)
+    assert "nothing new" in events[-1]["message"] and not has_evaluation(run)

@@ -294,7 +294,7 @@ def test_end_event_of_a_hang_names_the_rank_that_is_behind(run: Run, monkeypatch
     assert job_supervisor.supervise() == ExitCode.HANG
     event = read_event_lines(run, "train")[-1]
     assert (event["event"], event["cause"], event["rank"], event["host"]) == ("failed", "hang", 1, "n1")
-    assert event["final"] and "'reduce'" in event["message"] and "no new checkpoint" in event["message"]
+    assert event["final"] and "'reduce'" in event["message"] and "nothing new" in event["message"]
 
 
 @pytest.mark.parametrize("error_number", [errno.ESHUTDOWN, errno.EIO, errno.ESTALE])

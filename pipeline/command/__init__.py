@@ -1,0 +1,1 @@
+"""Stages that run a command of the user."""

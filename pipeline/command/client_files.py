@@ -1,0 +1,73 @@
+"""The files through which a command and the process that watches it exchange messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+CLIENT_PATH = Path(__file__).resolve().parents[2] / "client"
+"""The directory that contains the package `sluice`, which commands can import."""
+
+
+class ClientFiles:
+    """The directory through which a command and this process exchange messages (sluice/__init__.py).
+
+    - The command appends JSON objects to `messages`, one per line.
+    - The command sets the modification time of `polled` when it asks whether it should stop.
+    - This process creates `stop` to ask the command to stop.
+
+    The directory is in memory if possible, so that a message takes microseconds.
+    """
+
+    def __init__(self) -> None:
+        shared_memory = Path("/dev/shm")
+        is_usable = os.access(shared_memory, os.W_OK)
+        self._folder = Path(tempfile.mkdtemp(prefix="sluice-", dir=shared_memory if is_usable else None))
+        self._messages = self._folder / "messages"
+        self._messages.touch()
+        self._position = 0
+        """How much of `messages` has been read, in bytes."""
+
+    def __enter__(self) -> ClientFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with which the command finds the directory and the module `sluice`."""
+        path = os.environ.get("PYTHONPATH", "")
+        return {
+            "SLUICE_CLIENT": str(self._folder),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(CLIENT_PATH), path])),
+        }
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether the command has asked whether it should stop, so that it needs no signal."""
+        return (self._folder / "polled").exists()
+
+    def request_stop(self) -> None:
+        """Ask the command to stop."""
+        (self._folder / "stop").touch()
+
+    def read_messages(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived since the last call. Malformed lines are left out."""
+        with open(self._messages, "rb") as file:
+            file.seek(self._position)
+            content = file.read()
+        complete, newline, _ = content.rpartition(b"\n")
+        self._position += len(complete) + len(newline)
+        messages = []
+        for line in complete.splitlines():
+            with suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    messages.append(message)
+        return messages

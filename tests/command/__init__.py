@@ -1,0 +1,1 @@
+"""Tests of stages that run a command."""

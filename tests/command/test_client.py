@@ -1,0 +1,90 @@
+"""Tests of the client, the package `sluice` that training scripts import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.command.client_files import CLIENT_PATH, ClientFiles
+
+
+def run_script(script: str, **variables: str) -> str:
+    """Run a script that imports the client, with a Python that has no other packages. Return its output."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(CLIENT_PATH), **variables}
+    command = [sys.executable, "-S", "-c", f"import sluice\n{script}"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_without_sluice_nothing_happens(tmp_path: Path) -> None:
+    script = (
+        "sluice.step(1, 10, loss=0.5); sluice.saved('x'); sluice.saved(3)\n"
+        "print(sluice.should_stop(), sluice.time_left(), sluice.last_saved(), sluice.is_running())"
+    )
+    assert run_script(script) == "False None None False"
+
+
+def test_messages_arrive_in_order() -> None:
+    with ClientFiles() as client:
+        script = "sluice.step(7, 10, loss=float('nan'), lr=0.5)\nsluice.saved('a b')\nsluice.saved(7)"
+        run_script(script, SLUICE_CLIENT=client.environment["SLUICE_CLIENT"])
+        step, saved_path, saved_step = client.read_messages()
+        assert (step["step"], step["total"], step["values"]) == (7, 10, {"loss": None, "lr": 0.5})
+        assert saved_path["path"] == os.path.abspath("a b") and saved_step["step"] == 7
+        assert client.read_messages() == []
+
+
+def test_only_rank_0_sends_values() -> None:
+    with ClientFiles() as client:
+        run_script("sluice.step(1, loss=2.0)", SLUICE_CLIENT=client.environment["SLUICE_CLIENT"], RANK="3")
+        (message,) = client.read_messages()
+        assert message["step"] == 1 and "values" not in message
+
+
+def test_a_request_to_stop_is_seen() -> None:
+    with ClientFiles() as client:
+        folder = client.environment["SLUICE_CLIENT"]
+        assert not client.is_polling
+        assert run_script("print(sluice.should_stop())", SLUICE_CLIENT=folder) == "False"
+        assert client.is_polling
+        client.request_stop()
+        assert run_script("print(sluice.should_stop())", SLUICE_CLIENT=folder) == "True"
+
+
+def test_a_half_written_message_is_read_later() -> None:
+    with ClientFiles() as client:
+        file = Path(client.environment["SLUICE_CLIENT"], "messages")
+        line = json.dumps({"kind": "step", "step": 1}).encode()
+        file.write_bytes(line[:9])
+        assert client.read_messages() == []
+        file.write_bytes(line + b"\nnot JSON\n[1]\n")
+        assert client.read_messages() == [{"kind": "step", "step": 1}]
+
+
+def test_a_script_continues_if_the_directory_disappears(tmp_path: Path) -> None:
+    assert run_script("sluice.step(1); print(sluice.should_stop())", SLUICE_CLIENT=str(tmp_path)) == "False"
+    gone = str(tmp_path / "gone")
+    assert run_script("sluice.step(1); sluice.should_stop(); print('on')", SLUICE_CLIENT=gone) == "on"
+
+
+def test_the_last_checkpoint_must_exist(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    assert run_script("print(sluice.last_saved())", SLUICE_LAST_SAVED=str(path)) == "None"
+    path.touch()
+    assert run_script("print(sluice.last_saved())", SLUICE_LAST_SAVED=str(path)) == str(path)
+
+
+def test_run_names_what_it_needs() -> None:
+    output = run_script("try: sluice.Run\nexcept ImportError as error: print(error)")
+    assert "Sluice" in output
+
+
+@pytest.mark.parametrize("name", ["x", "__path"])
+def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
+    assert run_script(f"print(hasattr(sluice, {name!r}))") == "False"

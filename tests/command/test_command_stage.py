@@ -1,0 +1,264 @@
+"""Tests of stages that run a command: real supervisors, agents and processes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.base.errors import ExitCode
+from pipeline.config.read import load_config
+from pipeline.run import stages
+from pipeline.run.code import make_code_env
+from pipeline.run.directory import Run
+from tests.support.events import read_event_lines
+
+SUM_SCRIPT = """
+import os, pathlib, sys, time, sluice
+
+steps, rank = 30, int(os.environ["RANK"])
+folder = pathlib.Path("checkpoints")
+folder.mkdir(exist_ok=True)
+total, first = 0, 1
+if path := sluice.last_saved():
+    step, total = map(int, pathlib.Path(path).read_text().split())
+    first = step + 1
+for step in range(first, steps + 1):
+    total += step * step
+    time.sleep(0.05)
+    sluice.step(step, steps, loss=total)
+    is_stopping = sluice.should_stop()
+    if rank == 0 and (step % 5 == 0 or is_stopping):
+        temporary = folder / "temporary"
+        temporary.write_text(f"{step} {total}")
+        temporary.rename(folder / f"{step:03d}.txt")
+        sluice.saved(folder / f"{step:03d}.txt")
+    if is_stopping:
+        sys.exit()
+if rank == 0:
+    pathlib.Path("result.txt").write_text(str(total))
+"""
+RESULT = sum(step * step for step in range(1, 31))
+
+
+def make_command_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, section: Mapping[str, Any], files: Mapping[str, str], **sections: Any
+) -> Run:
+    """Return a run with one stage `main`.
+
+    Args:
+        folder: where to make the run, and the working directory that it copies.
+        monkeypatch: changes the working directory.
+        section: the section of the stage.
+        files: the files in the working directory, by name.
+        **sections: more sections of the config.
+    """
+    source = folder / "source"
+    source.mkdir()
+    for name, content in files.items():
+        (source / name).write_text(content)
+    config = {"run": {"name": "commands", "root": str(folder / "runs")}, "stages": {"main": dict(section)}, **sections}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir(source)
+    return Run.create(load_config(folder / "config.yaml"))
+
+
+def start_supervisor(run: Run, stage: str = "main") -> subprocess.Popen[str]:
+    """Start `python -m slurm STAGE RUN`."""
+    environment = make_code_env(os.environ, run.code_dir)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "slurm", stage, str(run.path)],
+        cwd=run.code_dir, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def run_stage(run: Run, stage: str = "main") -> tuple[int, str]:
+    """Run a stage to its end. Return the exit code and the output of the supervisor."""
+    supervisor = start_supervisor(run, stage)
+    output, _ = supervisor.communicate(timeout=120)
+    return supervisor.returncode, output
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition is true."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def find_commands(run: Run) -> list[psutil.Process]:
+    """Return the running processes whose working directory is that of the run's commands."""
+    processes = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(run.work_dir) and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+        except psutil.Error:
+            continue
+    return processes
+
+
+def describe_missing(run: Run) -> str | None:
+    """Return why the stage is not done."""
+    return stages.load_stage_module(run, "main").describe_missing_outputs(run)
+
+
+def test_a_command_finds_its_rank_and_the_stage_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT SLUICE_RUN SLUICE_STAGE SLUICE_ATTEMPT"
+    script = f'for name in {names}; do eval echo "$name=\\$$name"; done > rank-$RANK.txt'
+    section = {"command": "sh script.sh && ls >> rank-$RANK.txt", "tasks_per_node": 2, "outputs": ["rank-*.txt"]}
+    run = make_command_run(tmp_path, monkeypatch, section, {"script.sh": script})
+    assert describe_missing(run) is not None
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert describe_missing(run) is None
+    for rank in range(2):
+        lines = (run.work_dir / f"rank-{rank}.txt").read_text().splitlines()
+        variables = dict(line.split("=", 1) for line in lines if "=" in line)
+        assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank) and variables["WORLD_SIZE"] == "2"
+        assert variables["SLUICE_RUN"] == str(run.path) and variables["SLUICE_STAGE"] == "main"
+        assert variables["SLUICE_ATTEMPT"] == "1"
+        assert variables["MASTER_ADDR"] and int(variables["MASTER_PORT"]) > 0
+        assert "script.sh" in lines
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert len(read_event_lines(run, "main", "started")) == 1, "a stage that is done must not run again"
+
+
+def test_a_missing_output_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_command_run(tmp_path, monkeypatch, {"command": "true", "outputs": ["result-*.txt"]}, {})
+    code, output = run_stage(run)
+    assert code != ExitCode.DONE and "result-*.txt" in output
+
+
+@pytest.mark.parametrize("victim", ["command", "rank"])
+def test_a_killed_command_continues_in_place_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    section = {"command": "python sum.py", "tasks_per_node": 2, "outputs": ["result.txt"], "progress": "checkpoints/*"}
+    run = make_command_run(tmp_path, monkeypatch, section, {"sum.py": SUM_SCRIPT})
+    supervisor = start_supervisor(run)
+    wait_until(lambda: len(read_event_lines(run, "main", "saved")) >= 2)
+    processes = find_commands(run)
+    killed = processes[0] if victim == "command" else processes[0].parent()
+    while victim == "rank" and killed is not None and not killed.name().startswith("sluice-rank"):
+        killed = killed.parent()
+    assert killed is not None
+    killed.kill()
+    output, _ = supervisor.communicate(timeout=120)
+    assert supervisor.returncode == ExitCode.DONE, output
+    assert (run.work_dir / "result.txt").read_text() == str(RESULT)
+    (failure,) = read_event_lines(run, "main", "failed")
+    assert failure["cause"] == "crashed"
+    assert len(read_event_lines(run, "main", "retried")) == 1
+    lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert [line["loss"] for line in lines] == [sum(k * k for k in range(1, step + 1)) for step in range(1, 31)]
+    assert not find_commands(run)
+
+
+def test_a_request_to_stop_lets_the_script_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"command": "python sum.py", "outputs": ["result.txt"], "progress": "checkpoints/*"}
+    run = make_command_run(tmp_path, monkeypatch, section, {"sum.py": SUM_SCRIPT})
+    supervisor = start_supervisor(run)
+    wait_until(lambda: run.metrics_file.exists() and len(run.metrics_file.read_text().splitlines()) > 7)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.STOPPED
+    saved_step = read_event_lines(run, "main", "saved")[-1]["step"]
+    assert saved_step == len(run.metrics_file.read_text().splitlines()), "it must save after the last step"
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert (run.work_dir / "result.txt").read_text() == str(RESULT)
+    assert not read_event_lines(run, "main", "lost_work")
+
+
+def test_a_script_without_the_client_gets_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal also reaches a process that a shell has started, and its save is waited for."""
+    script = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    open("saved", "w").close()
+    sys.exit(3)
+signal.signal(signal.SIGUSR1, save)
+open("started", "w").close()
+time.sleep(60 if not os.path.exists("saved") else 0)
+"""
+    section = {"command": "true && python script.py; exit $?", "signal": "USR1", "outputs": ["saved"]}
+    run = make_command_run(tmp_path, monkeypatch, section, {"script.py": script})
+    supervisor = start_supervisor(run)
+    wait_until((run.work_dir / "started").exists)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.STOPPED
+    assert (run.work_dir / "saved").exists() and not find_commands(run)
+    assert run_stage(run)[0] == ExitCode.DONE
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "pattern"),
+    [
+        ("def f(): raise KeyError('alpha')\nf()", "crashed", r"rank 0 on .*(?s:.*)KeyError: 'alpha'"),
+        ("raise MemoryError()", "out_of_memory", "MemoryError"),
+        ("import sys; print('last words'); sys.exit(5)", "crashed", r"exited with 5(?s:.*)last words"),
+        ("import os; os.abort()", "crashed", "SIGABRT"),
+        ("raise RuntimeError('uncorrectable ECC error encountered')", "bad_node", "ECC"),
+    ],
+)
+def test_a_failure_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, cause: str, pattern: str
+) -> None:
+    section = {"command": "python fail.py"}
+    run = make_command_run(
+        tmp_path, monkeypatch, section, {"fail.py": code}, recovery={"budgets": {"out_of_memory": 0, "bad_node": 0}}
+    )
+    assert run_stage(run)[0] != ExitCode.DONE
+    (failure,) = read_event_lines(run, "main", "failed")
+    assert failure["cause"] == cause and re.search(pattern, failure["message"])
+
+
+def test_a_command_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sluice, time\nfor step in range(1, 4): sluice.step(step)\ntime.sleep(600)"
+    run = make_command_run(
+        tmp_path, monkeypatch, {"command": "python hang.py"}, {"hang.py": script}, recovery={"hang_s": 2}
+    )
+    assert run_stage(run)[0] == ExitCode.HANG
+    (failure,) = read_event_lines(run, "main", "failed")
+    assert failure["cause"] == "hang" and "step 3" in failure["message"]
+    assert not find_commands(run)
+
+
+def test_no_process_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "setsid sleep 300 & sleep 300 & touch started"
+    run = make_command_run(tmp_path, monkeypatch, {"command": command}, {})
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert not find_commands(run)
+
+
+def test_each_task_of_an_array_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Slurm, one job does the work of all tasks. Task 2 fails at first."""
+    command = "echo run >> task-$SLUICE_TASK.txt && test $SLUICE_TASK != 2 -o -e ok"
+    run = make_command_run(tmp_path, monkeypatch, {"command": command, "tasks": 4, "outputs": ["task-3.txt"]}, {})
+    assert run_stage(run)[0] != ExitCode.DONE
+    assert "tasks" in str(describe_missing(run))
+    (run.work_dir / "ok").touch()
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert [(run.work_dir / f"task-{task}.txt").read_text().count("run") for task in (0, 1, 3)] == [1, 1, 1]
+    assert (run.work_dir / "task-2.txt").read_text().count("run") >= 2
+
+
+def test_edits_after_the_submission_do_not_change_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_command_run(tmp_path, monkeypatch, {"command": "sh script.sh"}, {"script.sh": "echo old > result"})
+    Path("script.sh").write_text("echo new > result")
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert (run.work_dir / "result").read_text() == "old\n"
