@@ -31,12 +31,18 @@ _READ_INTERVAL_S = 0.3
 
 def logs(
     run_path: RunPath,
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="a stage of the run, such as train")],
+    stage: Annotated[
+        str | None, typer.Argument(metavar="STAGE", help="a stage of the run, such as train; not needed if it has one")
+    ] = None,
     rank: Annotated[str, typer.Option(help="a rank (in shard: a task of the array), or `supervisor`")] = "0",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing until the stage ends")] = False,
 ) -> None:
     """Print the log of one rank of a stage, or of its supervisor."""
-    print_log(Run.open(run_path), stage, rank, follow)
+    run = Run.open(run_path)
+    run_stages = list(run.config.active_stages)
+    if stage is None and len(run_stages) > 1:
+        raise UserError("cli.usage", f"name a stage: {format_command('logs', run.name, '|'.join(run_stages))}")
+    print_log(run, stage or run_stages[0], rank, follow)
 
 
 def find_log_file(run: Run, stage: str, source: str) -> Path | None:

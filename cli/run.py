@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cli.common import console
 from cli.submit import check_submission, start_run
 from pipeline.base.errors import UserError
 from pipeline.config.read import apply_overrides, load_site, make_point_configs, parse_config
@@ -72,4 +73,8 @@ def run(
             f"{existing_run.name} exists, and runs another command or has other resources: choose another --name, or "
             f"continue it: {existing_run.resume_command}",
         )
-    start_run(Run.create(config), chosen_executor, is_resumed=existing_run.config_file.exists())
+    exists = existing_run.config_file.exists()
+    if exists:
+        resume = f"{existing_run.resume_command} --update-code"
+        console.print(f"note: this run exists, and uses the files that it has copied; to copy them again: {resume}")
+    start_run(Run.create(config), chosen_executor, is_resumed=exists)

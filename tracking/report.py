@@ -336,7 +336,8 @@ def _describe_training(
         lost_steps = sum(len(event.steps) for event in run.read_events(stage, LostWork))
         progress = stages.load_stage_module(run, stage).progress(run)
         heading = "training" if run.config.has_pipeline else stage
-        yield f"{heading}: {progress.description}; {lost_steps} steps were lost and repeated"
+        lost = f"; {lost_steps} steps were lost and repeated" if run.config.has_pipeline or data.steps.rows else ""
+        yield f"{heading}: {progress.description}{lost}"
     if train_attempts:
         time_ratio, forward_progress = compute_ratios(sum_categories(train_attempts))
         yield (

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -55,6 +56,7 @@ def should_stop() -> bool:
         return False
     if not _polled:
         _polled = True
+        _handle_signal()
         with suppress(OSError):
             Path(_FOLDER, "polled").touch()
     _stopping = _stopping or os.path.exists(os.path.join(_FOLDER, "stop"))
@@ -66,6 +68,30 @@ def should_stop() -> bool:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         _stopping = bool(flag.item())
     return _stopping
+
+
+def _handle_signal(*, replace: bool = False) -> None:
+    """Let SIGTERM no longer end this process, unless the script has its own handler.
+
+    Slurm sends the signal to all processes of a job. A process that this one forks later still ends.
+
+    Args:
+        replace: whether to replace the handler of the script.
+    """
+    if not _FOLDER:
+        return
+    pid = os.getpid()
+
+    def stop(number: int, frame: Any) -> None:
+        global _stopping
+        _stopping = True
+        if os.getpid() != pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    with suppress(ValueError):  # Only the main thread can install a handler.
+        if replace or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, stop)
 
 
 def step(number: int, total: int | None = None, **values: Any) -> None:

@@ -17,7 +17,7 @@ import sluice
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:  # the package before it was renamed
-    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[no-redef]
+    from pytorch_lightning import Callback, LightningModule, Trainer
 
 
 class SluiceCallback(Callback):
@@ -33,10 +33,12 @@ class SluiceCallback(Callback):
         self._every_n_steps = every_n_steps
         self._last_step = 0
         self._is_stopping = False
+        self._is_due = False  # a checkpoint must be saved at the end of the epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count at the restored step."""
+        """Start to count at the restored step. Replace Lightning's handler of SIGTERM, which ends without a save."""
         self._last_step = trainer.global_step
+        sluice._handle_signal(replace=True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -52,11 +54,22 @@ class SluiceCallback(Callback):
             values["loss"] = outputs["loss"]
         sluice.step(step, total, **values)
         self._is_stopping = sluice.should_stop()
-        if self._is_stopping or (self._every_n_steps and step % self._every_n_steps == 0):
-            path = self._folder / f"step-{step:08d}.ckpt"
-            trainer.save_checkpoint(path)
-            if trainer.is_global_zero:
-                sluice.saved(path)
+        self._is_due = self._is_stopping or bool(self._every_n_steps and step % self._every_n_steps == 0)
+        if self._is_due and not trainer.is_last_batch:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if that is due after the last step of an epoch. A checkpoint before this hook would repeat the epoch."""
+        if self._is_due:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        """Save a checkpoint, and end the training if the job is about to end."""
+        self._is_due = False
+        path = self._folder / f"step-{trainer.global_step:08d}.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            sluice.saved(path)
         if self._is_stopping:
             trainer.should_stop = True
 

@@ -41,12 +41,8 @@ class ClientFiles:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which the command finds the directory and the module `sluice`."""
-        path = os.environ.get("PYTHONPATH", "")
-        return {
-            "SLUICE_CLIENT": str(self._folder),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(CLIENT_PATH), path])),
-        }
+        """The variable with which the command finds the directory."""
+        return {"SLUICE_CLIENT": str(self._folder)}
 
     @property
     def is_polling(self) -> bool:

@@ -23,8 +23,8 @@ from typing import Any
 from pipeline.base.dist_env import RankInfo, read_time_limit_s
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_json, write_json
-from pipeline.base.signals import StopFlag
-from pipeline.command.client_files import ClientFiles
+from pipeline.base.signals import STOP_SIGNALS, StopFlag
+from pipeline.command.client_files import CLIENT_PATH, ClientFiles
 from pipeline.command.monitor import CommandMonitor, get_progress_file
 from pipeline.command.outcome import explain_exit, read_end
 from pipeline.config.stages import CommandStage, fill_placeholders
@@ -38,6 +38,8 @@ KILL_WAIT_S = 10.0
 """How long to wait until the processes of a command have exited after KILL."""
 HANG_EXIT_DELAY_S = 3.0
 """The pause between a hang report and the exit. Ranks that wait for the hanging rank then write their reports, too."""
+SIGNAL_SPREAD_S = 2.0
+"""The longest time between the arrivals of a signal at two processes, if Slurm sends it to all processes of a job."""
 POLL_S = 0.1
 """The pause between two checks of the command and of the request to stop."""
 _PR_SET_PDEATHSIG = 1
@@ -190,9 +192,9 @@ class CommandModule:
             process = subprocess.Popen(
                 ["sh", "-c", command],
                 cwd=run.work_dir,
-                env={**os.environ, **make_environment(run, self.stage, rank_info, task), **client.environment},
+                env={**make_environment(run, self.stage, rank_info, task), **client.environment},
                 stdin=subprocess.DEVNULL,
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+                preexec_fn=lambda: _prepare_child(libc, section),
             )
             monitor = CommandMonitor(run, self.stage, rank_info, client)
             try:
@@ -244,6 +246,13 @@ class CommandModule:
                 if not client.is_polling:
                     _signal_children(signal.Signals[f"SIG{section.signal}"])
             time.sleep(POLL_S)
+        # Slurm sends a signal to all processes of the job, and the command may have received it first.
+        deadline = time.monotonic() + SIGNAL_SPREAD_S
+        while -code in STOP_SIGNALS and not flag and time.monotonic() < deadline:
+            flag.poll()
+            time.sleep(POLL_S)
+        while flag and list_children():  # A shell does not wait for its command if it gets the signal itself.
+            time.sleep(POLL_S)
         monitor.close()
         # A shell returns 128 + N if its command was ended by the signal N.
         return 128 - code if 128 < code < 128 + 65 else code
@@ -268,6 +277,18 @@ def _describe_step(report: Mapping[str, Any], is_done: bool) -> Progress:
     description = ", ".join(filter(None, [count, f"loss {loss_text}" * bool(loss_text), "finished" * is_done]))
     remaining_s = (total - step) * duration_s if total and isinstance(duration_s, int | float) else None
     return Progress(description, step, total, description, loss_text, remaining_s)
+
+
+def _prepare_child(libc: ctypes.CDLL, section: CommandStage) -> None:
+    """Prepare the forked process that will run the command: it dies with this one, and ignores other stop signals.
+
+    Before a time limit, Slurm sends SIGUSR2 to all processes of the job, which would end the command. A command may
+    still install handlers.
+    """
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number.name == f"SIG{section.signal}" else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def list_children() -> list[int]:
@@ -311,7 +332,10 @@ def find_files(run: Run, pattern: str) -> Iterator[Path]:
 
 
 def make_environment(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> dict[str, str]:
-    """Return the variables of the command of a rank: those that `torchrun` sets, and those of Sluice.
+    """Return the variables of the command of a rank: those of this process, of `torchrun`, and of Sluice.
+
+    The command can import the package `sluice`, but not the packages of Sluice that this process uses, because they
+    could hide packages of the user.
 
     Args:
         run: the run.
@@ -342,4 +366,10 @@ def make_environment(run: Run, stage: str, rank_info: RankInfo, task: int | None
         variables["SLUICE_LAST_SAVED"] = saved_paths[-1]
     if (time_left_s := read_time_limit_s(os.environ)) is not None:
         variables["SLUICE_DEADLINE"] = time.monotonic() + time_left_s
-    return {name: str(value) for name, value in variables.items()}
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    user_paths = [path for path in paths if path and path != str(run.code_dir)]
+    environment["PYTHONPATH"] = os.pathsep.join([str(CLIENT_PATH), *user_paths])
+    # `make_code_env` has set this variable, but a script must find the modules in its own directory.
+    environment.pop("PYTHONSAFEPATH", None)
+    return environment

@@ -15,7 +15,7 @@ from pipeline.base.files import read_last_object, write_json
 from pipeline.command.client_files import ClientFiles
 from pipeline.resilience.step_limit import StepLimit
 from pipeline.run.directory import Run
-from pipeline.run.events import LostWork, Saved
+from pipeline.run.events import LostWork, Ready, Saved
 from pipeline.run.metrics import MetricsFile, is_step_line, list_lost_lines, rewind_metrics
 
 PROGRESS_INTERVAL_S = 2.0
@@ -44,6 +44,8 @@ class CommandMonitor:
         self._is_rank0 = rank_info.rank == 0
         records_metrics = self._is_rank0 and run.config.get_stage(stage).records_metrics
         self._metrics = MetricsFile(run.metrics_file) if records_metrics else None
+        if self._is_rank0:  # It describes an earlier attempt.
+            get_progress_file(run, stage).unlink(missing_ok=True)
         self._limit = StepLimit(run.config.recovery.hang_s)
         self._step = 0
         """The last step that the command has reported in this attempt; 0 if none."""
@@ -76,6 +78,7 @@ class CommandMonitor:
             self._limit.record_step(duration_s)
         if self._step == 0 and self._metrics is not None:
             self._rewind(step - 1)
+            self._run.append_event(Ready(stage=self._stage, step=step - 1))
         values = message.get("values")
         values = (
             {key: value for key, value in values.items() if key not in _RESERVED} if isinstance(values, dict) else {}

@@ -241,7 +241,11 @@ def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, 
     """
     remaining = {key: value for key, value in values.items() if key not in REMOVED_SECTIONS}
     if isinstance(stages := remaining.get("stages"), Mapping):
-        remaining["stages"] = {key: value for key, value in stages.items() if key != "measure"}
+        remaining["stages"] = {
+            key: value
+            for key, value in stages.items()
+            if key != "measure" or (isinstance(value, Mapping) and "command" in value)
+        }
     for name, replacement in REMOVED_SECTIONS.items():
         section = values.get(name)
         if isinstance(section, Mapping):

@@ -216,7 +216,8 @@ class Run:
             run.copy_working_dir()
             write_json(run.metadata_file, dump_metadata(config))
             write_atomic(run.config_file, dump_config(config))
-            run.append_event(Created(config=str(run.config_file)))
+            working_dir = str(Path.cwd()) if config.stages.commands else None
+            run.append_event(Created(config=str(run.config_file), working_dir=working_dir))
         return run
 
     def _make_creation_error(self, error: OSError) -> UserError:
@@ -644,15 +645,23 @@ class Run:
         )
 
     def copy_working_dir(self) -> None:
-        """Copy the working directory of this process into `work/`, if a stage runs a command.
+        """Copy the working directory of the submission into `work/` of this run and of its points, if commands need it.
+
+        When the run is made, this is the working directory of this process. Later, the same directory is copied again.
 
         Raises:
-            UserError: if the directory has too many files, or they are too large.
+            UserError: if the directory has too many files, they are too large, or it no longer exists.
             OSError: if the copy cannot be written (see `find_storage_error`).
         """
-        if self.config.stages.commands:
-            root = self.config.run.root
-            copy_working_dir(Path.cwd(), self.work_dir, [root, self.path], _UMASK[self.config.run.sharing])
+        if not self.config.stages.commands:
+            return
+        created = self.read_events(None, Created)
+        source = Path(created[0].working_dir) if created and created[0].working_dir else Path.cwd()
+        if not source.is_dir():
+            raise UserError("work.missing", f"{source}, from which {self.name} was submitted, no longer exists")
+        excluded = [self.config.run.root, self.path]
+        for run in (self, *(point for point in list_points(self) if point.work_dir.exists())):
+            copy_working_dir(source, run.work_dir, excluded, _UMASK[self.config.run.sharing])
 
     @property
     def commit(self) -> str | None:

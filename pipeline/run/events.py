@@ -113,6 +113,8 @@ class Created(Event):
     NAME = "created"
     config: str | None = None
     """The path of config.yaml."""
+    working_dir: str | None = None
+    """The directory that was copied for the commands of the run; None if no stage runs a command."""
     sweep: str | None = None
     """The name of the sweep, if the run is a sweep point."""
 

@@ -116,7 +116,8 @@ def retry_command(run: Run, cause: str | None, message: str = "") -> str:
         message: the message in the `failed` event.
     """
     changes = _find_advised_changes(run, cause, message)
-    options = ["--update-code"] if _may_be_module_error(run, cause, message, changes) else []
+    may_be_code_error = _may_be_module_error(run, cause, message, changes) or _may_be_command_error(run, cause)
+    options = ["--update-code"] if may_be_code_error else []
     return " ".join([run.resume_command, *options, *changes])
 
 
@@ -143,6 +144,8 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         if training_output is None or run.sweep_or_self is not run:
             lines.append(f"if the config is wrong instead: {config_remedy}")
         return "\n".join(lines)
+    if _may_be_command_error(run, cause):
+        return f"to try again: {retry}\n--update-code copies the files of the command again, if you have corrected them"
     if run.config.data.filter and _FILTER_ERROR.search(message):
         return f"correct the function {run.config.data.filter} (data.filter), then: {retry}"
     if changes:
@@ -212,6 +215,11 @@ def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Seq
     if run.config.model.target is None:
         return False
     return (cause == "crashed" and 'File "' in message) or (cause == "user_error" and not changes)
+
+
+def _may_be_command_error(run: Run, cause: str | None) -> bool:
+    """Return True if the error may be in the files of a command, of which the run has a copy."""
+    return cause == "crashed" and not run.config.has_pipeline
 
 
 def _describe_module_remedy(run: Run, message: str) -> str:

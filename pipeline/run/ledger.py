@@ -138,14 +138,16 @@ def build_ledger(
         ready_times = [
             event.timestamp for event in events if event.stage in definition.depends_on and isinstance(event, Done)
         ]
+        # A command may report no steps. Its time then counts as computation.
+        has_steps = definition.is_training or (definition.records_metrics and bool(metrics))
         tasks = {event.task for event in stage_events if isinstance(event, Started)}
         for task in sorted(tasks, key=lambda task: math.inf if task is None else task):
             task_events = [event for event in stage_events if not isinstance(event, AttemptEvent) or event.task == task]
             if task is None:  # the job after an array waits for the whole array
                 ready_times += [attempt.end_time for attempt in ledger if attempt.stage == stage]
-            steps = metrics if definition.records_metrics else ()
+            steps = metrics if has_steps else ()
             ready_time = max(ready_times, default=0.0)
-            ledger += _account_attempts(stage, task, task_events, steps, ready_time, jobs, definition.records_metrics)
+            ledger += _account_attempts(stage, task, task_events, steps, ready_time, jobs, has_steps)
             last = ledger[-1]
             if stage in running and last.cause == _NO_END:
                 # without a complete step, the attempt is probably still in its start-up

@@ -50,6 +50,10 @@ def test_a_config_of_commands_survives_a_round_trip() -> None:
     ]
 
 
+def test_a_stage_may_have_the_name_of_a_former_section() -> None:
+    assert list(parse("run: {name: x}\nstages: {measure: {command: ls}}").active_stages) == ["measure"]
+
+
 def test_commands_can_be_added_to_the_stages_of_the_pipeline() -> None:
     config = parse(
         """

@@ -21,6 +21,7 @@ from pipeline.config.read import load_config
 from pipeline.run import stages
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
+from pipeline.run.failure import retry_command
 from tests.support.events import read_event_lines
 
 SUM_SCRIPT = """
@@ -205,6 +206,27 @@ time.sleep(60 if not os.path.exists("saved") else 0)
     assert run_stage(run)[0] == ExitCode.DONE
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_of_slurm_to_all_processes_lets_the_script_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Slurm sends its signals to the processes of the command, too. The shell that runs the command does not wait."""
+    section = {"command": "true && python sum.py; exit $?", "outputs": ["result.txt"], "progress": "checkpoints/*"}
+    run = make_command_run(tmp_path, monkeypatch, section, {"sum.py": SUM_SCRIPT})
+    supervisor = start_supervisor(run)
+    wait_until(lambda: run.metrics_file.exists() and len(run.metrics_file.read_text().splitlines()) > 7)
+    for process in find_commands(run):
+        process.send_signal(number)
+    time.sleep(0.5)
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.STOPPED
+    steps = len(run.metrics_file.read_text().splitlines())
+    assert read_event_lines(run, "main", "saved")[-1]["step"] == steps < 30
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert (run.work_dir / "result.txt").read_text() == str(RESULT)
+
+
 @pytest.mark.parametrize(
     ("code", "cause", "pattern"),
     [
@@ -262,3 +284,31 @@ def test_edits_after_the_submission_do_not_change_the_run(tmp_path: Path, monkey
     Path("script.sh").write_text("echo new > result")
     assert run_stage(run)[0] == ExitCode.DONE
     assert (run.work_dir / "result").read_text() == "old\n"
+
+
+def test_a_script_imports_its_own_modules_and_not_those_of_sluice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user has a module `pipeline`, as Sluice does, and another module on PYTHONPATH."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/extra.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "library"))
+    files = {"script.py": "import extra, pipeline, sluice; print(pipeline.NAME)", "pipeline.py": "NAME = 'my pipeline'"}
+    run = make_command_run(tmp_path, monkeypatch, {"command": "python script.py > result"}, files)
+    code, output = run_stage(run)
+    assert code == ExitCode.DONE, output
+    assert (run.work_dir / "result").read_text() == "my pipeline\n"
+
+
+def test_update_code_copies_the_directory_of_the_submission_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command fails. The user corrects the script, and continues the run from another directory."""
+    run = make_command_run(tmp_path, monkeypatch, {"command": "sh script.sh"}, {"script.sh": "touch kept; exit 3"})
+    assert run_stage(run)[0] == ExitCode.CRASHED
+    assert "--update-code" in retry_command(run, "crashed")
+    Path("script.sh").write_text("echo corrected > result")
+    monkeypatch.chdir(tmp_path)
+    run.copy_working_dir()
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert (run.work_dir / "result").read_text() == "corrected\n" and (run.work_dir / "kept").exists()
