@@ -41,6 +41,7 @@ def read_rows(page: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+@pytest.mark.story
 def test_a_run_on_this_machine_survives_the_faults_of_a_drill(prepared_run: Run) -> None:
     events_before = prepared_run.events_file.read_bytes()
     faults = "kill-rank,remove-checkpoint-file,full-disk,requeue"
@@ -61,6 +62,7 @@ def test_a_run_on_this_machine_survives_the_faults_of_a_drill(prepared_run: Run)
     assert again.returncode == 2 and "error[drill.exists]" in again.stderr
 
 
+@pytest.mark.story
 def test_a_drill_finds_that_a_restart_changes_the_result(prepared_run: Run) -> None:
     """The run's copy of the code has a defect: after a restart, the learning rate is another one."""
     replace_in_file(
