@@ -32,6 +32,7 @@ def drill(
     after the other. KEY=VALUE changes the config of both copies, such as stages.train.time=00:30:00.
     """
     run = Run.open(run_path)
+    run.config.require_pipeline("drill")
     if run.config.sweep is not None:
         raise UserError("drill.sweep", f"{run.name} is a sweep: give the directory of one of its points")
     for stage in ("prepare", "shard"):

@@ -20,6 +20,7 @@ def export(
 ) -> None:
     """Export a checkpoint as a folder for transformers: weights (safetensors), config.json and the tokenizer."""
     run = Run.open(run_path)
+    run.config.require_pipeline("export")
     prepare_for_torch()
     # with this variable, torch allocates huge pages, and the export takes a third less time
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

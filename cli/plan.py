@@ -157,9 +157,13 @@ def _load(path: Path, overrides: Sequence[str], any_layout: bool) -> tuple[Confi
     """
     if path.is_dir():
         values = dump_values(Run.open(path).config)
-        return parse_config(apply_overrides(values, overrides), COMMAND_LINE), None
+        config = parse_config(apply_overrides(values, overrides), COMMAND_LINE)
+        config.require_pipeline("plan")
+        return config, None
     try:
-        return load_config(path, overrides), None
+        config = load_config(path, overrides)
+        config.require_pipeline("plan")
+        return config, None
     except ConfigError as error:
         if not any_layout:
             raise

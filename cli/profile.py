@@ -43,7 +43,9 @@ def profile(
     ] = 3,
 ) -> None:
     """Record the next steps of a running train stage: time by category, and a trace of all ranks for Perfetto."""
-    for line in profile_steps(Run.open(run_path), ranks, steps):
+    run = Run.open(run_path)
+    run.config.require_pipeline("profile")
+    for line in profile_steps(run, ranks, steps):
         console.print(line, soft_wrap=True)
 
 

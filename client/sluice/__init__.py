@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import signal
 import sys
@@ -118,8 +119,8 @@ def saved(path_or_step: str | os.PathLike[str] | int) -> None:
     """Report a complete checkpoint: its path, or the number of its step. Only rank 0 needs to call this."""
     if not _FOLDER:
         return
-    if isinstance(path_or_step, int):
-        _send({"kind": "saved", "step": path_or_step})
+    if hasattr(path_or_step, "__index__"):  # also an integer of numpy
+        _send({"kind": "saved", "step": operator.index(path_or_step)})  # type: ignore[arg-type]
     else:
         _send({"kind": "saved", "path": os.path.abspath(path_or_step)})
 
@@ -136,10 +137,13 @@ def time_left() -> float | None:
 
 
 def _to_number(value: Any) -> float | None:
-    """Return a number, or a tensor with one element, as a finite float or an int; None if it is not finite."""
-    if not isinstance(value, (int, float)):
-        value = value.item() if hasattr(value, "item") else float(value)
-    return value if math.isfinite(value) else None
+    """Return a number, or a tensor with one element, as a finite float or an int; None for any other value."""
+    try:
+        if not isinstance(value, (int, float)):
+            value = value.item() if hasattr(value, "item") else float(value)
+        return value if math.isfinite(value) else None
+    except (TypeError, ValueError, RuntimeError):  # A report must not end the training.
+        return None
 
 
 def _send(message: dict[str, Any]) -> None:

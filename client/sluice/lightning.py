@@ -48,11 +48,11 @@ class SluiceCallback(Callback):
         if step == self._last_step:  # The gradients are still being accumulated.
             return
         self._last_step = step
-        total = trainer.max_steps if trainer.max_steps > 0 else int(trainer.estimated_stepping_batches)
+        total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
         values = {name.replace("/", "_"): value for name, value in trainer.callback_metrics.items()}
         if isinstance(outputs, dict) and "loss" in outputs:
             values["loss"] = outputs["loss"]
-        sluice.step(step, total, **values)
+        sluice.step(step, None if total == float("inf") else int(total), **values)
         self._is_stopping = sluice.should_stop()
         self._is_due = self._is_stopping or bool(self._every_n_steps and step % self._every_n_steps == 0)
         if self._is_due and not trainer.is_last_batch:

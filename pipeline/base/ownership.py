@@ -293,9 +293,9 @@ def read_umask() -> int:
 def apply_umask(tree: Path, umask: int) -> None:
     """Set the modes of all files and folders in `tree` as if they had been created with `umask`.
 
-    Executable files stay executable, and folders keep the setgid bit.
+    Executable files stay executable, and folders keep the setgid bit. Symbolic links are left as they are.
     """
     for folder, _, files in os.walk(tree):
         os.chmod(folder, os.stat(folder).st_mode & stat.S_ISGID | 0o777 & ~umask)
-        for path in (Path(folder, name) for name in files):
+        for path in (Path(folder, name) for name in files if not os.path.islink(Path(folder, name))):
             path.chmod((0o777 if path.stat().st_mode & stat.S_IXUSR else 0o666) & ~umask)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,6 +40,8 @@ SAVER_VARIABLE = "SLUICE_SAVER_FD"
 PREVIOUS_SAVERS_VARIABLE = "SLUICE_PREVIOUS_SAVERS"
 """The environment variable with the savers of earlier attempts that have not exited yet, separated by commas. Each is
 `PID:FD`, and FD is the reading end of a pipe whose writing end only this saver has."""
+CONNECT_TIMEOUT = timedelta(minutes=2)
+"""How long a saver tries to connect to the store in rank 0, which has existed before the saver gets its address."""
 KILL_WAIT_S = 10.0
 """How long to wait until a saver has exited after KILL."""
 
@@ -218,7 +221,7 @@ def _connect_savers(connection: Connection, run: Run) -> CheckpointWriter:
     if world_size > 1:
         # The store is in rank 0. It is only used until the savers are connected with each other.
         host, port = address
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("savers", store),

@@ -10,6 +10,7 @@ A rank writes its checkpoints itself, or its saver process does (pipeline/checkp
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from pipeline.base.errors import StorageError, find_storage_error
 from pipeline.base.files import add_checksum, fsync, sha256_file, write_json
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.memory_snapshot import StateDict
-from pipeline.comm.groups import all_gather_results
+from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
 from pipeline.run.directory import Run
 from pipeline.run.events import Saved
 
@@ -76,10 +77,9 @@ class CheckpointWriter:
         """
         step = manifest["step"]
         target = self._folder / catalog.checkpoint_name(step)
-        temporary = self._folder / f".tmp-{target.name}"
-        if self._rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        dist.barrier(self._group)
+        # With a random name, a process of an earlier attempt that still runs somewhere cannot disturb this save.
+        token = broadcast_from_rank0(self._group, secrets.token_hex(4))
+        temporary = self._folder / f".tmp-{target.name}-{token}"
 
         def check_and_hash() -> dict[str, dict[str, Any]]:
             check()

@@ -13,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +141,14 @@ class CommandModule:
         newest, count = self._find_newest_file(run)
         saved_count = len(run.read_events(self.stage, Saved))
         finished = sum(self._is_finished(run, task) for task in range(self._get_section(run).tasks))
-        stamp = newest.stat().st_mtime_ns if newest is not None else 0
+        stamp = _read_mtime_ns(newest) if newest is not None else 0
         return f"{count} files, newest {newest} of {stamp}, {saved_count} saved, {finished} tasks finished"
 
     def _find_newest_file(self, run: Run) -> tuple[Path | None, int]:
         """Return the newest file that matches `progress`, None if there is none, and the number of these files."""
         pattern = self._get_section(run).progress
         files = list(find_files(run, pattern)) if pattern is not None else []
-        return max(files, key=lambda path: path.stat().st_mtime_ns, default=None), len(files)
+        return max(files, key=_read_mtime_ns, default=None), len(files)
 
     # -- running the command -----------------------------------------------------------------------------
 
@@ -165,9 +167,12 @@ class CommandModule:
         own_tasks = range(rank_info.rank, section.tasks, rank_info.world_size) if task is None else [task]
         for own_task in own_tasks:
             if not self._is_finished(run, own_task):
-                alone = RankInfo(
-                    **{**vars(rank_info), "rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-                )
+                with socket.create_server(("127.0.0.1", 0)) as server:
+                    port = server.getsockname()[1]  # Other tasks may run on this node at the same time.
+                alone = replace(
+                    rank_info, rank=0, world_size=1, local_rank=0, local_world_size=1, master_host="127.0.0.1",
+                    master_port=port,
+                )  # fmt: skip
                 code = self._run_command(run, alone, own_task, flag)
                 if code != ExitCode.DONE:
                     return code
@@ -188,11 +193,11 @@ class CommandModule:
             os.setpgid(0, 0)
         output = Path(os.path.realpath("/proc/self/fd/1"))
         output_start = output.stat().st_size if output.is_file() else 0
-        with ClientFiles() as client:
+        with ClientFiles(f"{run.path} {self.stage} {task} {rank_info.rank}") as client:
             process = subprocess.Popen(
                 ["sh", "-c", command],
                 cwd=run.work_dir,
-                env={**make_environment(run, self.stage, rank_info, task), **client.environment},
+                env={**make_environment(run, self.stage, rank_info, task, flag), **client.environment},
                 stdin=subprocess.DEVNULL,
                 preexec_fn=lambda: _prepare_child(libc, section),
             )
@@ -201,7 +206,8 @@ class CommandModule:
                 code = self._wait(process, section, flag, client, monitor)
             finally:
                 _kill_children()
-        if code == 0 and (not flag or (section.outputs and self._has_outputs(run))):
+        # After a request to stop, 0 does not mean that the work is complete, unless the last step was reported.
+        if code == 0 and (not flag or monitor.is_complete):
             write_json(marker, {"world_size": rank_info.world_size, "command": command})
             return ExitCode.DONE
         if flag or code == TEMPORARY_FAILURE:
@@ -211,10 +217,6 @@ class CommandModule:
         if code == -signal.SIGKILL and cause == ExitCode.CRASHED:
             os.kill(os.getpid(), signal.SIGKILL)  # The agent finds out whether the kernel killed it for lack of memory.
         raise CommandError(cause, message)
-
-    def _has_outputs(self, run: Run) -> bool:
-        """Return True if all outputs exist."""
-        return all(next(find_files(run, pattern), None) is not None for pattern in self._get_section(run).outputs)
 
     def _wait(
         self,
@@ -235,7 +237,8 @@ class CommandModule:
         is_signalled = False
         while (code := process.poll()) is None or (flag and list_children()):
             monitor.handle_messages()
-            if (problem := monitor.describe_hang()) is not None:
+            # After a request to stop, the supervisor limits the time of the last save.
+            if not flag and (problem := monitor.describe_hang()) is not None:
                 message = monitor.write_hang_report(problem, list_children())
                 time.sleep(HANG_EXIT_DELAY_S)
                 raise CommandError(ExitCode.HANG, message)
@@ -255,7 +258,14 @@ class CommandModule:
             time.sleep(POLL_S)
         monitor.close()
         # A shell returns 128 + N if its command was ended by the signal N.
-        return 128 - code if 128 < code < 128 + 65 else code
+        return 128 - code if code - 128 in {number.value for number in signal.Signals} else code
+
+
+def _read_mtime_ns(path: Path) -> int:
+    """Return when a file was last changed; 0 if it has disappeared, or is a link to nothing."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _read_progress_report(run: Run, stage: str) -> dict[str, Any] | None:
@@ -331,7 +341,7 @@ def find_files(run: Run, pattern: str) -> Iterator[Path]:
         yield from run.work_dir.glob(pattern)
 
 
-def make_environment(run: Run, stage: str, rank_info: RankInfo, task: int | None) -> dict[str, str]:
+def make_environment(run: Run, stage: str, rank_info: RankInfo, task: int | None, flag: StopFlag) -> dict[str, str]:
     """Return the variables of the command of a rank: those of this process, of `torchrun`, and of Sluice.
 
     The command can import the package `sluice`, but not the packages of Sluice that this process uses, because they
@@ -342,6 +352,7 @@ def make_environment(run: Run, stage: str, rank_info: RankInfo, task: int | None
         stage: the stage.
         rank_info: the rank.
         task: the number of the array task; None without an array.
+        flag: has the start time of this process.
     """
     starts = run.read_events(stage, Started)
     saved_paths = [event.path for event in run.read_events(stage, Saved) if event.path is not None]
@@ -365,7 +376,7 @@ def make_environment(run: Run, stage: str, rank_info: RankInfo, task: int | None
     if saved_paths:
         variables["SLUICE_LAST_SAVED"] = saved_paths[-1]
     if (time_left_s := read_time_limit_s(os.environ)) is not None:
-        variables["SLUICE_DEADLINE"] = time.monotonic() + time_left_s
+        variables["SLUICE_DEADLINE"] = flag.start_time + time_left_s
     environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     user_paths = [path for path in paths if path and path != str(run.code_dir)]

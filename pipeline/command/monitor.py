@@ -49,6 +49,8 @@ class CommandMonitor:
         self._limit = StepLimit(run.config.recovery.hang_s)
         self._step = 0
         """The last step that the command has reported in this attempt; 0 if none."""
+        self._total = 0
+        """The number of steps of the whole training, as the command has reported it; 0 if it is unknown."""
         self._step_time: float | None = None
         """When this step ended, by the clock of the command; None before the first step."""
         self._beat_time = time.monotonic()
@@ -72,6 +74,7 @@ class CommandMonitor:
     def _handle_step(self, message: Mapping[str, Any]) -> None:
         """Record a step."""
         step = message["step"]
+        self._total = message["total"] if isinstance(message.get("total"), int) else 0
         step_end = float(message.get("time") or time.time())
         duration_s = None if self._step_time is None else max(0.0, step_end - self._step_time)
         if duration_s is not None:
@@ -130,10 +133,20 @@ class CommandMonitor:
             )
         )
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the command has reported its last step."""
+        return 0 < self._total <= self._step
+
+    def _get_limit_s(self) -> float:
+        """Return how long the command may report nothing. By default, this allows for an evaluation or a save."""
+        recovery = self._run.config.recovery
+        return recovery.hang_s or max(recovery.save_s, self._limit.get_s())
+
     def describe_hang(self) -> str | None:
         """Return a message if the command hangs: it has reported steps, and then nothing for longer than the limit."""
         seconds = time.monotonic() - self._beat_time
-        if self._step == 0 or seconds <= self._limit.get_s():
+        if self._step == 0 or self.is_complete or seconds <= self._get_limit_s():
             return None
         return f"rank {self._rank} has reported no step for {seconds:.0f} s, after step {self._step}"
 
@@ -142,7 +155,7 @@ class CommandMonitor:
         stacks = collect_stacks(pids)
         report = {
             "rank": self._rank, "host": os.uname().nodename, "step": self._step, "number": 0, "phase": "step",
-            "seconds": round(time.monotonic() - self._beat_time, 1), "limit_s": self._limit.get_s(), "stacks": stacks,
+            "seconds": round(time.monotonic() - self._beat_time, 1), "limit_s": self._get_limit_s(), "stacks": stacks,
             "collectives": [],
         }  # fmt: skip
         write_json(self._run.stage_dir(self._stage) / f"hang-rank-{self._rank}.json", report)

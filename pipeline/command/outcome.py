@@ -13,6 +13,8 @@ MAX_OUTPUT_BYTES = 1 << 20
 """How much of the end of the output is searched."""
 _SHOWN_LINES = 20
 """How many of the last lines are shown if the output contains no traceback."""
+_SEARCHED_LINES = 300
+"""How many of the last lines are searched for a traceback."""
 _MAX_TRACEBACK_LINES = 100
 _TRACEBACK = "Traceback (most recent call last):"
 _OUT_OF_MEMORY = re.compile(
@@ -33,7 +35,8 @@ def explain_exit(code: int, output: str) -> tuple[ExitCode, str]:
         code: the exit code of the command; minus the number of a signal that ended it.
         output: the end of its output.
     """
-    ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    ending = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with {code}"
     excerpt = find_traceback(output) or "\n".join(output.rstrip().splitlines()[-_SHOWN_LINES:])
     message = f"the command {ending}; its output ended with:\n{excerpt}" if excerpt else f"the command {ending}"
     if GPU_FAILURE_PATTERN.search(excerpt):
@@ -47,11 +50,12 @@ def explain_exit(code: int, output: str) -> tuple[ExitCode, str]:
 
 
 def find_traceback(output: str) -> str | None:
-    """Return the first traceback in the output of a Python program, up to its last line; None if there is none.
+    """Return the first traceback in the last lines of the output of a Python program; None if there is none.
 
-    If an error was raised while another was handled, the tracebacks of both are returned.
+    If an error was raised while another was handled, the tracebacks of both are returned. Earlier lines are not
+    searched, because the program may have handled and printed an error long before its end.
     """
-    lines = output.splitlines()
+    lines = output.splitlines()[-_SEARCHED_LINES:]
     start = next((number for number, line in enumerate(lines) if _TRACEBACK in line), None)
     if start is None:
         return None

@@ -897,6 +897,14 @@ class Config(Section):
         """Whether the config has the stages of the pipeline, and not only stages with a command."""
         return "train" in self.model_fields_set
 
+    def require_pipeline(self, command: str) -> None:
+        """Raise UserError if the config has only stages with a command, for which a command of Sluice does not work."""
+        if not self.has_pipeline:
+            raise UserError(
+                "cli.no_pipeline",
+                f"{command} is for the stages of Sluice (section train), but {self.run.name} only runs commands",
+            )
+
     @model_serializer(mode="wrap")
     def _omit_unused_sections(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the values without the sections that only the stages of the pipeline use, if it has none of them."""

@@ -17,9 +17,10 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, model_validator
 
 from pipeline.config.site import JobRequest
 from pipeline.config.types import Name, Section, TimeLimit, must_match
@@ -29,7 +30,22 @@ COMMAND_TAG = "command stage"
 _STAGE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,49}")
 _PLACEHOLDER = re.compile(r"(?<![$\w])\{([A-Za-z_]\w*)\}|\{\{")
 """A placeholder in a command, or an escaped brace. `${NAME}` is a variable of the shell."""
-OutputPattern = Annotated[str, must_match(re.compile(r"[^\0]*[^\0\s/][^\0]*"), "write a path, or a pattern with *")]
+
+
+def _check_pattern(pattern: str) -> str:
+    """Return `pattern`. Raises ValueError if Path.glob does not accept it."""
+    try:
+        list(Path("/nonexistent").glob(pattern.lstrip("/")))
+    except (ValueError, IndexError, NotImplementedError) as error:
+        raise ValueError(f"write a path, or a pattern with * and ? ({error})") from error
+    return pattern
+
+
+OutputPattern = Annotated[
+    str,
+    AfterValidator(_check_pattern),
+    must_match(re.compile(r"[^\0]*[^\0\s/][^\0]*"), "write a path, or a pattern with *"),
+]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import fnmatch
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.base.errors import UserError
@@ -47,7 +48,8 @@ def copy_working_dir(source: Path, target: Path, excluded: Sequence[Path], umask
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)  # It may be a link.
-        shutil.copy2(path, copy, follow_symlinks=False)
+        with suppress(FileNotFoundError):  # The file may have disappeared, for example a temporary file of an editor.
+            shutil.copy2(path, copy, follow_symlinks=False)
     apply_umask(target, umask)
 
 
@@ -57,7 +59,8 @@ def check_working_dir(source: Path, excluded: Sequence[Path]) -> None:
     counts: dict[Path, int] = {}
     for path in _list_files(source, excluded):
         entry = source / path.relative_to(source).parts[0]
-        sizes[entry] = sizes.get(entry, 0) + (0 if path.is_symlink() else path.stat().st_size)
+        with suppress(FileNotFoundError):
+            sizes[entry] = sizes.get(entry, 0) + path.lstat().st_size
         counts[entry] = counts.get(entry, 0) + 1
     total_bytes = sum(sizes.values())
     total_files = sum(counts.values())
@@ -65,7 +68,9 @@ def check_working_dir(source: Path, excluded: Sequence[Path]) -> None:
         return
     measure = sizes if total_bytes > MAX_BYTES else counts
     largest = sorted(measure, key=lambda entry: measure[entry], reverse=True)[:_SHOWN_ENTRIES]
-    shown = ", ".join(f"{entry.name} ({sizes[entry] / 1e6:,.0f} MB, {counts[entry]:,} files)" for entry in largest)
+    shown = ", ".join(
+        f"{entry.name} ({sizes.get(entry, 0) / 1e6:,.0f} MB, {counts[entry]:,} files)" for entry in largest
+    )
     raise UserError(
         "work.too_large",
         f"{source} has {total_files:,} files with {total_bytes / 1e6:,.0f} MB, but at most {MAX_FILES:,} files with "
@@ -108,7 +113,8 @@ def _list_files(source: Path, excluded: Sequence[Path]) -> Iterator[Path]:
             if is_ignored(path):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from walk(path)
+                if not (path / "events.jsonl").exists():  # Otherwise, it is another run.
+                    yield from walk(path)
             elif entry.is_file() or entry.is_symlink():
                 yield path
 

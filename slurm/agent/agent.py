@@ -293,9 +293,13 @@ class Agent:
     def _reap_savers(self) -> None:
         """Forget the savers that have exited."""
         for pid, pipe in list(self._saver_pipes.items()):
-            if os.waitpid(pid, os.WNOHANG)[0]:
+            exited_pid, status = os.waitpid(pid, os.WNOHANG)
+            if exited_pid:
                 del self._saver_pipes[pid]
                 os.close(pipe)
+                if os.WIFSIGNALED(status):  # If memory was lacking, no rank was killed for this reason.
+                    print(f"{utc_timestamp()} a saver was killed by signal {os.WTERMSIG(status)}", flush=True)
+                    self._oom_kills = count_oom_kills()
 
 
 def _install_signal_handlers() -> socket.socket:

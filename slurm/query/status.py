@@ -650,6 +650,8 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
         cells += [f"{progress.completed}/{progress.total}", progress.loss_description or "-"]
         cells.append("-" if result is None else f"{main_metric:.4f}")
         rows.append((main_metric, cells, get_extra_metrics(result or {})))
+    if not run.config.has_pipeline:  # Commands have no evaluation, and only some report their steps.
+        return [["point", *values_of_points[0], "state", "loss"], *([*cells[:-3], cells[-2]] for _, cells, _ in rows)]
     main_name = "bits per byte" if run.config.model.target is None else "held-out loss"
     rows.sort(key=lambda row: row[0])
     extra_names = list(rows[0][2])  # those of the best point; if this point was not evaluated, no point was

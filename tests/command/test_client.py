@@ -31,7 +31,7 @@ def test_without_sluice_nothing_happens(tmp_path: Path) -> None:
 
 
 def test_messages_arrive_in_order() -> None:
-    with ClientFiles() as client:
+    with ClientFiles("test") as client:
         script = "sluice.step(7, 10, loss=float('nan'), lr=0.5)\nsluice.saved('a b')\nsluice.saved(7)"
         run_script(script, SLUICE_CLIENT=client.environment["SLUICE_CLIENT"])
         step, saved_path, saved_step = client.read_messages()
@@ -40,15 +40,32 @@ def test_messages_arrive_in_order() -> None:
         assert client.read_messages() == []
 
 
+def test_values_that_are_no_numbers_do_not_end_the_training() -> None:
+    with ClientFiles("test") as client:
+        script = "sluice.step(1, loss='x', a=None, b=[1, 2], c=2)"
+        run_script(script, SLUICE_CLIENT=client.environment["SLUICE_CLIENT"])
+        assert client.read_messages()[0]["values"] == {"loss": None, "a": None, "b": None, "c": 2}
+
+
+def test_the_memory_of_messages_is_freed() -> None:
+    with ClientFiles("test") as client:
+        folder = client.environment["SLUICE_CLIENT"]
+        run_script("for n in range(1, 60001): sluice.step(n)", SLUICE_CLIENT=folder)
+        assert len(client.read_messages()) == 60000
+        run_script("sluice.step(60001)", SLUICE_CLIENT=folder)
+        assert [message["step"] for message in client.read_messages()] == [60001]
+        assert Path(folder, "messages").stat().st_blocks * 512 < 1 << 20
+
+
 def test_only_rank_0_sends_values() -> None:
-    with ClientFiles() as client:
+    with ClientFiles("test") as client:
         run_script("sluice.step(1, loss=2.0)", SLUICE_CLIENT=client.environment["SLUICE_CLIENT"], RANK="3")
         (message,) = client.read_messages()
         assert message["step"] == 1 and "values" not in message
 
 
 def test_a_request_to_stop_is_seen() -> None:
-    with ClientFiles() as client:
+    with ClientFiles("test") as client:
         folder = client.environment["SLUICE_CLIENT"]
         assert not client.is_polling
         assert run_script("print(sluice.should_stop())", SLUICE_CLIENT=folder) == "False"
@@ -58,7 +75,7 @@ def test_a_request_to_stop_is_seen() -> None:
 
 
 def test_a_half_written_message_is_read_later() -> None:
-    with ClientFiles() as client:
+    with ClientFiles("test") as client:
         file = Path(client.environment["SLUICE_CLIENT"], "messages")
         line = json.dumps({"kind": "step", "step": 1}).encode()
         file.write_bytes(line[:9])

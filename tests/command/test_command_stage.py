@@ -22,6 +22,7 @@ from pipeline.run import stages
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
+from tests.support.errors import raises_error
 from tests.support.events import read_event_lines
 
 SUM_SCRIPT = """
@@ -234,6 +235,7 @@ def test_a_signal_of_slurm_to_all_processes_lets_the_script_save(
         ("raise MemoryError()", "out_of_memory", "MemoryError"),
         ("import sys; print('last words'); sys.exit(5)", "crashed", r"exited with 5(?s:.*)last words"),
         ("import os; os.abort()", "crashed", "SIGABRT"),
+        ("import os; print('x', flush=True); os._exit(170)", "crashed", r"exited with 170(?s:.*)x"),
         ("raise RuntimeError('uncorrectable ECC error encountered')", "bad_node", "ECC"),
     ],
 )
@@ -312,3 +314,31 @@ def test_update_code_copies_the_directory_of_the_submission_again(
     run.copy_working_dir()
     assert run_stage(run)[0] == ExitCode.DONE
     assert (run.work_dir / "result").read_text() == "corrected\n" and (run.work_dir / "kept").exists()
+
+
+def test_a_stop_is_not_mistaken_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output exists from the first checkpoint on, and the script exits with 0 when it stops."""
+    section = {"command": "python sum.py", "outputs": ["checkpoints/*"], "progress": "checkpoints/*"}
+    run = make_command_run(tmp_path, monkeypatch, section, {"sum.py": SUM_SCRIPT})
+    supervisor = start_supervisor(run)
+    wait_until(lambda: read_event_lines(run, "main", "saved"))
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.STOPPED and describe_missing(run) is not None
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert (run.work_dir / "result.txt").read_text() == str(RESULT)
+
+
+def test_the_commands_of_the_tasks_of_an_array_have_different_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "echo $MASTER_ADDR:$MASTER_PORT > port-$SLUICE_TASK; sleep 1"
+    run = make_command_run(tmp_path, monkeypatch, {"command": command, "tasks": 3}, {})
+    assert run_stage(run)[0] == ExitCode.DONE
+    assert len({file.read_text() for file in run.work_dir.glob("port-*")}) == 3
+
+
+def test_plan_is_not_for_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_command_run(tmp_path, monkeypatch, {"command": "true"}, {})
+    with raises_error("cli.no_pipeline", "plan", "commands"):
+        run.config.require_pipeline("plan")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pipeline.base.errors import ExitCode
 from pipeline.command.outcome import explain_exit, find_traceback
 
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
+
 
 def run_python(code: str) -> str:
     """Return the output of a Python program that fails."""
@@ -33,13 +35,16 @@ def test_a_prefix_of_each_line_is_removed() -> None:
     assert str(find_traceback(f"hello\n{prefixed}bye")).strip() == output.strip()
 
 
+def test_an_error_that_was_handled_long_before_the_end_is_not_the_cause() -> None:
+    handled = TRACEBACK + "torch.OutOfMemoryError: CUDA out of memory\n"
+    cause, message = explain_exit(1, handled + "step\n" * 500 + TRACEBACK + "KeyError: 'x'\n")
+    assert cause == ExitCode.CRASHED and "KeyError" in message and "OutOfMemory" not in message
+
+
 @given(st.text(max_size=200))
 def test_any_output_is_explained(output: str) -> None:
     cause, message = explain_exit(1, output)
     assert cause != ExitCode.DONE and message.startswith("the command exited with 1")
-
-
-TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
 
 
 @pytest.mark.parametrize(

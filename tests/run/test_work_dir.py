@@ -31,6 +31,7 @@ def test_everything_is_copied_except_what_is_ignored(tmp_path: Path) -> None:
     make_files(
         source, "train.py", "package/module.py", "data/small.txt", "deep/data/x.bin", "data/x.bin", "big.npz",
         "package/__pycache__/module.pyc", ".git/config", ".venv/bin/python", "runs/old/config.yaml", "logs/a/b.txt",
+        "elsewhere/run/events.jsonl", "elsewhere/run/config.yaml",
     )  # fmt: skip
     (source / IGNORE_FILE).write_text("# large files\n*.npz\n/data/*.bin\nlogs/\n\n")
     copy_working_dir(source, target, [source / "runs"], 0o077)
@@ -43,8 +44,13 @@ def test_links_stay_links(tmp_path: Path) -> None:
     make_files(source, "a.txt")
     (tmp_path / "elsewhere").mkdir()
     os.symlink("a.txt", source / "link")
+    os.symlink("missing", source / "dangling")
+    shared = tmp_path / "shared.txt"
+    shared.touch(0o644)
+    os.symlink(shared, source / "shared")
     os.symlink(tmp_path / "elsewhere", source / "folder")
-    copy_working_dir(source, target, [], 0o022)
+    copy_working_dir(source, target, [], 0o077)
+    assert os.readlink(target / "dangling") == "missing" and shared.stat().st_mode & 0o777 == 0o644
     assert os.readlink(target / "link") == "a.txt" and os.readlink(target / "folder") == str(tmp_path / "elsewhere")
 
 

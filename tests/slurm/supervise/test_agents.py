@@ -119,7 +119,8 @@ def kill_a_rank_in_a_slow_save(run: Run) -> None:
     """Train, and kill a rank while the savers write the first checkpoint, which takes two seconds. Wait for the end."""
     replace_in_file(
         run.code_dir / "pipeline/checkpoint/writer.py",
-        "        dist.barrier(self._group)\n",
+        '        step = manifest["step"]\n',
+        '        step = manifest["step"]\n'
         "        dist.barrier(self._group)\n"
         f"        if step == 6: open({str(run.path / 'writing')!r}, 'w').close(); time.sleep(2)\n",
     )
