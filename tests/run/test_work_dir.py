@@ -46,7 +46,8 @@ def test_links_stay_links(tmp_path: Path) -> None:
     os.symlink("a.txt", source / "link")
     os.symlink("missing", source / "dangling")
     shared = tmp_path / "shared.txt"
-    shared.touch(0o644)
+    shared.touch()
+    shared.chmod(0o644)
     os.symlink(shared, source / "shared")
     os.symlink(tmp_path / "elsewhere", source / "folder")
     copy_working_dir(source, target, [], 0o077)
