@@ -111,8 +111,18 @@ class Saver:
         self._connection = connection
         self._rank = rank_info.rank
         self._snapshots = snapshots
-        address = (rank_info.master_host, rank_info.master_port)
-        connection.send((rank_info.rank, rank_info.world_size, address))
+        self._identity = (rank_info.rank, rank_info.world_size, (rank_info.master_host, rank_info.master_port))
+        self._is_connected = False
+
+    def connect(self) -> None:
+        """Let the saver connect with those of the other ranks, if it has not done so yet.
+
+        The first call is after the first step, so that the savers do not compete with the start of the ranks.
+        """
+        if not self._is_connected:
+            self._is_connected = True
+            with suppress(BrokenPipeError, ConnectionResetError):  # `finish` reports that the saver has exited.
+                self._connection.send(self._identity)
 
     def start(self, state: StateDict, manifest: dict[str, Any], start_time: float) -> None:
         """Copy the tensors to a buffer, and let the saver write the checkpoint from it.
@@ -125,6 +135,7 @@ class Saver:
             manifest: the manifest without the list of files.
             start_time: when the save began, by `time.monotonic`.
         """
+        self.connect()
         plan = create_plan(state, is_coordinator=self._rank == 0)
         fields = {name: manifest[name] for name in ("step", "samples_consumed", "extra")}
         buffer = self._snapshots.save(state, **fields, protect=True)

@@ -361,6 +361,8 @@ class Trainer:
 
     def _after_step(self, step: int) -> ExitCode | None:
         """Save or stop after `step` if necessary. Return the exit code if this attempt ends; None if it continues."""
+        if self.checkpointer.saver is not None:
+            self.checkpointer.saver.connect()
         requests = self.coordinator.pending_requests
         # After too many consecutive bad steps, the run restarts from the checkpoint before them and excludes their
         # samples. A checkpoint between bad steps would count these samples as consumed. So no checkpoint is saved after

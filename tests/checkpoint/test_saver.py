@@ -92,6 +92,7 @@ class SavingRank:
             on_saved=lambda step, seconds: self.saved_steps.append(step),
         )
         self.checkpointer.saver = Saver(Connection(rank_socket.detach()), rank_info, self.snapshots)
+        self.checkpointer.saver.connect()  # as the trainer does after the first step
 
     def start_save(self, step: int) -> None:
         """Save a state, and overwrite its tensors as soon as they are copied."""
