@@ -17,7 +17,7 @@ from slurm.query.run_jobs import uses_slurm
 from slurm.submit.executor import Executor, choose_executor
 
 STAGE = "run"
-"""The name of the only stage of such a run."""
+"""The name of the stage that runs the command."""
 
 
 def run(

@@ -74,6 +74,6 @@ class SluiceCallback(Callback):
             trainer.should_stop = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Exit, so that the script does not go on to its tests."""
+        """Exit with 75, because the code after `fit` must not run before the training is complete."""
         if self._is_stopping:
             sys.exit(75)

@@ -49,6 +49,6 @@ class SluiceCallback(TrainerCallback):
             sluice.saved(os.path.join(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Exit, so that the script does not go on to its evaluation."""
+        """Exit with 75, because the code after `train` must not run before the training is complete."""
         if self._is_stopping:
             sys.exit(75)

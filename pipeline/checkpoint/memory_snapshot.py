@@ -90,7 +90,7 @@ def map_snapshot(descriptor: int) -> MappedSnapshot:
     for name, (offset, dtype_name, shape) in index["tensors"].items():
         dtype = getattr(torch, dtype_name.removeprefix("torch."))
         count = math.prod(shape)
-        # Each tensor has a storage of its own, because DCP would copy tensors that share a storage.
+        # Each tensor has a separate storage, because DCP would copy tensors that share a storage.
         flat = (
             torch.frombuffer(memory, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
         )

@@ -25,7 +25,7 @@ class ClientFiles:
     """The directory through which a command and this process exchange messages (sluice/__init__.py).
 
     - The command appends JSON objects to `messages`, one per line.
-    - The command sets the modification time of `polled` when it asks whether it should stop.
+    - The command creates `polled` when it asks for the first time whether it should stop.
     - This process creates `stop` to ask the command to stop.
 
     The directory is in memory if possible, so that a message takes microseconds.

@@ -1069,7 +1069,7 @@ def list_inner_sections(annotation: Any) -> Iterator[tuple[type[Section], str]]:
     if get_origin(annotation) is Annotated:
         inner_types = inner_types[:1]
         if Tag(COMMAND_TAG) in get_args(annotation)[1:]:
-            return  # The keys of such a section are listed once, under the name `*`.
+            return  # `walk_fields` yields the keys of a command only once, as `stages.*`.
     suffix = ".*" if get_origin(annotation) in (dict, list) else ""
     for inner_type in inner_types:
         for section, inner_suffix in list_inner_sections(inner_type):

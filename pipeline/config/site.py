@@ -110,8 +110,8 @@ class JobRequest(Request):
     """Options that some jobs request instead of the options in `site`; null: use the value of `site`."""
 
     gpus_per_node: NonNegativeInt | None = None
-    """Number of GPUs to request on each node. null: none for the stages prepare, shard and publish; for the
-    stages train and evaluate, one for each rank on the node, but at most `site.gpus_per_node`."""
+    """Number of GPUs to request on each node. null: none for the stages prepare, shard and publish, and for
+    arrays of commands; for other stages, one for each process on the node, but at most `site.gpus_per_node`."""
 
     @model_serializer(mode="wrap")
     def _omit_unset_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
