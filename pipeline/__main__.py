@@ -56,6 +56,7 @@ def main(arguments: list[str], flag: StopFlag | None = None) -> int:
         options = parse_arguments(arguments)
         rank_info = read_rank_info(os.environ)
         opened_run = open_run(options.target, options.overrides, rank_info)
+        opened_run.config.get_stage(options.stage)  # If there is no such stage, no report can be written for it.
         if not is_supervised:  # A supervisor has already made these checks.
             opened_run.check_owner()
             opened_run.check_not_cancelled()

@@ -97,6 +97,18 @@ class LockHolder:
         """Return the process ID and the host, for messages."""
         return f"pid {self.pid} on {self.host}"
 
+    def is_gone(self) -> bool:
+        """Return True if the process was on this host and has exited. Processes that it started hold the lock then."""
+        if not self.pid or self.host != os.uname().nodename:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
     def terminate(self) -> None:
         """Send SIGTERM to the process, if it is on this host."""
         if self.pid and self.host == os.uname().nodename:

@@ -132,7 +132,10 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
             return ExitCode.DONE
         previous_state = read_stage_state(run.read_events(stage))
         was_stopping = previous_state.stopping_event is not None and previous_state.end_event is None
-        if holder:
+        was_orphaned = holder is not None and holder.is_gone()
+        if was_orphaned:
+            say(f"{stage:9} lost its supervisor ({holder}); waiting until its ranks have saved and exited")
+        elif holder:
             say(f"{stage:9} is already running ({holder}); following it")
             watch_command = format_command("status", run.sweep_or_self.name, "--watch")
             say(f"Ctrl-C stops it, also for other processes that follow it; to watch only: {watch_command}")
@@ -147,8 +150,10 @@ def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) ->
         state = read_stage_state(events)
         if state.end_event is None:
             has_other_runner = job and not state.start_event and run.lock_holder(stage)
-            if has_other_runner or stage_module.describe_missing_outputs(run) is None:
-                continue  # the stage is done, or another process started it at the same moment and must be followed
+            if has_other_runner or (was_orphaned and not flag) or stage_module.describe_missing_outputs(run) is None:
+                # the stage is done, or another process started it at the same moment and must be followed, or the ranks
+                # without a supervisor have exited: run the stage again
+                continue
         if isinstance(state.end_event, Stopped) and job is None and not was_stop_requested and was_stopping:
             continue  # the stage was already stopping before this process followed it: run the stage again
         return report_stage_end(run, stage, state, seconds, job, say)

@@ -86,9 +86,10 @@ def test_a_new_stage_runs_without_slurm(code_with_count_stage: Path, tmp_path: P
 
 @pytest.mark.story
 def test_a_new_stage_works_in_a_dry_run_and_in_a_sweep(code_with_count_stage: Path, tmp_path: Path) -> None:
-    write_config(tmp_path)
-    usage = run_rank(code_with_count_stage, tmp_path, "no-such-stage").stderr
-    assert "publish,count}" in usage
+    config = write_config(tmp_path)
+    result = run_rank(code_with_count_stage, tmp_path, "no-such-stage", str(config))
+    assert result.returncode == ExitCode.USER_ERROR
+    assert "evaluate, count" in result.stderr and "Traceback" not in result.stderr
     sweep = "sweep={grid: {optimizer.lr: [0.001, 0.01]}}"
     dry_run_arguments = ("stages.count.time=00:07:00", "--dry-run", "--scripts", "--executor", "slurm")
     for overrides in ((), (sweep,)):
