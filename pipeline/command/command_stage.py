@@ -4,13 +4,12 @@ A process of the stage sets the variables that `torchrun` sets (RANK, WORLD_SIZE
 with `sh -c` in the working directory of the run. When the ranks shall stop, it asks the command to save and exit:
 through the file that `sluice.should_stop` reads, or by a signal if the command has never called this function.
 
-The process becomes the parent of the processes that the command leaves behind (PR_SET_CHILD_SUBREAPER), so that it
+The process becomes the parent of the processes that the command leaves behind (a subreaper, prctl(2)), so that it
 finds and ends them all. They are also in its process group, so that the node agent ends them if this process is killed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from typing import Any
 from pipeline.base.dist_env import RankInfo, read_time_limit_s
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_json, write_json
+from pipeline.base.prctl import become_subreaper, set_parent_death_signal
 from pipeline.base.signals import STOP_SIGNALS, StopFlag
 from pipeline.command.client_files import CLIENT_PATH, ClientFiles
 from pipeline.command.monitor import CommandMonitor, get_progress_file
@@ -44,9 +44,6 @@ SIGNAL_SPREAD_S = 2.0
 """The longest time between the arrivals of a signal at two processes, if Slurm sends it to all processes of a job."""
 POLL_S = 0.1
 """The pause between two checks of the command and of the request to stop."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-"""Operations of prctl(2) (linux/prctl.h)."""
 
 
 class CommandError(UserError):
@@ -187,8 +184,7 @@ class CommandModule:
         marker = self._get_marker(run, task or 0, rank_info.rank)
         marker.parent.mkdir(exist_ok=True)
         marker.unlink(missing_ok=True)
-        libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        become_subreaper()
         with suppress(PermissionError):  # The leader of a session already has its own group.
             os.setpgid(0, 0)
         output = Path(os.path.realpath("/proc/self/fd/1"))
@@ -199,7 +195,7 @@ class CommandModule:
                 cwd=run.work_dir,
                 env={**make_environment(run, self.stage, rank_info, task, flag), **client.environment},
                 stdin=subprocess.DEVNULL,
-                preexec_fn=lambda: _prepare_child(libc, section),
+                preexec_fn=lambda: _prepare_child(section),
             )
             monitor = CommandMonitor(run, self.stage, rank_info, client)
             try:
@@ -251,10 +247,8 @@ class CommandModule:
             time.sleep(POLL_S)
         # Slurm sends a signal to all processes of the job, and the command may have received it first.
         deadline = time.monotonic() + SIGNAL_SPREAD_S
-        while -code in STOP_SIGNALS and not flag and time.monotonic() < deadline:
+        while -code in STOP_SIGNALS and (list_children() if flag else time.monotonic() < deadline):
             flag.poll()
-            time.sleep(POLL_S)
-        while flag and list_children():  # A shell does not wait for its command if it gets the signal itself.
             time.sleep(POLL_S)
         monitor.close()
         # A shell returns 128 + N if its command was ended by the signal N.
@@ -289,13 +283,13 @@ def _describe_step(report: Mapping[str, Any], is_done: bool) -> Progress:
     return Progress(description, step, total, description, loss_text, remaining_s)
 
 
-def _prepare_child(libc: ctypes.CDLL, section: CommandStage) -> None:
+def _prepare_child(section: CommandStage) -> None:
     """Prepare the forked process that will run the command: it dies with this one, and ignores other stop signals.
 
     Before a time limit, Slurm sends SIGUSR2 to all processes of the job, which would end the command. A command may
     still install handlers.
     """
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL if number.name == f"SIG{section.signal}" else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

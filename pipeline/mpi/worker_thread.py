@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 import zlib
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from pipeline.base.device_thread import device_thread
+from pipeline.base.prctl import set_timer_slack
 from pipeline.mpi.ops import HostBuffer
 from pipeline.mpi.work import RECENT_COLLECTIVES, CollectiveRecord, MpiError, MpiTimeout, MpiWork
 
@@ -39,8 +39,6 @@ MAX_PAUSE_S = 1e-3
 """Maximum pause between two tests of a request."""
 DEADLINE_CHECK_S = 1.0
 """Seconds between two checks of the timeouts of collectives that all ranks have started."""
-_PR_SET_TIMERSLACK = 29
-"""Number of Linux's option PR_SET_TIMERSLACK, see prctl(2)."""
 _ABANDONED: list[object] = []
 """Abandoned requests and their memory. The memory is never freed, because MPI may still read or write it."""
 
@@ -168,7 +166,7 @@ class CollectiveThread:
         """Run the queued collectives until `close` is called. This is the function of the thread."""
         # To save energy, Linux extends sleeps by up to 50 µs by default, which is longer than MIN_PAUSE_S. Reduce this
         # to 1 µs (1000 ns) for this thread.
-        getattr(ctypes.CDLL(None), "prctl", lambda *_: 0)(_PR_SET_TIMERSLACK, 1000)
+        set_timer_slack(1000)
         while (collective := self._queue.get()) is not None:
             try:
                 self.check()

@@ -46,11 +46,25 @@ def copy_working_dir(source: Path, target: Path, excluded: Sequence[Path], umask
     target.mkdir(exist_ok=True)
     for path in _list_files(source, excluded):
         copy = target / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
+        _make_parents(copy, target)
+        if copy.is_dir() and not copy.is_symlink():
+            raise UserError(
+                "work.is_directory",
+                f"{path} is a file, but {copy} in the run is a directory. If the commands no longer need it, remove it",
+            )
         copy.unlink(missing_ok=True)  # It may be a link.
         with suppress(FileNotFoundError):  # The file may have disappeared, for example a temporary file of an editor.
             shutil.copy2(path, copy, follow_symlinks=False)
     apply_umask(target, umask)
+
+
+def _make_parents(path: Path, top: Path) -> None:
+    """Make the parent directories of a path below `top`. Files and links in their place, which a command has made or
+    an earlier copy contained, are removed: nothing may be written to the target of a link."""
+    for folder in reversed(path.relative_to(top).parents[:-1]):
+        if (top / folder).is_symlink() or (top / folder).is_file():
+            (top / folder).unlink()
+        (top / folder).mkdir(exist_ok=True)
 
 
 def check_working_dir(source: Path, excluded: Sequence[Path]) -> None:

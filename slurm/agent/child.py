@@ -15,14 +15,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.base.prctl import set_parent_death_signal, set_process_name
 from pipeline.base.signals import STOP_SIGNALS, StopFlag
 from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
 from slurm.agent.messages import RankTask
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-"""Operations of prctl(2) (linux/prctl.h): the signal when the parent dies, and the name of the process."""
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The number of the system call set_mempolicy(2), by architecture."""
 
@@ -53,7 +51,7 @@ class Child:
         def run_stage() -> int:
             flag = StopFlag().install()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-            libc = self._set_up(f"sluice-rank-{self.task.rank}")
+            self._set_up(f"sluice-rank-{self.task.rank}")
             variables = {
                 "SLUICE_LISTEN_FD": listen_fd,
                 "SLUICE_SAVER_FD": saver_fd,
@@ -67,7 +65,7 @@ class Child:
             if self.task.cpus:
                 os.sched_setaffinity(0, self.task.cpus)
             if self.task.memory_policy is not None:
-                _set_memory_policy(libc, *self.task.memory_policy)
+                _set_memory_policy(*self.task.memory_policy)
             from pipeline.__main__ import main
 
             return main([self.stage, str(self.run_path)], flag)
@@ -94,12 +92,11 @@ class Child:
 
         _run_and_exit(save_checkpoints)
 
-    def _set_up(self, name: str) -> ctypes.CDLL:
-        """Set the name, the environment and the output of this process. Return the C library."""
+    def _set_up(self, name: str) -> None:
+        """Set the name, the environment and the output of this process."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(_PR_SET_NAME, name.encode())
+        set_parent_death_signal(signal.SIGKILL)
+        set_process_name(name)
         if os.getppid() != self.agent_pid:
             os._exit(1)  # The agent died before the kernel was asked to report that.
         os.environ.update(self.task.environment)
@@ -107,7 +104,6 @@ class Child:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        return libc
 
 
 def _run_and_exit(run: Callable[[], int]) -> NoReturn:
@@ -128,8 +124,9 @@ def _run_and_exit(run: Callable[[], int]) -> NoReturn:
         os._exit(code)
 
 
-def _set_memory_policy(libc: ctypes.CDLL, mode: int, node_mask: int) -> None:
+def _set_memory_policy(mode: int, node_mask: int) -> None:
     """Set the NUMA policy of this process. If the kernel refuses, print the reason: the rank works nevertheless."""
     number = _SET_MEMPOLICY.get(platform.machine())
+    libc = ctypes.CDLL(None, use_errno=True)
     if number is not None and libc.syscall(number, mode, ctypes.byref(ctypes.c_ulong(node_mask)), 64):
         print(f"the NUMA policy cannot be set: {os.strerror(ctypes.get_errno())}", flush=True)

@@ -10,7 +10,6 @@ port. In a Slurm job, every rank derives the port from the job id (pipeline/base
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import re
@@ -30,6 +29,7 @@ from typing import IO
 
 from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
 from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.prctl import set_parent_death_signal
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import Stage
 from pipeline.run.code import make_code_env, start_process
@@ -49,8 +49,6 @@ MPIRUN_CHECK_INTERVAL_S = 1.0
 """The pause between two checks whether mpirun still has ranks."""
 MPIRUN_EXIT_TIMEOUT_S = 15.0
 """How long mpirun may run after its last rank exited. mpirun normally exits within a second."""
-_PR_SET_PDEATHSIG = 1
-"""The operation of prctl(2) that sets the signal a process receives when its parent dies (linux/prctl.h)."""
 _MPI_TRIAL = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)"
 """Python program that exits with 0 if its two processes have joined the same MPI job."""
 _RANK_HEADER = "--- rank"
@@ -195,11 +193,11 @@ class ProcessLauncher(RankLauncher):
 
 
 def terminate_with_parent() -> None:
-    """Make the kernel send TERM to this new process when the supervisor dies (prctl(2)).
+    """Make the kernel send TERM to this new process when the supervisor dies.
 
     Otherwise the ranks would continue without a supervisor.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    set_parent_death_signal(signal.SIGTERM)
 
 
 class LocalLauncher(ProcessLauncher):

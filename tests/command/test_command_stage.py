@@ -252,13 +252,19 @@ def test_a_failure_is_explained(
 
 
 def test_a_command_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sluice, time\nfor step in range(1, 4): sluice.step(step)\ntime.sleep(600)"
+    """The message has the stacks of the command's threads. py-spy is in the folder of Python, as in an environment."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    script = (
+        "import sluice, time\ndef wait_for_lost_data(): time.sleep(600)\n"
+        "for step in range(1, 4): sluice.step(step)\nwait_for_lost_data()"
+    )
     run = make_command_run(
         tmp_path, monkeypatch, {"command": "python hang.py"}, {"hang.py": script}, recovery={"hang_s": 2}
     )
     assert run_stage(run)[0] == ExitCode.HANG
     (failure,) = read_event_lines(run, "main", "failed")
     assert failure["cause"] == "hang" and "step 3" in failure["message"]
+    assert "wait_for_lost_data (hang.py:2)" in failure["message"]
     assert not find_commands(run)
 
 

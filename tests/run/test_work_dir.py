@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,32 @@ def test_a_second_copy_replaces_files_and_keeps_outputs(tmp_path: Path) -> None:
     (source / "train.py").write_text("new")
     copy_working_dir(source, target, [], 0o022)
     assert (target / "train.py").read_text() == "new" and (target / "out/result.txt").exists()
+
+
+def test_a_second_copy_writes_nothing_to_the_targets_of_links(tmp_path: Path) -> None:
+    """A directory was a file or a link when it was copied first. A command replaced another one by a link."""
+    source, target, shared = tmp_path / "source", tmp_path / "copy", tmp_path / "shared"
+    make_files(shared, "a.txt")
+    make_files(source, "file", "made/b.txt")
+    os.symlink(shared, source / "link")
+    copy_working_dir(source, target, [], 0o022)
+    for name in ("file", "link"):
+        (source / name).unlink()
+    shutil.rmtree(target / "made")
+    os.symlink(shared, target / "made")
+    make_files(source, "file/a.txt", "link/a.txt", "made/a.txt")
+    copy_working_dir(source, target, [], 0o022)
+    assert (shared / "a.txt").read_text() == "a.txt" and list_files(shared) == {"a.txt"}
+    assert list_files(target) == {"file/a.txt", "link/a.txt", "made/a.txt", "made/b.txt"}
+
+
+def test_an_output_directory_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "copy"
+    make_files(source, "out")
+    make_files(target, "out/result.txt")
+    with raises_error("work.is_directory", target / "out"):
+        copy_working_dir(source, target, [], 0o022)
+    assert (target / "out/result.txt").exists()
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_BYTES", 1000), ("MAX_FILES", 3)])
