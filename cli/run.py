@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from cli.common import console
 from cli.submit import check_submission, start_run
+from pipeline.base.dist_env import is_in_allocation, read_granted_tasks
 from pipeline.base.errors import UserError
 from pipeline.config.read import apply_overrides, load_site, make_point_configs, parse_config
 from pipeline.run.directory import Run
@@ -23,10 +25,16 @@ STAGE = "run"
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="the command and its arguments")],
     name: Annotated[str, typer.Option(help="name of the run; its directory is ROOT/NAME")],
-    nodes: Annotated[int, typer.Option("-N", "--nodes", help="number of nodes")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option("-N", "--nodes", help="number of nodes; default: 1, or those of the allocation")
+    ] = None,
     tasks_per_node: Annotated[
-        int, typer.Option("--ntasks-per-node", help="processes per node; each gets RANK, WORLD_SIZE …")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--ntasks-per-node",
+            help="processes per node; each gets RANK, WORLD_SIZE …; default: 1, or those of the allocation",
+        ),
+    ] = None,
     time: Annotated[str, typer.Option("-t", "--time", help="time limit, as for sbatch")] = "01:00:00",
     gpus_per_node: Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs per node")] = None,
     cpus_per_task: Annotated[int | None, typer.Option("-c", "--cpus-per-task", help="CPUs per process")] = None,
@@ -49,8 +57,10 @@ def run(
 
     The working directory is copied into the run. Files that .sluiceignore names are not copied.
     """
+    if executor in ("auto", "allocation") and is_in_allocation(os.environ):
+        nodes, tasks_per_node = _fill_from_allocation(nodes, tasks_per_node)
     section = {
-        "command": shlex.join(command), "nodes": nodes, "tasks_per_node": tasks_per_node, "time": time,
+        "command": shlex.join(command), "nodes": nodes or 1, "tasks_per_node": tasks_per_node or 1, "time": time,
         "gpus_per_node": gpus_per_node, "cpus_per_task": cpus_per_task, "partition": partition, "progress": progress,
         "outputs": output or [], "signal": signal,
     }  # fmt: skip
@@ -78,3 +88,22 @@ def run(
         resume = f"{existing_run.resume_command} --update-code"
         console.print(f"note: this run exists, and uses the files that it has copied; to copy them again: {resume}")
     start_run(Run.create(config), chosen_executor, is_resumed=exists)
+
+
+def _fill_from_allocation(nodes: int | None, tasks_per_node: int | None) -> tuple[int | None, int | None]:
+    """Return the numbers of nodes and of processes per node: those of the allocation where an argument is None.
+
+    Raises:
+        UserError: if the nodes of the allocation have different numbers of tasks.
+    """
+    granted = read_granted_tasks(os.environ)
+    if granted is None:
+        return nodes, tasks_per_node
+    tasks, _ = granted
+    if tasks_per_node is None and len(set(tasks)) > 1:
+        raise UserError(
+            "cli.uneven_allocation",
+            f"the nodes of this allocation have {', '.join(map(str, tasks))} tasks, but a command has the same number "
+            "of processes on each node: add --ntasks-per-node",
+        )
+    return nodes or len(tasks), tasks_per_node or tasks[0]

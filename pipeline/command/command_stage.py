@@ -94,7 +94,7 @@ class CommandModule:
             return "the command has not exited with 0"
         for pattern in section.outputs:
             if next(find_files(run, pattern), None) is None:
-                return f"the command exited with 0, but there is no {pattern} in {run.work_dir}"
+                return f"there is no {pattern} in {run.work_dir}"
         return None
 
     def _get_marker(self, run: Run, task: int, rank: int) -> Path:

@@ -79,6 +79,31 @@ def test_a_run_inside_salloc_shows_its_steps_and_its_failures(tmp_path: Path, cl
     assert run_submit(cluster, tmp_path, "resume", "runs/tiny", "--executor", "local").returncode == 0
 
 
+def test_one_command_line_runs_a_script_inside_salloc(tmp_path: Path, cluster: Cluster) -> None:
+    """The command uses all tasks of the allocation. It fails on node n2, and continues in another allocation.
+
+    The nodes of a third allocation have different numbers of tasks, so the user must give the number.
+    """
+    script = 'test "$RANK" != 3 -o -e ok && echo $LOCAL_RANK > $RANK-of-$WORLD_SIZE-on-$SLURMD_NODENAME.txt\n'
+    (tmp_path / "script.sh").write_text(script)
+    options = "-N2 --ntasks-per-node=2 -wn1,n2"
+    command = (*SUBMIT, "run", "--name", "hello", "--output", "3-of-*.txt", "--", "sh", "script.sh")
+    result = run_in_allocation(cluster, tmp_path, options, *command)
+    work_dir = tmp_path / "runs/hello/work"
+    assert result.returncode == ExitCode.CRASHED, result.stdout + result.stderr
+    assert "rank 3 on n2" in result.stdout and len(list(work_dir.glob("*.txt"))) == 3
+    (work_dir / "ok").touch()
+    result = run_in_allocation(cluster, tmp_path, options, *SUBMIT, "resume", "runs/hello")
+    assert result.returncode == 0, result.stdout + result.stderr
+    files = {file.name: file.read_text().strip() for file in work_dir.glob("*.txt")}
+    assert files == {
+        "0-of-4-on-n1.txt": "0", "1-of-4-on-n1.txt": "1", "2-of-4-on-n2.txt": "0", "3-of-4-on-n2.txt": "1"
+    }  # fmt: skip
+    uneven_command = (*SUBMIT, "run", "--name", "uneven", "--", "true")
+    result = run_in_allocation(cluster, tmp_path, "-N3 -n5", *uneven_command)
+    assert result.returncode == ExitCode.USER_ERROR and "--ntasks-per-node" in result.stderr
+
+
 @pytest.mark.parametrize(("options", "cpus", "ranks"), [("-N2", "1", 2), ("-N3 -n5 -c2", "2", 5)])
 def test_shard_uses_all_tasks_of_the_allocation(
     tmp_path: Path, cluster: Cluster, options: str, cpus: str, ranks: int
