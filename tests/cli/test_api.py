@@ -43,6 +43,7 @@ def test_a_run_is_submitted_awaited_and_read(tmp_path: Path, monkeypatch: pytest
     assert Run(run.path).metrics() == run.metrics()
 
 
+@pytest.mark.story
 def test_a_failure_is_a_state_with_a_problem_and_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def render_screen(output: str, columns: int, rows: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+@pytest.mark.story
 def test_watch_fills_one_screen_without_scrolling_and_sends_only_changes(run: Run, tmp_path: Path) -> None:
     """After the terminal has been made smaller, the whole screen is drawn again, with fewer lines."""
     terminal = Terminal(tmp_path, "status", str(run.path), "--watch")

@@ -143,7 +143,7 @@ def test_a_missing_output_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monke
     assert code != ExitCode.DONE and "result-*.txt" in output
 
 
-@pytest.mark.parametrize("victim", ["command", "rank"])
+@pytest.mark.parametrize("victim", ["command", pytest.param("rank", marks=pytest.mark.story)])
 def test_a_killed_command_continues_in_place_from_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
@@ -207,7 +207,7 @@ time.sleep(60 if not os.path.exists("saved") else 0)
     assert run_stage(run)[0] == ExitCode.DONE
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.story), signal.SIGUSR2])
 def test_a_signal_of_slurm_to_all_processes_lets_the_script_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

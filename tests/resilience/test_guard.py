@@ -297,6 +297,7 @@ def evaluate_with_hang(rank_info: RankInfo, path: Path) -> int:
     return run_stage_on_rank(rank_info, path, "evaluate")
 
 
+@pytest.mark.story
 def test_hang_in_an_evaluation_writes_reports_with_stacks(tmp_path: Path, data: Path) -> None:
     run = create_run(tmp_path, "hang", data, "train.steps=7")
     run_ranks(2, run_stage_on_rank, run.path, "train")
@@ -357,6 +358,7 @@ def check_broken_node(rank_info: RankInfo, path: Path, broken: str) -> str:
     return "passed"
 
 
+@pytest.mark.story
 def test_health_check_reports_what_is_broken(tmp_path: Path, data: Path) -> None:
     run = create_run(tmp_path, "broken", data)
     host = os.uname().nodename

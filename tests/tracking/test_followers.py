@@ -116,6 +116,7 @@ def _raise_simulated_kill(*_: object) -> None:
     raise SimulatedKillError
 
 
+@pytest.mark.story
 def test_a_tracker_that_fails_is_constructed_again(
     fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

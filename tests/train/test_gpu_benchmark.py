@@ -137,6 +137,7 @@ def test_describe_failure_returns_the_error_without_the_advice_after_it() -> Non
     assert describe_failure("killed\n") == "killed" and describe_failure("") == ""
 
 
+@pytest.mark.story
 def test_a_row_that_exceeds_its_time_limit_leaves_no_processes_or_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_save_goes_on_although_a_rank_dies(tmp_path: Path, data: Path, undistu
     assert compute_run_digest(run) == undisturbed_digest
 
 
+@pytest.mark.story
 def test_an_agent_finishes_a_save_before_it_exits(tmp_path: Path, data: Path) -> None:
     options = (*OPTIONS, "checkpoint.every_steps=6", "recovery.budgets.crash=0")
     run = slow_down_steps(make_run(tmp_path, "ended", options, data), 0.1)
@@ -150,6 +151,7 @@ def test_an_agent_finishes_a_save_before_it_exits(tmp_path: Path, data: Path) ->
     assert not list(run.checkpoints_dir.glob(".tmp-*"))
 
 
+@pytest.mark.story
 def test_ranks_die_with_their_agent_and_a_new_agent_continues(
     tmp_path: Path, data: Path, undisturbed_digest: str
 ) -> None:
