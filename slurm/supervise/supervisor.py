@@ -344,6 +344,10 @@ class Supervisor:
         missing = None
         if attempt_end.cause == ExitCode.DONE and not self._runs_part_of_stage():
             missing = self.stage_module.describe_missing_outputs(run)
+        if missing is not None and attempt_end.stop_reason is not None:
+            # When the request arrived, a command was in its last step, and exited before it wrote its outputs.
+            attempt_end = AttemptEnd(ExitCode.STOPPED, attempt_end.stop_reason, {"cause": attempt_end.stop_reason})
+            missing = None
         if missing is not None:
             fields = {"cause": "outputs", "message": f"all ranks exited with 0, but {missing}"}
             attempt_end = AttemptEnd(ExitCode.CRASHED, attempt_end.stop_reason, fields)

@@ -28,7 +28,7 @@ from tests.support.events import read_event_lines
 SUM_SCRIPT = """
 import os, pathlib, sys, time, sluice
 
-steps, rank = 30, int(os.environ["RANK"])
+steps, rank = 50, int(os.environ["RANK"])
 folder = pathlib.Path("checkpoints")
 folder.mkdir(exist_ok=True)
 total, first = 0, 1
@@ -50,7 +50,8 @@ for step in range(first, steps + 1):
 if rank == 0:
     pathlib.Path("result.txt").write_text(str(total))
 """
-RESULT = sum(step * step for step in range(1, 31))
+STEPS = 50
+RESULT = sum(step * step for step in range(1, STEPS + 1))
 
 
 def make_command_run(
@@ -164,7 +165,7 @@ def test_a_killed_command_continues_in_place_from_its_checkpoint(
     assert failure["cause"] == "crashed"
     assert len(read_event_lines(run, "main", "retried")) == 1
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in lines] == [sum(k * k for k in range(1, step + 1)) for step in range(1, 31)]
     assert not find_commands(run)
 
@@ -223,7 +224,7 @@ def test_a_signal_of_slurm_to_all_processes_lets_the_script_save(
     supervisor.communicate(timeout=60)
     assert supervisor.returncode == ExitCode.STOPPED
     steps = len(run.metrics_file.read_text().splitlines())
-    assert read_event_lines(run, "main", "saved")[-1]["step"] == steps < 30
+    assert read_event_lines(run, "main", "saved")[-1]["step"] == steps < STEPS
     assert run_stage(run)[0] == ExitCode.DONE
     assert (run.work_dir / "result.txt").read_text() == str(RESULT)
 
@@ -320,6 +321,25 @@ def test_update_code_copies_the_directory_of_the_submission_again(
     run.copy_working_dir()
     assert run_stage(run)[0] == ExitCode.DONE
     assert (run.work_dir / "result").read_text() == "corrected\n" and (run.work_dir / "kept").exists()
+
+
+def test_a_stop_in_the_last_step_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script has reported its last step, sees the request, and exits with 0 before it has written its output."""
+    script = (
+        "import pathlib, sluice, sys, time\nsluice.step(1, 1)\npathlib.Path('last').touch()\n"
+        "while not pathlib.Path('go').exists() and not sluice.should_stop(): time.sleep(0.05)\n"
+        "if sluice.should_stop(): sys.exit()\npathlib.Path('output').touch()\n"
+    )
+    section = {"command": "python script.py", "outputs": ["output"]}
+    run = make_command_run(tmp_path, monkeypatch, section, {"script.py": script})
+    supervisor = start_supervisor(run)
+    wait_until((run.work_dir / "last").exists)
+    supervisor.send_signal(signal.SIGTERM)
+    output, _ = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.STOPPED, output
+    assert not read_event_lines(run, "main", "failed")
+    (run.work_dir / "go").touch()
+    assert run_stage(run)[0] == ExitCode.DONE and (run.work_dir / "output").exists()
 
 
 def test_a_stop_is_not_mistaken_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
