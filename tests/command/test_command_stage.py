@@ -166,7 +166,7 @@ def test_a_killed_command_continues_in_place_from_its_checkpoint(
     assert len(read_event_lines(run, "main", "retried")) == 1
     lines = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["loss"] for line in lines] == [sum(k * k for k in range(1, step + 1)) for step in range(1, 31)]
+    assert [line["loss"] for line in lines] == [sum(k * k for k in range(1, step + 1)) for step in range(1, STEPS + 1)]
     assert not find_commands(run)
 
 
