@@ -89,7 +89,10 @@ neither in this set nor in `_FIXED_VALUES`, unless its value is null."""
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate",
+    ),
+}  # fmt: skip
 """Type of `rope_scaling` → its keys."""
 
 
@@ -298,9 +301,11 @@ def parse_model_config(content: Any) -> dict[str, Any]:
     layer_types = hf_config.get("layer_types")
     full_layers = hf_config.get("max_window_layers")
     if layer_types:
-        # max_window_layers can only express that the first layers, and no others, have full attention. The layer types
-        # are then sorted, because "full_attention" comes before "sliding_attention".
-        full_layers = layer_types.count("full_attention") if layer_types == sorted(layer_types) else None
+        # In these families, only the first layers may have full attention. The layer types are then sorted, because
+        # "full_attention" comes before "sliding_attention".
+        if window is not None and layer_types != sorted(layer_types):
+            raise ValueError("layer_types is not supported if layers with full attention follow others")
+        full_layers = layer_types.count("full_attention")
     section |= {"sliding_window": window, "max_window_layers": None if window is None else full_layers}
     section |= _parse_rope(hf_config)
     _check_model_section(section)
@@ -341,7 +346,11 @@ def _parse_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_scaling": None}
     if rope_type not in _ROPE_KEYS:
         raise ValueError(f"{key}: {rope_type} is not supported; supported are default, {', '.join(_ROPE_KEYS)}")
-    scaling = {"rope_type": rope_type, **{name: rope.get(name) for name in _ROPE_KEYS[rope_type]}}
+    scaling = {"rope_type": rope_type, **{name: rope.get(name) for name in _ROPE_KEYS[rope_type] if name in rope}}
+    if rope_type == "yarn":
+        if unknown_keys := [name for name, value in rope.items() if name not in scaling and value is not None]:
+            raise ValueError(f"{key}: {unknown_keys[0]} is not supported for yarn")
+        scaling.setdefault("original_max_position_embeddings", hf_config.get("max_position_embeddings"))
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -377,16 +386,13 @@ def build_config_json(
             f"model.attention_bias {model.attention_bias}: the format of {family}, which has the other features of "
             "this model, does not support it",
         )
-    if family.startswith("qwen") and has_window and metadata.max_window_layers is None:
-        raise UserError(
-            "export.unsupported_model",
-            f"model.sliding_window: the format of {family} also needs the layers that have it: set "
-            "model.max_window_layers",
-        )
     values = {**model.model_dump(mode="json"), "kv_heads": model.num_kv_heads, "head_dim": model.head_size}
     values |= {"intermediate_size": model.ffn_size, "vocab_size": vocab_size}
     values["max_position_embeddings"] = metadata.max_position_embeddings or sequence_length
-    scaling = model.rope_scaling.model_dump(mode="json", exclude_none=True) if model.rope_scaling else None
+    scaling = None
+    if model.rope_scaling is not None:
+        keys = {"rope_type", *_ROPE_KEYS[model.rope_scaling.rope_type]}
+        scaling = model.rope_scaling.model_dump(mode="json", exclude_none=True, include=keys)
     content = {name: values[key] for key, name in _SAME_VALUES.items()}
     content |= {"architectures": [FAMILIES[family][0]], "model_type": family, "hidden_act": "silu", "use_cache": True}
     content |= {"attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": eos_id, "torch_dtype": dtype}
@@ -397,7 +403,7 @@ def build_config_json(
         content["use_sliding_window"] = has_window
     if has_window:
         content["sliding_window"] = model.sliding_window
-        content |= {} if family == "mistral" else {"max_window_layers": metadata.max_window_layers}
+        content |= {} if family == "mistral" else {"max_window_layers": model.max_window_layers or 0}
     return dict(sorted(content.items()))
 
 

@@ -422,8 +422,7 @@ Configs may still use the former name of a key. Sluice then prints the present n
 _RUN_JSON_KEYS = """## Keys in run.json
 
 Sluice computes these values and stores them in `run.json` in the run directory, not in the config. Configs of older
-versions contain these keys and can still be read. Set `model.max_window_layers` by hand only if you export a model that
-was trained from scratch with `model.sliding_window`.
+versions contain these keys and can still be read.
 
 """
 

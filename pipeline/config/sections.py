@@ -99,8 +99,10 @@ class ModelConfig(Section):
     """Number of rows of the embedding and the output layer, at least the number of token ids of the tokenizer. null:
     the number of token ids."""
     sliding_window: PositiveInt | None = None
-    """Length of the attention window, in tokens, of the open model from which training starts. `data.sequence_length`
-    must not be larger, because Sluice always computes attention over the whole sequence. null: no window."""
+    """Number of tokens that a token reads in attention: itself and those before it. null: all tokens before it."""
+    max_window_layers: NonNegativeInt | None = None
+    """Number of blocks, counted from the first, without `sliding_window`. Models of the Qwen family have this value.
+    null: all blocks have the window."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which projections of attention have biases: `none`, `qkv` (queries, keys and values, as in Qwen2) or `all` (also
     the output projection)."""
@@ -162,6 +164,10 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Width of one head: `head_dim`, or its default."""
         return self.head_dim or self.dim // self.heads
+
+    def get_window(self, layer: int) -> int | None:
+        """Return the number of tokens that a token reads in the block `layer`; None without a limit."""
+        return None if layer < (self.max_window_layers or 0) else self.sliding_window
 
     @property
     def ffn_size(self) -> int:
@@ -798,9 +804,6 @@ class ModelMetadata(Section):
     training does not start."""
     max_position_embeddings: PositiveInt | None = None
     """Longest sequence in tokens, from config.json. An export copies this value."""
-    max_window_layers: NonNegativeInt | None = None
-    """Number of blocks, counted from the first, without `model.sliding_window`. Models of the Qwen family have this
-    value. An export copies the value."""
 
 
 class SweepMetadata(Section):
@@ -1025,11 +1028,6 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "train.loss_chunk needs the decoder: remove it, because model.target is set"
     if train.loss_chunk is not None and train.precision == "fp16":
         yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
-    if model.sliding_window is not None and data.sequence_length > model.sliding_window:
-        yield (
-            f"data.sequence_length ({data.sequence_length}) is more than model.sliding_window "
-            f"({model.sliding_window}): lower it"
-        )
     if optimizer.state.master == "none" and train.precision not in ("bf16", "fp8"):
         yield f"optimizer.state.master none is for train.precision bf16 and fp8, not {train.precision}"
     if config.evaluate.task_files and (data.held_out == 0 or model.target is not None):

@@ -5,6 +5,7 @@ The module also defines small sections that other sections contain.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -136,8 +137,9 @@ class RopeScaling(Section):
     """How rotary positions are scaled for longer sequences than the model was trained on. The keys are those of Hugging
     Face."""
 
-    rope_type: Literal["linear", "llama3"]
-    """`linear` divides all frequencies by `factor`; `llama3` divides only the low ones (pipeline/model/decoder.py)."""
+    rope_type: Literal["linear", "llama3", "yarn"]
+    """`linear` divides all frequencies by `factor`; `llama3` and `yarn` divide only the low ones
+    (pipeline/model/decoder.py)."""
     factor: PositiveFloat
     """The divisor of the frequencies."""
     low_freq_factor: PositiveFloat | None = None
@@ -147,16 +149,40 @@ class RopeScaling(Section):
     """`llama3`: a frequency with more full turns than this value within `original_max_position_embeddings` positions is
     not changed."""
     original_max_position_embeddings: PositiveInt | None = None
-    """`llama3`: the sequence length on which the model was trained before its positions were scaled."""
+    """`llama3` and `yarn`: the sequence length on which the model was trained before its positions were scaled."""
+    beta_fast: PositiveFloat | None = None
+    """`yarn`: a frequency with more full turns than this value within `original_max_position_embeddings` positions is
+    not changed. null: 32."""
+    beta_slow: PositiveFloat | None = None
+    """`yarn`: a frequency with fewer full turns than this value is divided by `factor`. null: 1."""
+    attention_factor: PositiveFloat | None = None
+    """`yarn`: factor of rotated queries and keys. null: 1 + log(`factor`) / 10, or 1 if `factor` is less than 1."""
+    truncate: bool = True
+    """`yarn`: round the numbers of the frequencies between which the divisor changes."""
 
     @model_validator(mode="after")
     def _check_keys_fit(self) -> RopeScaling:
         """Raise ValueError if a key is set that `rope_type` does not use, or if a required key is missing."""
+        used_keys = {"rope_type", "factor"}
         if self.rope_type == "linear":
-            check_unused_keys(self, {"rope_type", "factor"}, "rope_type is linear")
-        elif not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
+            check_unused_keys(self, used_keys, "rope_type is linear")
+            return self
+        used_keys.add("original_max_position_embeddings")
+        if self.rope_type == "yarn":
+            used_keys |= {"beta_fast", "beta_slow", "attention_factor", "truncate"}
+            check_unused_keys(self, used_keys, "rope_type is yarn")
+            if not self.original_max_position_embeddings:
+                raise ValueError("yarn needs original_max_position_embeddings")
+            return self
+        check_unused_keys(self, used_keys | {"low_freq_factor", "high_freq_factor"}, "rope_type is llama3")
+        if not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):
             raise ValueError("llama3 needs original_max_position_embeddings, and low_freq_factor < high_freq_factor")
         return self
+
+    @property
+    def yarn_scale(self) -> float:
+        """The factor of rotated queries and keys with `yarn` (arXiv 2309.00071, section 3.4)."""
+        return self.attention_factor or (1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0)
 
 
 INT8_BLOCK = 64

@@ -59,5 +59,6 @@ def _choose_policy(context: Any, op: Any, *inputs: Any, **__: Any) -> checkpoint
     """
     # A product is summed over ranks if its second factor, the transposed weight, is sharded along the inner dimension.
     is_summed = op in _MATRIX_PRODUCTS and isinstance(inputs[-1], DTensor) and inputs[-1].placements[-1].is_shard(0)
-    is_expensive = (op in _MATRIX_PRODUCTS and not is_summed) or op in _REDUCTIONS or "scaled_dot_product" in str(op)
+    is_attention = any(name in str(op) for name in ("scaled_dot_product", "range_attention", "varlen_attn"))
+    is_expensive = (op in _MATRIX_PRODUCTS and not is_summed) or op in _REDUCTIONS or is_attention
     return checkpoint.CheckpointPolicy.MUST_SAVE if is_expensive else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE

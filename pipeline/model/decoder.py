@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -36,22 +36,25 @@ from torch.distributed.tensor.parallel import (
 
 from pipeline.config.sections import ModelConfig
 from pipeline.config.types import RopeScaling
+from pipeline.model.attention import KeyRanges
 from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
 from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
 
 IGNORE_INDEX = -100
 """Target of a position without a loss: the default `ignore_index` of torch's cross-entropy."""
 
-# -- positions and document masks ------------------------------------------------------------------------
+# -- positions ------------------------------------------------------------------------
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position tables for all positions up to `sequence_length`. They are neither trained nor saved."""
+    """Rotary position tables for all positions up to `sequence_length`. They are neither trained nor saved.
+
+    As an argument of a block, it describes samples with one document each: positions begin at 0, and each token reads
+    all tokens before it.
+    """
 
     cos_TK: Tensor
     sin_TK: Tensor
-    mask_B1TT = None
-    """Attention mask. It is None, because causal attention needs no mask tensor."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
@@ -73,11 +76,12 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size  # 2i/K of each pair i
         positions = torch.arange(length, dtype=torch.float32, device="cpu")
         frequencies = 1.0 / self.theta**exponents
+        scale = 1.0
         if self.scaling is not None:
-            frequencies = _scale_frequencies(frequencies, self.scaling)
+            frequencies, scale = _scale_frequencies(frequencies, self.scaling, self.theta)
         angles = torch.outer(positions, frequencies).repeat(1, 2)
-        self.cos_TK.copy_(angles.cos())
-        self.sin_TK.copy_(angles.sin())
+        self.cos_TK.copy_(angles.cos() * scale)
+        self.sin_TK.copy_(angles.sin() * scale)
 
     def forward(self, x_BHTK: Tensor, start: int = 0) -> Tensor:
         """Rotate each head's vectors by their positions, which begin at `start`.
@@ -87,30 +91,45 @@ class RotaryEmbedding(nn.Module):
         positions = slice(start, start + x_BHTK.shape[2])
         return _rotate(x_BHTK, self.cos_TK[positions], self.sin_TK[positions])
 
+    def get_key_ranges(self, window: int | None) -> KeyRanges | None:
+        """Return None: each token reads all tokens before it."""
+        return None
 
-class PackedRotaryEmbedding:
-    """Rotary positions and attention mask of samples with several documents. Positions restart at each document.
 
-    The tables are attributes of a plain object, because FSDP2 would round tensors that are inputs of a block to bf16.
-    Attention uses SDPA with a mask, because flex attention trains only on GPUs and only if compiled.
+class TokenPositions:
+    """Positions of the tokens of a micro-batch, and the keys that they may read.
+
+    Positions restart at each document. A block gets this object instead of a `RotaryEmbedding` if samples have several
+    documents or are longer than a window. The tables are attributes of a plain object, because FSDP2 would round
+    tensors that are inputs of a block to bf16.
 
     Args:
         rotary: the tables of all positions.
-        starts_BT: bool, True if a document starts at this token. The first token of a sample always starts a document.
+        starts_BT: bool on the CPU, True if a document starts at this token. The first token of a sample always starts a
+            document.
+        windows: the windows of the blocks of this part: numbers of tokens, or None for full attention.
     """
 
-    def __init__(self, rotary: RotaryEmbedding, starts_BT: Tensor) -> None:
-        indices_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
-        document_start_BT = torch.where(starts_BT, indices_T, 0).cummax(dim=1).values
-        positions_BT = indices_T - document_start_BT
+    def __init__(self, rotary: RotaryEmbedding, starts_BT: Tensor, windows: Iterable[int | None]) -> None:
+        device = rotary.cos_TK.device
+        batch, length = starts_BT.shape
+        indices_T = torch.arange(length)
+        start_BT = torch.where(starts_BT, indices_T, 0).cummax(dim=1).values
+        positions_BT = (indices_T - start_BT).to(device, non_blocking=True)
         self.cos_B1TK = rotary.cos_TK[positions_BT].unsqueeze(1)
         self.sin_B1TK = rotary.sin_TK[positions_BT].unsqueeze(1)
-        same_document_BTT = document_start_BT.unsqueeze(2) == document_start_BT.unsqueeze(1)
-        self.mask_B1TT = (same_document_BTT & (indices_T.unsqueeze(1) >= indices_T)).unsqueeze(1)
+        # Keys are numbered through the samples of the micro-batch.
+        start_N = (start_BT + length * torch.arange(batch).unsqueeze(1)).flatten()
+        index_N = torch.arange(batch * length)
+        self._ranges = {window: KeyRanges(start_N, index_N, window, device) for window in windows}
 
     def __call__(self, x_BHTK: Tensor, start: int = 0) -> Tensor:
-        """Rotate as `RotaryEmbedding` does. `start` is ignored, because generation continues a single document."""
+        """Rotate as `RotaryEmbedding` does. `start` is ignored, because all tokens of the samples are here."""
         return _rotate(x_BHTK, self.cos_B1TK, self.sin_B1TK)
+
+    def get_key_ranges(self, window: int | None) -> KeyRanges | None:
+        """Return the keys that each token may read in a block with this window."""
+        return self._ranges[window]
 
 
 def _rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,7 +138,7 @@ def _rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x_BHTK * cos + torch.cat((-right, left), dim=-1) * sin).to(x_BHTK.dtype)
 
 
-def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) -> tuple[Tensor, float]:
     """Scale rotary frequencies (fp32, radians per position), so that the model can read longer sequences.
 
     `linear` divides all frequencies by `factor` (Chen et al., arXiv 2306.15595). `llama3` depends on the number of full
@@ -129,16 +148,38 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     - fewer than `low_freq_factor` turns: the frequency is divided by `factor`,
     - more than `high_freq_factor` turns: the frequency is unchanged,
     - between the two: the result is interpolated between the divided and the unchanged frequency.
+
+    `yarn` interpolates linearly in the number of the pair, between the pairs that make `beta_fast` and `beta_slow`
+    turns (Peng et al., arXiv 2309.00071, section 3.2, and `_compute_yarn_parameters` of transformers).
+
+    Returns:
+        The frequencies, and the factor by which sines and cosines are multiplied: for yarn, the square root of the
+        factor of the scores in section 3.4; otherwise 1.
     """
     divided_frequencies = frequencies / scaling.factor
     if scaling.rope_type == "linear":
-        return divided_frequencies
-    # For `llama3`, the config check makes sure that `high` and the original sequence length are not 0.
+        return divided_frequencies, 1.0
+    # The config check makes sure that `high` and the original sequence length are not 0.
+    original_length = scaling.original_max_position_embeddings or 0
+    if scaling.rope_type == "yarn":
+        pairs = len(frequencies)
+
+        def find_pair(turns: float) -> float:
+            """Return the number of the pair that makes this number of full turns, which may be a fraction."""
+            return pairs * math.log(original_length / (turns * 2 * math.pi)) / math.log(theta)
+
+        first, last = find_pair(scaling.beta_fast or 32.0), find_pair(scaling.beta_slow or 1.0)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        ramp = (torch.arange(pairs, dtype=torch.float32) - first) / ((last - first) or 0.001)
+        unchanged_share = 1 - ramp.clamp(0.0, 1.0)
+        return (1 - unchanged_share) * divided_frequencies + unchanged_share * frequencies, scaling.yarn_scale
     low = scaling.low_freq_factor or 0.0
     high = scaling.high_freq_factor or 0.0
-    turns = (scaling.original_max_position_embeddings or 0) * frequencies / (2 * math.pi)
+    turns = original_length * frequencies / (2 * math.pi)
     unchanged_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - unchanged_share) * divided_frequencies + unchanged_share * frequencies
+    return (1 - unchanged_share) * divided_frequencies + unchanged_share * frequencies, 1.0
 
 
 # -- blocks ----------------------------------------------------------------------------------------------
@@ -166,11 +207,17 @@ def _build_norm(specs: Mapping[str, ParameterSpec], name: str, eps: float) -> nn
 
 
 class Attention(nn.Module):
-    """Causal self-attention. `group_size` query heads share one key and value head (grouped-query attention)."""
+    """Causal self-attention. `group_size` query heads share one key and value head (grouped-query attention).
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: the model.
+        window: number of tokens that a token reads; None: all tokens before it.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
         specs = _get_specs(config, "self_attn")
+        self.window = window
         self.head_size = config.head_size
         self.group_size = config.heads // config.num_kv_heads
         self.q_proj = _build_linear(specs, "q_proj")
@@ -182,39 +229,53 @@ class Attention(nn.Module):
         self.past: tuple[Tensor, Tensor] | None = None
         """Key-value cache: keys and values of the previous tokens during generation. None during training."""
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryEmbedding | PackedRotaryEmbedding) -> Tensor:
-        """Let each position attend to itself and to all previous positions.
-
-        With `PackedRotaryEmbedding`, these are only positions of the same document.
-        """
+    def forward(self, x_BTD: Tensor, positions: RotaryEmbedding | TokenPositions) -> Tensor:
+        """Let each token read itself and the tokens before it, as far as `positions` and the window permit."""
         q_BHTK = self._split_heads(self.q_proj(x_BTD))
         k_BHTK = self._split_heads(self.k_proj(x_BTD))
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTK = self.q_norm(q_BHTK)
             k_BHTK = self.k_norm(k_BHTK)
         start = 0 if self.past is None else self.past[0].shape[2]
-        q_BHTK = rotary(q_BHTK, start)
-        k_BHTK = rotary(k_BHTK, start)
+        q_BHTK = positions(q_BHTK, start)
+        k_BHTK = positions(k_BHTK, start)
         v_BHTK = self._split_heads(self.v_proj(x_BTD))
         if self.past is not None:
             k_BHTK = torch.cat((self.past[0], k_BHTK), dim=2)
             v_BHTK = torch.cat((self.past[1], v_BHTK), dim=2)
             self.past = k_BHTK, v_BHTK
-        # CUDA's flash kernels support grouped heads (enable_gqa). CUDA's kernels for fp32 and for masks do not: torch
-        # would silently fall back to the kernel that stores all T x T scores. For these kernels, and on CPUs, key and
-        # value heads are therefore repeated.
-        mask = rotary.mask_B1TT
-        enable_gqa = self.group_size > 1 and mask is None and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
+        ranges = positions.get_key_ranges(self.window)
+        out_BTX = self._attend(q_BHTK, k_BHTK, v_BHTK, ranges, is_first=start == 0)
+        out_BTD: Tensor = self.o_proj(out_BTX)
+        return out_BTD
+
+    def _attend(
+        self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, ranges: KeyRanges | None, is_first: bool
+    ) -> Tensor:
+        """Return the attention of the queries, with the heads side by side: shape (B, T, H * K).
+
+        Args:
+            q_BHTK: queries.
+            k_BHTK: keys, which may have fewer heads.
+            v_BHTK: values, with as many heads as the keys.
+            ranges: the keys that each query may read; None: those of the same sample that are not later.
+            is_first: False if there are more keys than queries. There is then one query for each sample.
+        """
+        if ranges is not None:
+            x_NHK = [x_BHTK.transpose(1, 2).flatten(0, 1) for x_BHTK in (q_BHTK, k_BHTK, v_BHTK)]
+            return ranges.attend(*x_NHK).view(len(q_BHTK), q_BHTK.shape[2], -1)
+        if not is_first and self.window is not None:
+            k_BHTK, v_BHTK = k_BHTK[:, :, -self.window :], v_BHTK[:, :, -self.window :]
+        # CUDA's flash kernels support grouped heads (enable_gqa). CUDA's kernels for fp32 do not: torch would silently
+        # fall back to the kernel that stores all T x T scores. For these kernels, and on CPUs, key and value heads are
+        # therefore repeated.
+        enable_gqa = self.group_size > 1 and q_BHTK.is_cuda and q_BHTK.dtype != torch.float32
         if self.group_size > 1 and not enable_gqa:
             k_BHTK = k_BHTK.repeat_interleave(self.group_size, dim=1)
             v_BHTK = v_BHTK.repeat_interleave(self.group_size, dim=1)
         # If the cache is not empty, the only new token attends to all tokens, so no causal mask is needed.
-        is_causal = mask is None and start == 0
-        out_BHTK = F.scaled_dot_product_attention(
-            q_BHTK, k_BHTK, v_BHTK, mask, is_causal=is_causal, enable_gqa=enable_gqa
-        )
-        out_BTD: Tensor = self.o_proj(out_BHTK.transpose(1, 2).flatten(2))
-        return out_BTD
+        out_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=is_first, enable_gqa=enable_gqa)
+        return out_BHTK.transpose(1, 2).flatten(2)
 
     def _split_heads(self, x_BTD: Tensor) -> Tensor:
         """Reshape (B, T, heads * K) to (B, heads, T, K). A tensor-parallel rank has only some of the heads."""
@@ -241,18 +302,18 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         specs = _get_specs(config, "")
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.get_window(number))
         self.mlp = MLP(config)
         self.input_layernorm = _build_norm(specs, "input_layernorm", config.rms_norm_eps)
         self.post_attention_layernorm = _build_norm(specs, "post_attention_layernorm", config.rms_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryEmbedding | PackedRotaryEmbedding) -> Tensor:
+    def forward(self, x_BTD: Tensor, positions: RotaryEmbedding | TokenPositions) -> Tensor:
         """Add the outputs of attention and MLP to the residual stream."""
-        x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), rotary))
+        x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), positions))
         out_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
         return out_BTD
 
@@ -266,9 +327,11 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, sequence_length: int, layers: range) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, config.dim) if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
+        self.layers = nn.ModuleDict({str(number): Block(config, number) for number in layers})
         self.norm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps) if layers.stop == config.layers else None
         self.rotary = RotaryEmbedding(config, sequence_length)
+        self.sequence_shards = 1
+        """Number of ranks that split the sequence of the hidden states that this part receives."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -281,10 +344,20 @@ class Backbone(nn.Module):
         The last part also applies the last norm. `starts_BT` is explained in :meth:`Decoder.forward`.
         """
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
-        rotary = self.rotary if starts_BT is None else PackedRotaryEmbedding(self.rotary, starts_BT)
+        positions = self._get_positions(x.shape[0], x.shape[1] * self.sequence_shards, starts_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, rotary)
+            x_BTD = block(x_BTD, positions)
         return x_BTD if self.norm is None else self.norm(x_BTD)
+
+    def _get_positions(self, batch: int, length: int, starts_BT: Tensor | None) -> RotaryEmbedding | TokenPositions:
+        """Return the positions of a micro-batch of `batch` samples with `length` tokens."""
+        windows = {block.self_attn.window for block in self.blocks}
+        has_effect = any(window is not None and window < length for window in windows)
+        if starts_BT is None and not has_effect:
+            return self.rotary
+        if starts_BT is None:
+            starts_BT = torch.zeros((batch, length), dtype=torch.bool)
+        return TokenPositions(self.rotary, starts_BT.cpu(), windows)
 
 
 # -- output layer and loss -------------------------------------------------------------------------------
@@ -504,8 +577,9 @@ class Decoder(nn.Module):
         Args:
             x: token ids, or hidden states `x_BTD` if this is not the first part.
             targets_BT: if given, the last part returns their summed loss instead of logits (see :class:`LMHead`).
-            starts_BT: bool, True for the first token of each document. If given, attention is masked across documents.
-                Every part needs this argument.
+            starts_BT: bool, True for the first token of each document. If given, tokens only read tokens of the same
+                document. Every part needs this argument. It should be on the CPU, where the ranges of keys are
+                computed.
         """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             x_BTD: Tensor = self.model(x, starts_BT)
@@ -666,6 +740,8 @@ def apply_tensor_parallel(part: Decoder, mesh: DeviceMesh, *, sequence_parallel:
         norms.append(part.model.norm)
     for module in norms:
         module.register_forward_hook(_cast_to_autocast_dtype)
+    if sequence_parallel and part.model.embed_tokens is None:
+        part.model.sequence_shards = mesh.size()
     part.tie_weights()  # parallelize_module has replaced the parameters, which separates tied parameters
 
 

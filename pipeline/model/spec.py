@@ -122,25 +122,38 @@ def count_block_parameters(model: ModelConfig, *, matrices_only: bool = False) -
     return sum(p.numel for p in block_parameters(model, 0) if p.is_matrix or not matrices_only)
 
 
+def _count_windows(model: ModelConfig, sequence_length: int) -> list[tuple[int, int]]:
+    """Return the numbers of tokens that a token reads at most, each with the number of blocks that have this window."""
+    window = min(model.sliding_window or sequence_length, sequence_length)
+    full_layers = min(model.max_window_layers or 0, model.layers)
+    return [(sequence_length, full_layers), (window, model.layers - full_layers)]
+
+
 def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_length: int) -> int:
     """Return the floating-point operations of the forward and backward pass per token: 6 N + 12 L H Q T.
 
     The formula is from Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B: N parameters, L layers, H heads of width
-    Q, T tokens of context. The causal mask is not deducted, and recomputation is not counted. As usual, N includes the
-    embedding, although the embedding is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
+    Q, T tokens of context. In blocks with a shorter window, T is the length of the window. The causal mask and the
+    boundaries of documents are not deducted, and recomputation is not counted. As usual, N includes the embedding,
+    although the embedding is only a lookup (7 % of 8.03 billion parameters with a vocabulary of 128,256).
     """
     vocab_matrices = 1 if model.tie_word_embeddings else 2  # the embedding and the output layer
     parameters = model.layers * count_block_parameters(model) + model.dim + vocab_matrices * vocab_size * model.dim
-    return 6 * parameters + 12 * model.layers * query_width(model) * sequence_length
+    context = sum(layers * window for window, layers in _count_windows(model, sequence_length))
+    return 6 * parameters + 12 * query_width(model) * context
 
 
 def block_multiplications_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Return the number of multiplications per token in one block's forward pass, for matrix products and attention.
+    """Return the number of multiplications per token in a block's forward pass, for matrix products and attention.
 
     For each pair of tokens, attention multiplies twice per channel of the query: once for the score and once for the
-    value. Because of the causal mask, a token attends to half the sequence on average.
+    value. Without a window, a token reads half the sequence on average. If the blocks differ, the result is their mean.
     """
-    return count_block_parameters(model, matrices_only=True) + query_width(model) * sequence_length
+    # The first w tokens of a sequence read 1 to w tokens, the others w. Half of `pairs` are their number.
+    windows = _count_windows(model, sequence_length)
+    pairs = sum(layers * window * (2 * sequence_length - window) for window, layers in windows)
+    attention = query_width(model) * pairs // (sequence_length * model.layers)
+    return count_block_parameters(model, matrices_only=True) + attention
 
 
 def hidden_state_shape(

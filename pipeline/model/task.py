@@ -151,9 +151,10 @@ class Task(ABC):
         return {}
 
     def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the keyword arguments of every part's `forward` that mask attention across documents.
+        """Return the keyword arguments of every part's `forward` that say where documents begin; {} without any.
 
-        Return {} if attention is not masked.
+        The tensors are on the CPU, with samples along the first dimension. On a GPU, this call waits for the GPU, so
+        call it once per step.
         """
         return {}
 
@@ -300,12 +301,14 @@ class DecoderTask(Task):
         if not self.config.data.document_mask:
             return {}
         if "mask" in batch:
-            return {"starts_BT": (batch["mask"][:, :-1] & MASK_DOCUMENT_START).ne(0)}
-        if self._eos_starts_next:
-            return {"starts_BT": batch["tokens"][:, :-1].eq(self.eos_id)}
-        # A document starts after each end token. roll() moves the last token to the front. This has no effect, because
-        # the first token of a sample always starts a document (see PackedRotaryEmbedding).
-        return {"starts_BT": batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)}
+            starts_BT = (batch["mask"][:, :-1] & MASK_DOCUMENT_START).ne(0)
+        elif self._eos_starts_next:
+            starts_BT = batch["tokens"][:, :-1].eq(self.eos_id)
+        else:
+            # A document starts after each end token. roll() moves the last token to the front. This has no effect,
+            # because the first token of a sample always starts a document (see TokenPositions).
+            starts_BT = batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)
+        return {"starts_BT": starts_BT.cpu()}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over tokens: an fp32 scalar."""

@@ -277,8 +277,7 @@ def _find_end_ids(config: Any, files: Mapping[str, str]) -> list[Any]:
 def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_tokens: int) -> Decoder:
     """Return the decoder, built on the meta device.
 
-    Raises UserError if the prompt is empty, has token IDs outside the vocabulary, or is longer than the sliding window
-    together with the new tokens.
+    Raises UserError if the prompt is empty, or has token IDs outside the vocabulary.
     """
     length = len(ids) + max_tokens
     if not ids or max(ids) >= vocab_size:
@@ -286,12 +285,6 @@ def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max
             "model.prompt_out_of_range",
             f"the prompt has {len(ids)} tokens, but it needs at least one, and all ids must be below {vocab_size}, the "
             "vocabulary size of the model: change the prompt",
-        )
-    if config.sliding_window is not None and length > config.sliding_window:
-        raise UserError(
-            "model.prompt_too_long",
-            f"--max-tokens: the prompt and the new tokens ({length}) are more than model.sliding_window "
-            f"({config.sliding_window}): reduce --max-tokens",
         )
     with torch.device("meta"):
         return Decoder(config, vocab_size, length)

@@ -262,14 +262,16 @@ class Engine:
     def _accumulate_gradients(self, batch: Batch, step: int, enter_phase: Callable[[str], None]) -> Tensor:
         """Run the micro-batches one after another through the full model. Return the sum of their losses."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        micro_batches = self.task.split_micro_batches(batch, self.config.train.micro_batch)
+        size = self.config.train.micro_batch
+        micro_batches = self.task.split_micro_batches(batch, size)
+        boundaries = self.task.split_micro_batches(self.task.document_boundaries(batch), size)
         for index, micro_batch in enumerate(micro_batches):
             torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, index))
             is_last = index == len(micro_batches) - 1
             with data_parallel.gradient_sync(self.model, self.layout, is_last):
                 enter_phase("forward")
                 with self.compute_timer:
-                    loss = self._compute_loss(micro_batch)
+                    loss = self._compute_loss(micro_batch, boundaries[index] if boundaries else {})
                 enter_phase("backward")
                 (loss * self._loss_factor()).backward()
             total += full_tensor(loss.detach())
@@ -300,9 +302,14 @@ class Engine:
             total += full_tensor(loss.detach())
         return total / self._loss_factor()
 
-    def _compute_loss(self, batch: Batch) -> Tensor:
-        """Run the model on a batch and return the summed loss. This rank must have all layers of the model."""
-        keywords = {**self.task.loss_inputs(batch), **self.task.document_boundaries(batch)}
+    def _compute_loss(self, batch: Batch, boundaries: Mapping[str, Tensor]) -> Tensor:
+        """Run the model on a batch and return the summed loss. This rank must have all layers of the model.
+
+        Args:
+            batch: the samples.
+            boundaries: where documents begin (`Task.document_boundaries`).
+        """
+        keywords = {**self.task.loss_inputs(batch), **boundaries}
         return self.task.loss(self.model(*self.task.model_inputs(batch), **keywords), batch)
 
     def _compute_scaled_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:
@@ -402,7 +409,8 @@ class Engine:
         this changes the order of summation, so a resumed run would differ in the last bits from an uninterrupted run.
         Therefore this method runs one backward pass and discards its gradients.
         """
-        self._compute_loss(self.task.smallest_batch(self.world.device)).backward()
+        batch = self.task.smallest_batch(self.world.device)
+        self._compute_loss(batch, self.task.document_boundaries(batch)).backward()
         data_parallel.clear_gradients(self.model, self.optimizer)
         self.replica_sync.end_step(is_applied=False)
 

@@ -476,7 +476,6 @@ def test_a_pipeline_accepts_a_bounded_number_of_micro_batches(tmp_path: Path) ->
         (["data.held_out=0", "evaluate.tasks=a.jsonl"], ["evaluate.tasks", "data.held_out 0"]),
         (["publish.to=here", "sweep={grid: {run.seed: [1]}}"], ["publish", "sweep"]),
         (["train.loss_chunk=8", "train.precision=fp16"], ["train.loss_chunk", "train.precision fp16"]),
-        (["model.sliding_window=8"], ["data.sequence_length (1024)", "model.sliding_window (8)"]),
         (["optimizer.state.master=none"], ["optimizer.state.master none", "fp32"]),
     ],
 )  # fmt: skip

@@ -44,8 +44,33 @@ MODEL_CONFIGS = {
     "stretched, biases": ModelConfig(
         dim=32, layers=2, heads=4, attention_bias="all", rope_scaling=RopeScaling(rope_type="linear", factor=2.0)
     ),
+    "yarn": ModelConfig(
+        dim=32,
+        layers=2,
+        heads=4,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling(rope_type="yarn", factor=3.0, original_max_position_embeddings=16),
+    ),
+    "yarn, all keys": ModelConfig(
+        dim=128,
+        layers=1,
+        heads=4,
+        rope_scaling=RopeScaling(
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            beta_fast=8.0,
+            beta_slow=0.5,
+            attention_factor=1.2,
+            truncate=False,
+        ),
+    ),
     "mistral": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, sliding_window=LENGTH),
+    "mistral, short window": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, sliding_window=7),
     "qwen2": ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, attention_bias="qkv"),
+    "qwen2, window from the second block on": ModelConfig(
+        dim=32, layers=3, heads=4, kv_heads=2, attention_bias="qkv", sliding_window=5, max_window_layers=1
+    ),
     "qwen3": ModelConfig(
         dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, qk_norm=True, attention_bias="all", tie_word_embeddings=True
     ),
@@ -199,7 +224,7 @@ def test_the_loss_is_a_sum_over_tokens_computed_in_fp32() -> None:
     )
 
 
-@pytest.mark.parametrize("name", MODEL_CONFIGS)
+@pytest.mark.parametrize("name", [name for name in MODEL_CONFIGS if "window" not in name])
 def test_flops_per_token_equal_those_of_torchs_flop_counter(name: str) -> None:
     config = MODEL_CONFIGS[name]
     model = build_decoder(config)
@@ -213,6 +238,16 @@ def test_flops_per_token_equal_those_of_torchs_flop_counter(name: str) -> None:
     embedding_parameters = 0 if config.tie_word_embeddings else VOCAB * config.dim
     uncounted_flops = 6 * (norm_parameters + embedding_parameters)  # 6 FLOPs per parameter and token
     assert training_flops_per_token(config, VOCAB, LENGTH) == 3 * forward_flops + uncounted_flops
+
+
+def test_flops_per_token_count_the_windows_of_the_blocks() -> None:
+    """The first of three blocks reads all 24 tokens, the others 5. A head has a width of 8."""
+    config = MODEL_CONFIGS["qwen2, window from the second block on"]
+    without_window = config.model_copy(update={"sliding_window": None})
+    difference = training_flops_per_token(without_window, VOCAB, LENGTH) - training_flops_per_token(
+        config, VOCAB, LENGTH
+    )
+    assert difference == 12 * 32 * (3 * 24 - (24 + 5 + 5))
 
 
 def count_parameters(name: str) -> int:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.base.dist_env import RankInfo
 from pipeline.config.sections import Config, ModelConfig
 from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED
-from pipeline.model.decoder import Decoder, PackedRotaryEmbedding, RotaryEmbedding, cross_entropy_sum, init_weights
+from pipeline.model.decoder import Decoder, RotaryEmbedding, TokenPositions, cross_entropy_sum, init_weights
 from pipeline.model.task import DecoderTask
 from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config
@@ -29,6 +29,7 @@ PROMPTS: dict[str, Any] = {"records": "prompts", "document_mask": True, "source"
 TEXT: dict[str, Any] = {"document_mask": True}
 """Section `data` for text. All tokens have a loss, except the first one of a document."""
 QK_NORM = {"qk_norm": True}
+WINDOW = {"sliding_window": 3, "max_window_layers": 1}
 _expected_steps: dict[str, list[tuple[float, float]]] = {}
 """Results of `train_one_by_one` by model and kind of data."""
 
@@ -141,6 +142,7 @@ Case = tuple[dict[str, Any], dict[str, Any]]
 ONE_RANK_CASES: list[Case] = [
     (PROMPTS, {}),
     (TEXT, {"train": {"loss_chunk": 7}}),
+    (TEXT, {"model": WINDOW}),
 ]
 TWO_RANKS_CASES: list[Case] = [
     (PROMPTS, {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}}),
@@ -149,6 +151,7 @@ TWO_RANKS_CASES: list[Case] = [
 ]
 FURTHER_TWO_RANKS_CASES: list[Case] = [
     (PROMPTS, {"parallel": {"zero": 0}}),
+    (PROMPTS, {"parallel": {"tensor": 2}, "train": {"micro_batch": 8}, "model": WINDOW}),
     (TEXT, {"parallel": {"zero": 3, "activation_checkpointing": "selective"}, "train": {"loss_chunk": 7}}),
     (TEXT, {"parallel": {"tensor": 2, "sequence": False}, "train": {"micro_batch": 8, "loss_chunk": 7}}),
     (TEXT, {"parallel": {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2}}),
@@ -187,14 +190,17 @@ def test_attention_and_positions_are_restricted_to_each_document(rows: list[list
     distances between tokens.
     """
     rotary = RotaryEmbedding(ModelConfig(dim=16, heads=4), 9)
-    packed = PackedRotaryEmbedding(rotary, torch.tensor(rows))
+    positions = TokenPositions(rotary, torch.tensor(rows), [None, 3])
+    ranges, short_ranges = positions.get_key_ranges(None), positions.get_key_ranges(3)
+    assert ranges is not None and short_ranges is not None
     for row, starts in enumerate(rows):
         document_starts = [max((p for p in range(1, position + 1) if starts[p]), default=0) for position in range(9)]
         for position, start in enumerate(document_starts):
-            attended = packed.mask_B1TT[row, 0, position].nonzero().flatten().tolist()
-            assert attended == list(range(start, position + 1))
-            assert torch.equal(packed.cos_B1TK[row, 0, position], rotary.cos_TK[position - start])
-            assert torch.equal(packed.sin_B1TK[row, 0, position], rotary.sin_TK[position - start])
+            query = row * 9 + position
+            assert ranges.first_N[query] == row * 9 + start and ranges.last_N[query] == query
+            assert short_ranges.first_N[query] == row * 9 + max(start, position - 2)
+            assert torch.equal(positions.cos_B1TK[row, 0, position], rotary.cos_TK[position - start])
+            assert torch.equal(positions.sin_B1TK[row, 0, position], rotary.sin_TK[position - start])
 
 
 def test_a_token_that_ends_and_starts_documents_belongs_to_the_next_document() -> None:

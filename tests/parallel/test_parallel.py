@@ -38,6 +38,7 @@ FEW_STEPS = 4
 TIED = {"tie_word_embeddings": True}
 CHUNKED = {"loss_chunk": 7}
 """Keys of `train` for a chunked loss. It is compared with the loss of one process, which is not chunked."""
+WINDOW = {"sliding_window": 5, "max_window_layers": 1}
 BF16_MOMENTS = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16"}}}
 NO_MASTER_WEIGHTS = {"optimizer": {"lr": 2e-3, "clip_norm": 0.1, "state": {"moments": "bf16", "master": "none"}}}
 INT8_MOMENTS = {
@@ -134,6 +135,7 @@ def test_pipeline_with_data_and_tensor_parallel_equals_one_process() -> None:
         {"parallel": {"pipeline": 2, "zero": 3}, "model": TIED},
         {"parallel": {**TWO_VIRTUAL_STAGES, "schedule": "zbv", "zero": 1}},
         {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW_BATCHES, "model": TIED},
+        {"parallel": {"pipeline": 2, "tensor": 2}, "train": FEW_BATCHES, "model": WINDOW},
         {"parallel": {"tensor": 2, "zero": 3}, "train": FEW_BATCHES | CHUNKED},
         steps=FEW_STEPS,
     )

@@ -167,7 +167,7 @@ def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path)
     config = load_config(write_config_with_initial_model(tmp_path))
     run = Run.create(config)
     text = run.config_file.read_text()
-    for key in ("init_sha256", "init_files", "max_position_embeddings", "max_window_layers"):
+    for key in ("init_sha256", "init_files", "max_position_embeddings"):
         assert f"  {key}:" not in text
     content = json.loads(run.metadata_file.read_text())
     sha256 = hashlib.sha256((tmp_path / "open/config.json").read_bytes()).hexdigest()
@@ -176,6 +176,16 @@ def test_computed_metadata_is_in_run_json_and_not_in_config_yaml(tmp_path: Path)
     for file in (tmp_path / "open").iterdir():
         file.unlink()
     assert Run.open(run.path).config == config, "the folder of the model must not be read again"
+
+
+def test_max_window_layers_is_read_from_the_run_json_of_older_versions(tmp_path: Path) -> None:
+    """The key was metadata, because a window had no effect yet."""
+    config = load_config(write_config_with_initial_model(tmp_path))
+    run = Run.create(config.model_copy(update={"model": config.model.model_copy(update={"max_window_layers": 1})}))
+    replace_in_file(run.config_file, "  max_window_layers: 1\n", "")
+    content = json.loads(run.metadata_file.read_text())
+    write_json(run.metadata_file, add_checksum({**content, "model": {**content["model"], "max_window_layers": 1}}))
+    assert Run.open(run.path).config.model.max_window_layers == 1
 
 
 def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
