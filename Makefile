@@ -88,7 +88,7 @@ test-mpich: check .venv-mpich/.installed
 # Install the CUDA build of the oldest supported torch. The default package index has this build.
 .venv-cuda/.installed: setup.cfg
 	$(PYTHON) -m venv .venv-cuda
-	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-cuda/bin/pip install --quiet torch==2.11.0 -e '.[mpi]'
+	PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-cuda/bin/pip install --quiet torch==2.11.0 psutil -e '.[mpi]'
 	touch $@
 
 test-debian13: check

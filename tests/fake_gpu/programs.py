@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
 from pipeline.comm import groups
+from pipeline.config.sections import ModelConfig
 from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
+from pipeline.model.decoder import Decoder
 from pipeline.model.task import DecoderTask
 from pipeline.parallel import replica_sync
 from pipeline.parallel.mesh import resolve_layout
@@ -240,6 +242,34 @@ def note_attention_kernels() -> None:
         engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
         with NoteAttentionKernels():
             engine.backward({"tokens": make_batches(config)[0][:2].to(world.device)}, 1)
+
+
+def attend_to_documents(compiles: str) -> None:
+    """Run a decoder on documents and windows of several lengths, and check that its memory is linear in the tokens.
+
+    Args:
+        compiles: "yes" to compile the blocks.
+    """
+    device = join_on_gpu1().device
+    model = ModelConfig(dim=256, layers=2, heads=4, kv_heads=2, sliding_window=100, max_window_layers=1)
+    peaks = []
+    for length, document in ((4096, 64), (4096, 500), (4096, 33), (16384, 33)):
+        decoder = Decoder(model, VOCAB, length).to(device)
+        decoder.compute_dtype = torch.bfloat16
+        decoder.lm_head.chunk = 1024
+        for block in decoder.model.blocks if compiles == "yes" else ():
+            block.compile()
+        tokens_BT = torch.zeros((2, length), dtype=torch.int64, device=device)
+        starts_BT = (torch.arange(length) % document == 0).expand(2, -1)
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        write_note("forward")
+        loss = decoder(tokens_BT, targets_BT=tokens_BT, starts_BT=starts_BT)
+        loss.backward()
+        write_note("ended")
+        peaks.append(torch.cuda.max_memory_allocated() - base)
+    assert peaks[3] < 4.1 * peaks[2], peaks
 
 
 def _get_address_range(tensor: torch.Tensor) -> range:

@@ -140,3 +140,16 @@ def test_a_chunked_loss_saves_the_memory_of_logits_and_the_host_does_not_wait(gp
             assert not find_calls(last_step, name), f"the host waits: {name}"
     peak_with_chunks, peak_without_chunks = peaks
     assert peak_with_chunks + 3 * 0.9 * 1024 * 8192 * 4 < peak_without_chunks, peaks
+
+
+@pytest.mark.parametrize("compiles", ["no", "yes"])
+def test_attention_to_documents_needs_linear_memory_and_does_not_wait_for_the_gpu(
+    gpu_runner: FakeGpuRunner, compiles: str
+) -> None:
+    (calls,) = gpu_runner.run_programs(("attend_to_documents", compiles))
+    begins, ends = find_calls(calls, "note", "forward"), find_calls(calls, "note", "ended")
+    assert len(begins) == len(ends) == 4
+    for begin, end in zip(begins, ends, strict=True):
+        passes = calls[begin:end]
+        assert find_calls(passes, "launch")
+        assert not [call for call in passes if call.name.startswith("sync")]
