@@ -224,8 +224,10 @@ class ParallelConfig(Section):
     """Tensor-parallel size: the number of ranks that split the matrices of each layer."""
     pipeline: PositiveInt = 1
     """Pipeline-parallel size: the number of ranks along the pipeline."""
+    context: PositiveInt = 1
+    """Context-parallel size: the number of ranks that split each sequence."""
     data: Literal["auto"] | DataParallel = "auto"
-    """Data-parallel sizes. `auto`: use all ranks that are left after `tensor` and `pipeline`."""
+    """Data-parallel sizes. `auto`: use all ranks that are left after `tensor`, `pipeline` and `context`."""
     zero: Literal[0, 1, 2, 3] = 0
     """What data-parallel ranks shard (ZeRO level): 0 nothing, 1 optimizer state, 2 also gradients, 3 also
     parameters."""

@@ -38,6 +38,7 @@ from pipeline.config.sections import ModelConfig
 from pipeline.config.types import RopeScaling
 from pipeline.model.attention import KeyRanges
 from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
+from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
 
 IGNORE_INDEX = -100
@@ -55,6 +56,8 @@ class RotaryEmbedding(nn.Module):
 
     cos_TK: Tensor
     sin_TK: Tensor
+    context = None
+    """This rank has all tokens."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         super().__init__()
@@ -108,19 +111,30 @@ class TokenPositions:
         starts_BT: bool on the CPU, True if a document starts at this token. The first token of a sample always starts a
             document.
         windows: the windows of the blocks of this part: numbers of tokens, or None for full attention.
+        context: the tokens of each sample that this rank has; None for all.
     """
 
-    def __init__(self, rotary: RotaryEmbedding, starts_BT: Tensor, windows: Iterable[int | None]) -> None:
+    def __init__(
+        self,
+        rotary: RotaryEmbedding,
+        starts_BT: Tensor,
+        windows: Iterable[int | None],
+        context: ContextParallel | None = None,
+    ) -> None:
         device = rotary.cos_TK.device
         batch, length = starts_BT.shape
         indices_T = torch.arange(length)
         start_BT = torch.where(starts_BT, indices_T, 0).cummax(dim=1).values
+        if context is not None:
+            indices_T = context.list_positions(length)
+            start_BT = start_BT[:, indices_T]
         positions_BT = (indices_T - start_BT).to(device, non_blocking=True)
+        self.context = context
         self.cos_B1TK = rotary.cos_TK[positions_BT].unsqueeze(1)
         self.sin_B1TK = rotary.sin_TK[positions_BT].unsqueeze(1)
         # Keys are numbered through the samples of the micro-batch.
-        start_N = (start_BT + length * torch.arange(batch).unsqueeze(1)).flatten()
-        index_N = torch.arange(batch * length)
+        first_key_B1 = length * torch.arange(batch).unsqueeze(1)
+        start_N, index_N = (start_BT + first_key_B1).flatten(), (indices_T + first_key_B1).flatten()
         self._ranges = {window: KeyRanges(start_N, index_N, window, device) for window in windows}
 
     def __call__(self, x_BHTK: Tensor, start: int = 0) -> Tensor:
@@ -244,13 +258,17 @@ class Attention(nn.Module):
             k_BHTK = torch.cat((self.past[0], k_BHTK), dim=2)
             v_BHTK = torch.cat((self.past[1], v_BHTK), dim=2)
             self.past = k_BHTK, v_BHTK
-        ranges = positions.get_key_ranges(self.window)
-        out_BTX = self._attend(q_BHTK, k_BHTK, v_BHTK, ranges, is_first=start == 0)
+        out_BTX = self._attend(q_BHTK, k_BHTK, v_BHTK, positions, is_first=start == 0)
         out_BTD: Tensor = self.o_proj(out_BTX)
         return out_BTD
 
     def _attend(
-        self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, ranges: KeyRanges | None, is_first: bool
+        self,
+        q_BHTK: Tensor,
+        k_BHTK: Tensor,
+        v_BHTK: Tensor,
+        positions: RotaryEmbedding | TokenPositions,
+        is_first: bool,
     ) -> Tensor:
         """Return the attention of the queries, with the heads side by side: shape (B, T, H * K).
 
@@ -258,12 +276,17 @@ class Attention(nn.Module):
             q_BHTK: queries.
             k_BHTK: keys, which may have fewer heads.
             v_BHTK: values, with as many heads as the keys.
-            ranges: the keys that each query may read; None: those of the same sample that are not later.
+            positions: has the keys that each query may read.
             is_first: False if there are more keys than queries. There is then one query for each sample.
         """
+        ranges = positions.get_key_ranges(self.window)
         if ranges is not None:
-            x_NHK = [x_BHTK.transpose(1, 2).flatten(0, 1) for x_BHTK in (q_BHTK, k_BHTK, v_BHTK)]
-            return ranges.attend(*x_NHK).view(len(q_BHTK), q_BHTK.shape[2], -1)
+            q_BTHK, k_BTHK, v_BTHK = (x_BHTK.transpose(1, 2) for x_BHTK in (q_BHTK, k_BHTK, v_BHTK))
+            if positions.context is None:
+                k_NHK, v_NHK = k_BTHK.flatten(0, 1), v_BTHK.flatten(0, 1)
+            else:
+                k_NHK, v_NHK = positions.context.gather(k_BTHK, v_BTHK)
+            return ranges.attend(q_BTHK.flatten(0, 1), k_NHK, v_NHK).view(*q_BTHK.shape[:2], -1)
         if not is_first and self.window is not None:
             k_BHTK, v_BHTK = k_BHTK[:, :, -self.window :], v_BHTK[:, :, -self.window :]
         # CUDA's flash kernels support grouped heads (enable_gqa). CUDA's kernels for fp32 do not: torch would silently
@@ -331,7 +354,9 @@ class Backbone(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.rms_norm_eps) if layers.stop == config.layers else None
         self.rotary = RotaryEmbedding(config, sequence_length)
         self.sequence_shards = 1
-        """Number of ranks that split the sequence of the hidden states that this part receives."""
+        """Number of tensor-parallel ranks that split the sequence of the hidden states that this part receives."""
+        self.context: ContextParallel | None = None
+        """How sequences are split over ranks; None if this rank has whole sequences."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -344,7 +369,8 @@ class Backbone(nn.Module):
         The last part also applies the last norm. `starts_BT` is explained in :meth:`Decoder.forward`.
         """
         x_BTD = x if self.embed_tokens is None else self.embed_tokens(x)
-        positions = self._get_positions(x.shape[0], x.shape[1] * self.sequence_shards, starts_BT)
+        shards = self.sequence_shards * (1 if self.context is None else self.context.size)
+        positions = self._get_positions(x.shape[0], x.shape[1] * shards, starts_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, positions)
         return x_BTD if self.norm is None else self.norm(x_BTD)
@@ -353,11 +379,11 @@ class Backbone(nn.Module):
         """Return the positions of a micro-batch of `batch` samples with `length` tokens."""
         windows = {block.self_attn.window for block in self.blocks}
         has_effect = any(window is not None and window < length for window in windows)
-        if starts_BT is None and not has_effect:
+        if starts_BT is None and self.context is None and not has_effect:
             return self.rotary
         if starts_BT is None:
             starts_BT = torch.zeros((batch, length), dtype=torch.bool)
-        return TokenPositions(self.rotary, starts_BT.cpu(), windows)
+        return TokenPositions(self.rotary, starts_BT.cpu(), windows, self.context)
 
 
 # -- output layer and loss -------------------------------------------------------------------------------
@@ -575,7 +601,8 @@ class Decoder(nn.Module):
         Parts other than the last one return hidden states `x_BTD`.
 
         Args:
-            x: token ids, or hidden states `x_BTD` if this is not the first part.
+            x: token ids, or hidden states `x_BTD` if this is not the first part. With context parallelism, these are
+                the tokens of this rank, as are `targets_BT`.
             targets_BT: if given, the last part returns their summed loss instead of logits (see :class:`LMHead`).
             starts_BT: bool, True for the first token of each document. If given, tokens only read tokens of the same
                 document. Every part needs this argument. It should be on the CPU, where the ranges of keys are

@@ -45,6 +45,7 @@ from pipeline.model.decoder import (
     write_parameter,
 )
 from pipeline.model.spec import training_flops_per_token
+from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.mesh import Layout
 from pipeline.run.directory import Run
 
@@ -89,6 +90,10 @@ class Task(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    def split_sequences(self, context: ContextParallel) -> None:
+        """Split each sequence over several ranks. Call this before `build`; only the decoder supports it."""
+        raise NotImplementedError
 
     @abstractmethod
     def build(self, layers: range) -> nn.Module:
@@ -201,6 +206,8 @@ class DecoderTask(Task):
         has_mask = config.data.has_loss_mask
         self.vocab_size = config.model.vocab_size or vocab_size
         self.sequence_length = config.data.sequence_length
+        self.context: ContextParallel | None = None
+        """How sequences are split over ranks; None if this rank has whole sequences."""
         self.eos_id = eos_id
         self._eos_starts_next = eos_starts_next
         self._all_tokens_have_loss = not has_mask and (eos_starts_next or not config.data.document_mask)
@@ -210,10 +217,15 @@ class DecoderTask(Task):
         if has_mask:
             self.sample_shapes = {**self.sample_shapes, "mask": ((self.sequence_length + 1,), "uint8")}
 
+    def split_sequences(self, context: ContextParallel) -> None:
+        """Use only this rank's tokens of each sequence. Keys and values of the others are gathered."""
+        self.context = context
+
     def build(self, layers: range) -> Decoder:
         """Build the part of the decoder that has these blocks, on the `meta` device."""
         with torch.device("meta"):
             part = Decoder(self.config.model, self.vocab_size, self.sequence_length, layers)
+        part.model.context = self.context
         part.compute_dtype = DTYPES.get(self.config.train.precision)
         if part.lm_head is not None and self.config.train.loss_chunk is not None:
             part.lm_head.chunk = self.config.train.loss_chunk
@@ -272,18 +284,26 @@ class DecoderTask(Task):
         """Return the number of tokens with a loss (int64 scalar); None if all tokens have a loss."""
         if self._all_tokens_have_loss:
             return None
-        return (self.next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
+        return (self._whole_next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the token ids without the last token: int64, shape (B, T)."""
-        return (batch["tokens"][:, :-1],)
+        """Return the token ids without the last token: int64, shape (B, T); with context parallelism, this rank's."""
+        return (self._select_tokens(batch["tokens"][:, :-1]),)
+
+    def _select_tokens(self, x_BT: Tensor) -> Tensor:
+        """Return this rank's part of whole sequences."""
+        return x_BT if self.context is None else self.context.select(x_BT)
 
     def loss_inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the targets if the output layer computes the loss in chunks (`train.loss_chunk`)."""
         return {} if self.config.train.loss_chunk is None else {"targets_BT": self.next_tokens(batch)}
 
     def next_tokens(self, batch: Batch) -> Tensor:
-        """Return the token that follows each input: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
+        """Return the token that follows each input of this rank: int64; IGNORE_INDEX for tokens without a loss."""
+        return self._select_tokens(self._whole_next_tokens(batch))
+
+    def _whole_next_tokens(self, batch: Batch) -> Tensor:
+        """Return the token that follows each token: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
 
         With prompts and dialogues, the mask says which tokens have a loss: those of responses. For text with
         `data.document_mask`, the first token of a document has no loss, unless it also ends the previous document.

@@ -1,12 +1,12 @@
 """Data parallelism: each rank processes its part of the batch. Gradients are averaged, and state may be sharded.
 
 - `zero: 0` on models that are not split: `DistributedDataParallel` reduces gradients in buckets during backward.
-- Otherwise: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the axes dp_replicate × dp_shard. FSDP2 stores
-  parameters, gradients and optimizer state as DTensors, sharded along `dp_shard`. The ZeRO levels differ in how long
-  parameters and gradients are unsharded during a step:
+- Otherwise: FSDP2 (`fully_shard`; Zhao et al., arXiv 2304.11277) over the mesh dimensions replicate × shard. FSDP2
+  stores parameters, gradients and optimizer state as DTensors, sharded along `shard`. The ZeRO levels differ in how
+  long parameters and gradients are unsharded during a step:
 
         level   parameters are unsharded            gradients are reduced
-        0       always (dp_shard is 1)              once per step
+        0       always (shard is 1)                 once per step
         1       from first use to end of step       once per step; unsharded until then
         2       from first use to end of step       after each micro-batch, or once per step
         3       while a block computes              after each micro-batch, or once per step
@@ -68,7 +68,7 @@ def apply_fsdp(
         part: the model, or the part of it that belongs to one pipeline-parallel stage.
         groups: for each group, the modules that are gathered together, and whether `free_after_forward` applies to
             them. All other parameters are gathered together with those of `part` itself.
-        mesh: dp_replicate × dp_shard, or dp_shard alone.
+        mesh: replicate × shard, or shard alone.
         dtype: type in which parameters are gathered, with gradients reduced in fp32. None: parameters are gathered and
             gradients are reduced in the type in which parameters are stored.
         free_after_forward: whether gathered parameters are freed between forward and backward.

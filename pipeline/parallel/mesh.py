@@ -1,11 +1,13 @@
 """The device mesh: the named axes along which the ranks of a run split its work.
 
-    pp  ×  dp_replicate  ×  dp_shard  ×  tp        from outermost to innermost
+    pp  ×  dp_replicate  ×  dp_shard  ×  cp  ×  tp        from outermost to innermost
 
 This module defines the axes: their sizes, which sizes are allowed, each rank's coordinates and the process groups.
 Other modules use an axis by its name and never compute one rank from another. `tp` communicates most, so it is
 innermost: its ranks are neighbours on one node. `dp_replicate` and `dp_shard` together are data parallelism (`dp`).
 Ranks along `dp_shard` also split parameters, gradients or optimizer state (ZeRO, Rajbhandari et al., arXiv 1910.02054).
+Ranks along `cp` split the sequences of the same samples. They have the same parameters, and for gradients and ZeRO they
+count as data-parallel ranks.
 
 The login node uses this module to validate configs. Therefore only `Mesh.build_device_mesh` imports torch.
 """
@@ -29,11 +31,11 @@ from pipeline.model.spec import block_multiplications_per_token, query_width
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""The axes of the mesh, from outermost to innermost. Torch's mesh dimensions have the same names."""
-AXIS_KEYS = {"pp": "pipeline", "tp": "tensor"}
-"""The axes that split the model, and the keys of their sizes in the section `parallel`. All other axes are
-data-parallel."""
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the mesh, from outermost to innermost."""
+AXIS_KEYS = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
+"""The axes that split the model or the sequence, and the keys of their sizes in the section `parallel`. All other axes
+are data-parallel."""
 V_SCHEDULES = ("zbv", "dualpipe_v")
 """Schedules in which pipeline rank i has the pipeline-parallel stages i and 2·pp−1−i.
 
@@ -72,6 +74,7 @@ class Coordinates(NamedTuple):
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
     dp: int
     """Position among all data-parallel ranks. This position determines which part of each batch the rank processes."""
@@ -86,7 +89,9 @@ class Mesh:
     dp_replicate: int = 1
     """Number of copies of the whole (possibly sharded) state."""
     dp_shard: int = 1
-    """Number of ranks that split parameters, gradients or optimizer state (ZeRO); 1 without ZeRO."""
+    """Number of data-parallel ranks that split parameters, gradients or optimizer state (ZeRO); 1 without ZeRO."""
+    cp: int = 1
+    """Context-parallel size."""
     tp: int = 1
     """Tensor-parallel size."""
 
@@ -106,7 +111,7 @@ class Mesh:
 
     @property
     def gradient_ranks(self) -> int:
-        """Number of ranks over which gradients are averaged: ranks with the same parameters and different samples."""
+        """Number of ranks over which gradients are averaged: ranks with the same parameters and different tokens."""
         return self.world_size // self.size("pp", "tp")
 
     @property
@@ -121,11 +126,12 @@ class Mesh:
             rank, positions[axis] = divmod(rank, getattr(self, axis))
         return Coordinates(**positions, dp=positions["dp_replicate"] * self.dp_shard + positions["dp_shard"])
 
-    def build_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Create torch's device mesh, with a process group for each axis. Every rank must call this."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh(device_type, tuple(self.size(axis) for axis in AXES), mesh_dim_names=AXES)
+    def list_groups(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ only along this axis."""
+        groups: dict[Coordinates, list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(self.coordinates(rank)._replace(**{axis: 0}), []).append(rank)
+        return list(groups.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +162,26 @@ class Layout(Mesh):
     """Whether tensor-parallel ranks shard the hidden states outside of attention and MLP along the sequence."""
     stage_layers: tuple[range, ...]
     """Decoder blocks of each stage."""
+
+    @property
+    def state_shards(self) -> int:
+        """Number of ranks that split parameters, gradients or optimizer state; 1 without ZeRO."""
+        return self.size("dp_shard", "cp") if self.zero else 1
+
+    @property
+    def state_replicas(self) -> int:
+        """Number of copies of the whole (possibly sharded) state of a pipeline and tensor rank."""
+        return self.gradient_ranks // self.state_shards
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Create torch's device mesh, with a process group for each dimension. Every rank must call this.
+
+        Its dimensions are `pp`, `replicate` (:attr:`state_replicas`), `shard` (:attr:`state_shards`) and `tp`.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.pp, self.state_replicas, self.state_shards, self.tp)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
 
     @property
     def stages(self) -> int:
@@ -313,11 +339,11 @@ def resolve_layout(
     else:
         replicate, shard = (1, dp) if parallel.zero else (dp, 1)
     virtual = parallel.virtual_stages if pp > 1 else 1
-    # FSDP2 stores the weights in three cases: with offload; with ZeRO or a split model on several data-parallel ranks;
-    # and with ZeRO on a single rank if the weights must be converted. `world_size` is larger than `dp` if the model is
-    # split.
-    splits_state = (world_size > dp or parallel.zero > 0) and dp > 1
-    casts_on_one_rank = (world_size > dp or parallel.zero > 0) and world_size == 1 and config.train.precision != "fp32"
+    # FSDP2 stores the weights in three cases: with offload; with ZeRO or a split model on several ranks with the same
+    # parameters; and with ZeRO on a single rank if the weights must be converted.
+    has_shards = pp * sizes["tp"] > 1 or parallel.zero > 0
+    splits_state = has_shards and dp * sizes["cp"] > 1
+    casts_on_one_rank = has_shards and world_size == 1 and config.train.precision != "fp32"
     return Layout(
         **sizes, dp_replicate=replicate, dp_shard=shard, ranks_per_node=per_node,
         micro_batches=config.train.global_batch // (dp * config.train.micro_batch),
@@ -414,7 +440,7 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
     data = parallel.data
     if data != "auto" and data.shard > 1 and not parallel.zero:
         yield f"parallel.data.shard ({data.shard}) requires parallel.zero 1 to 3: parallel.zero 0 shards nothing"
-    if data != "auto" and data.shard == 1 and data.replicate > 1 and parallel.zero:
+    if data != "auto" and data.shard == 1 and data.replicate > 1 and parallel.zero and parallel.context == 1:
         yield f"parallel.zero {parallel.zero} has nothing to shard: parallel.data.shard is 1"
     if (option := _describe_replica_sync(config)) is not None:
         if parallel.zero or parallel.offload:
@@ -483,15 +509,29 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
             f"ranks; these batch sizes work with {', '.join(map(str, sizes_that_fit))} data-parallel ranks",
         )
         return
-    if (option := _describe_replica_sync(config)) is not None and pp * tp > 1:
-        yield Problem(
-            "config.conflict",
-            f"{option} requires whole replicas: parallel.pipeline ({pp}) and parallel.tensor ({tp}) must be 1",
-        )
+    if (option := _describe_replica_sync(config)) is not None and ranks_per_replica > 1:
+        keys = ", ".join(f"parallel.{AXIS_KEYS[axis]} ({size})" for axis, size in axis_sizes.items())
+        yield Problem("config.conflict", f"{option} requires whole replicas: {keys} must be 1")
+    if parallel.context > 1:
+        yield from _find_context_misfits(config)
     if tp > 1:
         yield from _find_tensor_misfits(config, world_size, per_node, vocab_size)
     if pp > 1:
         yield from _find_pipeline_misfits(config, batch // (dp * micro))
+
+
+def _find_context_misfits(config: Config) -> Iterator[Problem]:
+    """Yield why the sequences cannot be split over the ranks of `parallel.context`."""
+    parallel = config.parallel
+    if config.model.target is not None:
+        yield Problem(
+            "config.conflict", f"parallel.context ({parallel.context}) is for the decoder: remove it or model.target"
+        )
+    tensor = parallel.tensor if parallel.sequence else 1
+    length = config.data.sequence_length
+    if length % (2 * parallel.context * tensor):
+        factors = f"2 × parallel.context ({parallel.context})" + f" × parallel.tensor ({tensor})" * (tensor > 1)
+        yield Problem("parallel.indivisible_size", f"data.sequence_length, {length}, is not a multiple of {factors}")
 
 
 def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:

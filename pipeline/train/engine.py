@@ -35,6 +35,7 @@ from pipeline.model.open_weights import OpenWeights
 from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel, float8
+from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
 from pipeline.train.optimizer import (
@@ -96,6 +97,10 @@ class Engine:
         self.world = world
         self.task = task
         parallel = config.parallel
+        coordinates = layout.coordinates(world.rank)
+        if layout.cp > 1:
+            group, _ = dist.new_subgroups_by_enumeration(layout.list_groups("cp"))
+            task.split_sequences(ContextParallel(coordinates.cp, layout.cp, group))
         has_full_model = layout.pp == 1 and layout.tp == 1 and layout.zero == 0 and not parallel.offload
         mesh = None if has_full_model else layout.build_device_mesh(world.device.type)
         self._has_distributed_model = mesh is not None
@@ -113,7 +118,7 @@ class Engine:
         reads_weights_early = has_custom_optimizer or parallel.hook.kind in HOOKS_WITH_RESIDUALS
         self._needs_initial_weights = from_scratch or reads_weights_early
         self._frozen = find_frozen_names(config.optimizer.freeze, task)
-        stage_numbers = layout.stages_on_pipeline_rank(layout.coordinates(world.rank).pp)
+        stage_numbers = layout.stages_on_pipeline_rank(coordinates.pp)
         self.parts = [self._build_part(layout.stage_layers[number], mesh, source) for number in stage_numbers]
         """This rank's pipeline-parallel stages; one module with all layers if there is no pipeline."""
         if has_custom_optimizer:
@@ -190,7 +195,7 @@ class Engine:
             data_parallel.apply_fsdp(
                 part,
                 task.fsdp_groups(part),
-                mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"],
+                mesh["replicate", "shard"] if layout.state_replicas > 1 else mesh["shard"],
                 DTYPES.get(config.train.precision),
                 free_after_forward=layout.gathers_blocks,
                 offload=config.parallel.offload,
@@ -252,7 +257,7 @@ class Engine:
         """Return the mean loss over the global batch: float64, 0-d, the same on all ranks.
 
         Args:
-            loss: the summed loss of this rank's samples. All ranks of a tensor-parallel group have the same loss; on
+            loss: the summed loss of this rank's tokens. All ranks of a tensor-parallel group have the same loss; on
                 ranks without the last pipeline-parallel stage, the loss is 0.
         """
         total = loss.clone()

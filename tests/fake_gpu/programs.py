@@ -256,6 +256,7 @@ def attend_to_documents(compiles: str) -> None:
     for length, document in ((4096, 64), (4096, 500), (4096, 33), (16384, 33)):
         decoder = Decoder(model, VOCAB, length).to(device)
         decoder.compute_dtype = torch.bfloat16
+        assert decoder.lm_head is not None
         decoder.lm_head.chunk = 1024
         for block in decoder.model.blocks if compiles == "yes" else ():
             block.compile()

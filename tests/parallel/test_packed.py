@@ -172,6 +172,11 @@ FURTHER_TWO_RANKS_CASES: list[Case] = [
     ids=["one rank", "two ranks", "two ranks, further cases"],
 )
 def test_packed_documents_give_the_same_results_as_single_documents(ranks: int, cases: list[Case]) -> None:
+    check_packed(ranks, cases)
+
+
+def check_packed(ranks: int, cases: list[Case]) -> None:
+    """Train each case on `ranks` ranks, and compare all steps of all ranks with `train_one_by_one`."""
     configs = [make_packed_config(ranks, data, **sections) for data, sections in cases]
     results_by_rank = run_ranks(ranks, train_on_packed_batches, configs, timeout=600)
     for number, config in enumerate(configs):
