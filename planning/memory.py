@@ -41,7 +41,7 @@ def reserved_gpu_bytes(layout: Layout) -> int:
     NCCL has a communicator for each mesh axis with several ranks. If there are several such axes, it also has one for
     all ranks.
     """
-    axes = sum(size > 1 for size in (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
+    axes = sum(size > 1 for size in (layout.pp, layout.state_replicas, layout.state_shards, layout.cp, layout.tp))
     return CUDA_CONTEXT + NCCL_COMMUNICATOR * (axes + (axes > 1))
 
 
@@ -169,10 +169,13 @@ class _RankEstimate:
         self.on_cpu = on_cpu
         self.stages = layout.stages_on_pipeline_rank(pp_rank)
         self.checkpointing = config.parallel.activation_checkpointing
-        self.tokens = config.train.micro_batch * config.data.sequence_length
-        """Tokens of one micro-batch."""
+        self.tokens = config.train.micro_batch * config.data.sequence_length // layout.cp
+        """Tokens of one micro-batch on this rank and its tensor-parallel ranks."""
         self.sequence_shards = layout.tp if layout.sequence_parallel else 1
-        self.fsdp_ranks = layout.dp_shard if layout.zero else 1
+        self.fsdp_ranks = layout.state_shards
+        length, window = config.data.sequence_length, config.model.sliding_window
+        self.uses_ranges = layout.cp > 1 or config.data.document_mask or (window is not None and window < length)
+        """Whether attention reads ranges of keys (pipeline/model/attention.py)."""
 
         self.is_mixed_precision = config.train.precision != "fp32"
         self.compute_bytes = 2 if self.is_mixed_precision else 4
@@ -223,7 +226,7 @@ class _RankEstimate:
             # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py). If the model is split,
             # all ranks share one copy. `values` is already divided by pipeline and tensor parallelism.
             is_split = self.layout.zero == 3 or self.layout.pp * self.layout.tp > 1
-            weights += 4 * (values // (self.layout.dp if is_split else 1))
+            weights += 4 * (values // (self.layout.gradient_ranks if is_split else 1))
         return RankMemory(
             parameters=values,
             weights=weights,
@@ -242,8 +245,9 @@ class _RankEstimate:
         query = query_width(model)
         key_value = key_value_width(model)
         # Flash attention shares keys and values between query heads. Other kernels repeat them for each query head.
-        shares_key_value = self.is_mixed_precision and not self.on_cpu
-        attention = query + 2 * (key_value if shares_key_value else query)
+        shares_key_value = (self.is_mixed_precision and not self.on_cpu) or self.uses_ranges
+        # With context parallelism, the keys and values of the other ranks are saved as well.
+        attention = query + 2 * (key_value * self.layout.cp if shares_key_value else query)
         # Without compilation, each product saves a low-precision copy of an fp32 input.
         has_casts = self.is_mixed_precision and self.stream_value_bytes == 4 and self.layout.tp == 1
         casts = 3 if has_casts else 0
@@ -321,8 +325,11 @@ class _RankEstimate:
         if self.checkpointing == "selective":
             saved_width = query_width(model) + key_value_width(model) + 2 * model.ffn_size
             size -= self.compute_bytes * self.tokens * saved_width // self.layout.tp
+        if self.layout.cp > 1:  # The gradients of all keys and values, before and after their reduction.
+            width = 2 * key_value_width(model) // self.layout.tp
+            size += self.compute_bytes * self.tokens * (self.layout.cp + 1) * width
         # FSDP reduces gradients in fp32. With a pipeline it reduces them at the end of the step.
-        if self.layout.fsdp and self.layout.pp == 1 and self.layout.dp > 1:
+        if self.layout.fsdp and self.layout.pp == 1 and self.layout.gradient_ranks > 1:
             size += 4 * self.block_weight_bytes // self.compute_bytes
         return size
 
@@ -371,7 +378,7 @@ class _RankEstimate:
         held_bytes = self.stream_bytes * layout.micro_batches * buffers
         # Bytes of gradients at the current action. DDP's buckets are allocated before the first action. Other gradients
         # are allocated by backward passes.
-        gradients = self.gradient_bytes if layout.dp > 1 and not layout.fsdp else 0
+        gradients = self.gradient_bytes if layout.gradient_ranks > 1 and not layout.fsdp else 0
         # The gradient of the output layer in fp32, which FSDP reduces last.
         unreduced_table = 0
         if self.keeps_sharded_gradients and layout.micro_batches > 1:

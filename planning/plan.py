@@ -83,7 +83,7 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
     custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     layout = resolve_layout(config)
     vocab = vocab_size(config)
-    zero = f", ZeRO {layout.zero} over {layout.dp_shard}" if layout.zero else ""
+    zero = f", ZeRO {layout.zero} over {layout.state_shards}" if layout.zero else ""
     yield (
         f"{layout.world_size} ranks: {layout.describe_sizes()}{zero}; "
         f"{layout.micro_batches} micro-batches per step each"
@@ -120,16 +120,18 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
 
 def _describe_mesh(layout: Layout) -> Iterator[str]:
     """Yield a table of ranks with their node, coordinates and blocks. A long table lacks the ranks in the middle."""
-    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4} {'tp':>4}   blocks of each stage"
+    cp_title = f" {'cp':>4}" if layout.cp > 1 else ""
+    yield f"{'rank':>5} {'node':>5} {'pp':>4} {'dp':>4}{cp_title} {'tp':>4}   blocks of each stage"
     for rank in range(layout.world_size):
         if _RANKS_SHOWN_PER_END <= rank < layout.world_size - _RANKS_SHOWN_PER_END:
             if rank == _RANKS_SHOWN_PER_END:
                 yield f"{'…':>5}"
             continue
-        pp, _, _, tp, dp = layout.coordinates(rank)
-        blocks_of_stages = (layout.stage_layers[stage] for stage in layout.stages_on_pipeline_rank(pp))
+        at = layout.coordinates(rank)
+        blocks_of_stages = (layout.stage_layers[stage] for stage in layout.stages_on_pipeline_rank(at.pp))
         blocks = ", ".join(f"{stage_blocks.start}–{stage_blocks.stop - 1}" for stage_blocks in blocks_of_stages)
-        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {pp:>4} {dp:>4} {tp:>4}   {blocks}"
+        cp = f" {at.cp:>4}" if layout.cp > 1 else ""
+        yield f"{rank:>5} {rank // layout.ranks_per_node:>5} {at.pp:>4} {at.dp:>4}{cp} {at.tp:>4}   {blocks}"
 
 
 def _describe_schedule(layout: Layout) -> Iterator[str]:

@@ -143,7 +143,7 @@ class StepPrediction:
     optimizer: float
     """Update of the weights."""
     others: float
-    """Exposed communication of parallelisms that Sluice does not support: expert and context parallelism."""
+    """Exposed communication of context parallelism and, for models of other tools, of expert parallelism."""
     forward: tuple[float, ...] = ()
     """Forward pass of one micro-batch by pipeline-parallel stage, including exposed communication."""
     backward: tuple[float, ...] = ()
@@ -286,6 +286,17 @@ class RankModel:
         time = 4 * (collective + self.call_time * (work.tensor > 1))
         return time * (1 - self.constants.hidden if work.hide_tensor else 1)
 
+    def context_time(self) -> float:
+        """Return the seconds of exposed context-parallel communication in a block's forward pass.
+
+        The keys and values of the whole sequences are gathered. The backward pass reduce-scatters their gradients.
+        """
+        work = self.work
+        key_value = 2 * work.kv_heads * work.head / work.tensor
+        size = self.tokens * work.context * key_value * work.low_bytes
+        group = self.group(work.context, work.tensor)
+        return all_gather_time(size, group, self.machine, self.constants.link) + self.call_time * (work.context > 1)
+
     def stage_message_time(self) -> float:
         """Return the seconds of a message between pipeline-parallel stages, during which the rank waits."""
         work = self.work
@@ -345,7 +356,8 @@ class RankModel:
 
 
 OtherCommunication = Callable[[RankModel, float], float]
-"""Function that returns how many seconds a block's forward pass waits for parallelisms that Sluice does not support.
+"""Function that returns how many seconds a block's forward pass waits for context parallelism, and for parallelisms
+that Sluice does not support.
 
 Its arguments are the model of a rank, and the seconds of computation of the forward pass.
 """
@@ -416,7 +428,7 @@ def predict_step(
     work: Workload,
     machine: Machine,
     constants: Constants = DEFAULT,
-    others: OtherCommunication = lambda rank, forward: 0.0,
+    others: OtherCommunication = lambda rank, _: rank.context_time(),
 ) -> StepPrediction:
     """Predict the step time and its parts.
 
@@ -424,7 +436,7 @@ def predict_step(
         work: The workload.
         machine: The machine.
         constants: Fitted factors. Most are ignored if the machine's figures were measured (`make_rank_model`).
-        others: Function for parallelisms that Sluice does not support (benchmarks/others.py).
+        others: Function for context parallelism; for other tools, also for expert parallelism (benchmarks/others.py).
 
     Raises:
         UserError: The machine does not support the precision.
@@ -441,7 +453,8 @@ def predict_step(
     tensor = rank.tensor_time()
     other_wait = others(rank, forward)
     exposed = tensor + other_wait
-    recomputed_exposed = exposed if work.recompute == "full" else 0.0
+    # Recomputation repeats these messages: all of them, or those of the keys and values, which are not saved.
+    recomputed_exposed = {"full": exposed, "selective": other_wait}.get(work.recompute, 0.0)
     # If weights are gathered or gradients are reduced block by block, this happens while the next block computes.
     gather_time = rank.fsdp_time(rank.block_weights() * work.low_bytes) * work.gathers_blocks
     forward, forward_wait = _overlap_communication(forward, gather_time, constants)
@@ -507,8 +520,10 @@ def predict_step(
     # -- parts of the step
     tokens_per_gpu = work.global_batch * work.sequence / work.world / step
     backward_blocks = max(rank.sum_by_pipeline_rank([layer >= first_trained for layer in range(work.layers)]))
-    backward_blocks *= 2 if work.recompute == "full" else 1
-    block_passes = micro_batches * (work.layers / work.pipeline + backward_blocks)
+    block_passes, other_passes = (
+        micro_batches * (work.layers / work.pipeline + backward_blocks * (2 if work.recompute in repeating else 1))
+        for repeating in (("full",), ("full", "selective"))
+    )
     # One message in the forward pass and, if a block has a backward pass, one there.
     messages = micro_batches * (1 + (first_trained < work.layers)) * message_time
     # `busy` contains all communication of `data_exposed` except `data`, which follows after the last backward pass.
@@ -516,13 +531,13 @@ def predict_step(
         step=step,
         tokens_per_gpu=tokens_per_gpu,
         mfu=tokens_per_gpu * work.flops_per_token / machine.peak_bf16,
-        compute=busy - block_passes * exposed - data_exposed + data - messages,
+        compute=busy - block_passes * tensor - other_passes * other_wait - data_exposed + data - messages,
         tensor=block_passes * tensor,
         pipeline=messages,
         data=data_exposed,
         bubble=span - busy,
         optimizer=optimizer,
-        others=block_passes * other_wait,
+        others=other_passes * other_wait,
         forward=stage_forward,
         backward=stage_backward,
     )

@@ -40,8 +40,8 @@ from pipeline.config.sections import Config
 from pipeline.model.decoder import local_tensor
 from pipeline.model.spec import hidden_state_shape
 from pipeline.model.task import DTYPES, DecoderTask
-from pipeline.parallel import data_parallel
-from pipeline.parallel.mesh import Layout, Mesh, resolve_layout
+from pipeline.parallel import context_parallel, data_parallel
+from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.parallel.traffic import count_rank_traffic, find_trained_parameters
 from pipeline.train import engine as engines
 from pipeline.train import optimizer as optimizer_module
@@ -278,7 +278,7 @@ def _replace_functions_for_rehearsal(account: _FakeAccount, config: Config, layo
     with ExitStack() as stack:
         # These functions need real values even in a rehearsal: rank numbers, and weights on the `meta` device.
         for owner, function in (
-            (Mesh, Mesh.build_device_mesh),
+            (Layout, Layout.build_device_mesh),
             (device_mesh.DeviceMesh, device_mesh.DeviceMesh.__init__),
             (DecoderTask, DecoderTask.build),
             (DecoderTask, DecoderTask.apply_tensor_parallel),
@@ -290,7 +290,8 @@ def _replace_functions_for_rehearsal(account: _FakeAccount, config: Config, layo
                 ShardingPropagator, ShardingPropagator._propagate_tensor_meta_non_cached, infer_shapes_without_counting
             )
         )
-        stack.enter_context(_replace_function(device_mesh, dist.new_group, create_group_of_this_rank))
+        for module in (device_mesh, context_parallel):
+            stack.enter_context(_replace_function(module, dist.new_group, create_group_of_this_rank))
         # DDP would rebuild its buckets in an order that rank 0 broadcasts.
         stack.enter_context(_replace_function(dist.Reducer, dist.Reducer._rebuild_buckets, lambda _: False))
         if layout.pp > 1:
@@ -328,8 +329,9 @@ def _replace_shape_messages(config: Config, layout: Layout) -> Iterator[None]:
     except ImportError as error:
         message = f"--rehearse: pipelines require torch 2.13, but this is {torch.__version__} ({error})"
         raise UserError("plan.torch_too_old", message) from error
-    shards = layout.tp if layout.sequence_parallel else 1
-    shape = hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length, shards)
+    shape = hidden_state_shape(
+        config.model, config.train.micro_batch, config.data.sequence_length, layout.hidden_shards
+    )
     # The residual stream has the type of the embedding's weights. Without FSDP, the weights of a rehearsal are fp32.
     dtype = DTYPES.get(config.train.precision, torch.float32) if layout.fsdp else torch.float32
     trained_from = find_trained_parameters(config).first_block
@@ -476,13 +478,14 @@ def rehearse_rank(
 
 def group_name(layout: Layout, mesh_group: str) -> str:
     """Return the name that `plan` prints for a group of torch's device mesh, or of all ranks (`default_pg`)."""
-    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "shard": layout.dp_shard, "replicate": layout.dp_replicate}
+    sizes = {"tensor": layout.tp, "pipeline": layout.pp}
+    sizes |= {"shard": layout.state_shards, "replicate": layout.state_replicas}
     if mesh_group == "default_pg":
         name = next((name for name, size in sizes.items() if size == layout.world_size), "all ranks")
     else:
-        names = {"tp": "tensor", "pp": "pipeline", "dp_shard": "shard", "dp_replicate": "replicate"}
+        names = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
         name = names.get(mesh_group, mesh_group)
-    return "data" if name == "replicate" and layout.dp_shard == 1 else name
+    return "data" if name == "replicate" and not layout.zero else name
 
 
 def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
@@ -505,7 +508,8 @@ def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     process_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
     yield (
         f"rank {rank} of {layout.world_size:,}: pipeline {coordinates.pp}, data {coordinates.dp}, "
-        f"tensor {coordinates.tp}"
+        + f"context {coordinates.cp}, " * (layout.cp > 1)
+        + f"tensor {coordinates.tp}"
     )
     yield f"two steps without values took {time.monotonic() - start:.0f} s and {process_gb:.1f} GB of memory here"
     if is_compiled:

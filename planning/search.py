@@ -1,9 +1,9 @@
 """Search for the fastest layouts of a config's model that fit a machine: `plan CONFIG --best`.
 
-The search predicts every valid combination of tensor, pipeline and data parallelism, ZeRO, schedule, stages per rank,
-micro-batch and activation checkpointing. It needs no heuristic, because a prediction takes milliseconds. It then
-estimates memory, beginning with the fastest layout, until enough layouts fit. Faster layouts that do not fit are also
-listed.
+The search predicts every valid combination of tensor, context, pipeline and data parallelism, ZeRO, schedule, stages
+per rank, micro-batch and activation checkpointing. It needs no heuristic, because a prediction takes milliseconds. It
+then estimates memory, beginning with the fastest layout, until enough layouts fit. Faster layouts that do not fit are
+also listed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Values of `train.micro_batch` that are searched."""
 CONFIGURED_LAYOUT_MARK = "<- the config's own"
 """Text at the end of the row of the config's own layout."""
-ANY_LAYOUT = ("parallel={tensor: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
+MIN_CONTEXT_TOKENS = 2048
+"""Smallest number of tokens of a sequence on a context-parallel rank in the search."""
+ANY_LAYOUT = ("parallel={tensor: 1, context: 1, pipeline: 1, data: auto, zero: 0, schedule: 1f1b, virtual_stages: 1}",
               "parallel.activation_checkpointing=none", "train.micro_batch=1")  # fmt: skip
 """Overrides that reset all searched keys, for a config whose own layout is invalid."""
 FRAGMENTATION_FACTOR = 1.08
@@ -67,8 +69,8 @@ class LayoutChoice:
     def describe_overhead(self) -> str:
         """Return the shares of a step that are not computation."""
         step = self.prediction
-        names = ("tensor", "pipeline", "data", "bubble", "optimizer")
-        shares = sorted(((getattr(step, name) / step.step, name) for name in names), reverse=True)
+        names = {name: name for name in ("tensor", "pipeline", "data", "bubble", "optimizer")} | {"others": "context"}
+        shares = sorted(((getattr(step, key) / step.step, name) for key, name in names.items()), reverse=True)
         return ", ".join(f"{name} {100 * share:.0f} %" for share, name in shares if share >= 0.005) or "computing only"
 
     def config_values(self) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class LayoutChoice:
         data: Any = "auto"
         if layout.dp_replicate > 1 and layout.dp_shard > 1:
             data = {"replicate": layout.dp_replicate, "shard": layout.dp_shard}
-        keys = ("tensor", "pipeline", "zero", "schedule", "virtual_stages", "activation_checkpointing")
+        keys = ("tensor", "context", "pipeline", "zero", "schedule", "virtual_stages", "activation_checkpointing")
         return {
             "parallel": {"data": data, **{key: getattr(parallel, key) for key in keys}},
             "train": {"micro_batch": self.config.train.micro_batch},
@@ -91,14 +93,19 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
     per_node = config.stages.train.tasks_per_node
     world_size = nodes * per_node
     machine = machine.with_gpus_per_node(per_node)
-    for tensor, pipeline in product(_divisors(world_size, per_node), _divisors(world_size, config.model.layers)):
-        data, remainder = divmod(world_size, tensor * pipeline)
+    # Shorter parts of a sequence than `MIN_CONTEXT_TOKENS` would only add communication.
+    contexts = _divisors(world_size, max(1, config.data.sequence_length // MIN_CONTEXT_TOKENS))
+    for tensor, context, pipeline in product(
+        _divisors(world_size, per_node), contexts, _divisors(world_size, config.model.layers)
+    ):
+        data, remainder = divmod(world_size, tensor * context * pipeline)
         # ZeRO shards over all data-parallel ranks, or over those of one node (hybrid sharding).
-        shards = {data, per_node // tensor} if per_node % tensor == 0 and data * tensor % per_node == 0 else {data}
+        inner = tensor * context
+        shards = {data, per_node // inner} if per_node % inner == 0 and data * inner % per_node == 0 else {data}
         schedules = SCHEDULES if pipeline > 1 else (("1f1b", 1),)
         # A pipeline keeps weights and gradients whole during a step, so only ZeRO 1 is useful.
         levels = (1, 2, 3) if pipeline == 1 else (1,)
-        zero_and_shards = [(0, 1), *product(levels, (shard for shard in shards if shard > 1))]
+        zero_and_shards = [(0, 1), *product(levels, (shard for shard in shards if shard * context > 1))]
         combinations = product(MICRO_BATCHES, zero_and_shards, schedules, ("none", "selective", "full"))
         for micro_batch, (zero, shard), (schedule, virtual_stages), checkpointing in combinations:
             is_divisible = remainder == 0 and config.train.global_batch % (data * micro_batch) == 0
@@ -108,6 +115,7 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
             parallel = config.parallel.model_copy(
                 update={
                     "tensor": tensor,
+                    "context": context,
                     "pipeline": pipeline,
                     "data": DataParallel(replicate=data // shard, shard=shard) if is_hybrid else "auto",
                     "zero": zero,

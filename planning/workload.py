@@ -207,6 +207,7 @@ class Workload:
     def describe_layout(self) -> str:
         """Describe the layout in one line."""
         text = f"pipeline {self.pipeline} × data {self.data} × tensor {self.tensor}"
+        text += f" × context {self.context}" if self.context > 1 else ""
         if self.pipeline > 1:
             text += f" {self.schedule}" + (f" × {self.virtual_stages}" if self.virtual_stages > 1 else "")
         if self.zero:
@@ -221,7 +222,7 @@ def matrix_shapes(work: Workload) -> list[tuple[int, int, int]]:
     Each product of the forward pass is followed by the two products of its backward pass.
     """
     forward = [(int(m), int(n), int(k)) for m, n, k, _ in work.products]
-    forward.append((work.micro_batch * work.sequence, work.vocab // work.tensor, work.hidden))
+    forward.append((work.micro_batch * work.sequence // work.context, work.vocab // work.tensor, work.hidden))
     return [shape for m, n, k in forward for shape in ((m, n, k), (m, k, n), (k, n, m))]
 
 
@@ -236,7 +237,7 @@ def workload_from_config(config: Config, layout: Layout, vocab: int) -> Workload
         layers=model.layers, hidden=model.dim, heads=model.heads, kv_heads=model.num_kv_heads, ffn=model.ffn_size,
         vocab=vocab, sequence=config.data.sequence_length, micro_batch=train.micro_batch,
         global_batch=train.global_batch, head_size=model.head_size, tied=model.tie_word_embeddings,
-        tensor=layout.tp, pipeline=layout.pp, replicate=layout.dp_replicate, shard=layout.dp_shard,
+        tensor=layout.tp, pipeline=layout.pp, context=layout.cp, replicate=layout.dp_replicate, shard=layout.dp_shard,
         zero=layout.zero, schedule=layout.schedule, virtual_stages=layout.virtual_stages,
         stage_layers=tuple(map(len, layout.stage_layers)), precision=train.precision,
         recompute=parallel.activation_checkpointing, fused=train.compile, split_sequence=layout.sequence_parallel,

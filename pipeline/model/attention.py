@@ -13,6 +13,7 @@ of queries, G heads of keys and values, R = H / G, K = head size, Q queries and 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
+# torch 2.11 does not have this option, and always accepts fewer heads of keys than of queries.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 BLOCK_ROWS = 128
 """Number of queries of a block. More queries need more memory for scores, and compute more scores that are masked."""
 
@@ -62,21 +68,15 @@ class KeyRanges:
         if not v_MGK.is_cuda or v_MGK.dtype == torch.float32:
             out_NHK: Tensor = range_attention(q_NHK, k_MGK, v_MGK, self.first_N, self.last_N)[0]
             return out_NHK
-        # In torch 2.11, the function does not accept fewer heads of keys than of queries.
-        group_size = q_NHK.shape[1] // k_MGK.shape[1]
-        k_MHK = k_MGK.repeat_interleave(group_size, dim=1) if group_size > 1 else k_MGK
-        v_MHK = v_MGK.repeat_interleave(group_size, dim=1) if group_size > 1 else v_MGK
-        return torch.cat([self._attend_with_flash(call, q_NHK, k_MHK, v_MHK) for call in self._flash_calls])
+        return torch.cat([self._attend_with_flash(call, q_NHK, k_MGK, v_MGK) for call in self._flash_calls])
 
-    def _attend_with_flash(self, call: _FlashCall, q_NHK: Tensor, k_MHK: Tensor, v_MHK: Tensor) -> Tensor:
+    def _attend_with_flash(self, call: _FlashCall, q_NHK: Tensor, k_MGK: Tensor, v_MGK: Tensor) -> Tensor:
         """Return the attention of the queries of one call."""
-        from torch.nn.attention.varlen import varlen_attn
-
         # The window does not count the query's own key.
         window_size = (-1 if self.window is None else self.window - 1, 0)
         out_NHK: Any = varlen_attn(
-            q_NHK[call.queries], k_MHK[call.keys], v_MHK[call.keys], call.query_ends, call.key_ends, call.max_queries,
-            call.max_keys, window_size=window_size,
+            q_NHK[call.queries], k_MGK[call.keys], v_MGK[call.keys], call.query_ends, call.key_ends, call.max_queries,
+            call.max_keys, window_size=window_size, **_GROUPED_HEADS,
         )  # fmt: skip
         assert isinstance(out_NHK, Tensor)  # Without `return_aux`, nothing else is returned.
         return out_NHK

@@ -18,6 +18,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
+from torch.distributed import new_group
+
+from pipeline.parallel.mesh import Layout
+
+
+def create_context_group(layout: Layout) -> dist.ProcessGroup:
+    """Return the group of the ranks that have the other tokens of this rank's samples. Every rank must call this."""
+    groups = [(ranks, new_group(ranks, group_desc="cp")) for ranks in layout.list_groups("cp")]
+    own_group: dist.ProcessGroup = next(group for ranks, group in groups if dist.get_rank() in ranks)
+    return own_group
 
 
 class _AllGather(torch.autograd.Function):
@@ -28,7 +38,8 @@ class _AllGather(torch.autograd.Function):
         """Return the gathered tensor."""
         ctx.group = group
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(tensor, group.size(), group.group_name)
-        return collectives.wait_tensor(gathered)
+        result: Tensor = collectives.wait_tensor(gathered)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -75,7 +86,7 @@ class ContextParallel:
         The gradient of each is the sum over all ranks.
         """
         kv_2BPGK = torch.stack((k_BPGK.to(v_BPGK.dtype), v_BPGK))
-        gathered: Tensor = _AllGather.apply(kv_2BPGK, self._group)
+        gathered: Tensor = _AllGather.apply(kv_2BPGK, self._group)  # type: ignore[no-untyped-call]
         # The ranks, then keys or values, samples, chunks of a rank, and tokens of a chunk.
         gathered = gathered.unflatten(0, (self.size, 2)).unflatten(3, (2, -1))
         chunks = gathered.permute(1, 2, 0, 3, 4, 5, 6).flatten(2, 3)

@@ -189,6 +189,11 @@ class Layout(Mesh):
         return self.pp * self.virtual_stages
 
     @property
+    def hidden_shards(self) -> int:
+        """Number of ranks that split the hidden states between blocks along the sequence."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
+
+    @property
     def gathers_blocks(self) -> bool:
         """Whether FSDP2 gathers the weights of one block, uses them and frees them (ZeRO 3 without a pipeline).
 
@@ -241,7 +246,7 @@ def describe_layout(layout: Layout) -> str:
         stages = f", {layout.virtual_stages} stages per rank" if layout.virtual_stages > 1 else ""
         parts.append(f"pipeline {layout.pp} ({layout.schedule}{stages})")
     parts += [f"{key} {layout.size(axis)}" for axis, key in AXIS_KEYS.items() if axis != "pp" and layout.size(axis) > 1]
-    zero = f", ZeRO {layout.zero} over {layout.dp_shard} ranks" if layout.zero else ""
+    zero = f", ZeRO {layout.zero} over {layout.state_shards} ranks" if layout.zero else ""
     return " × ".join(parts) + zero
 
 

@@ -8,7 +8,6 @@ all-gather or a reduce-scatter, each rank sends half as many. The trainer writes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -22,7 +21,7 @@ from pipeline.model.spec import (
     ParameterSpec,
     block_parameters,
     decoder_parameters,
-    hidden_state_shape,
+    key_value_width,
 )
 from pipeline.parallel.mesh import Layout
 
@@ -38,7 +37,10 @@ class AxisTraffic(NamedTuple):
     """Bytes that one rank sends in one step to the other ranks along one axis of the layout."""
 
     axis: str
-    """`data` (data parallelism without ZeRO), `shard`, `replicate`, `tensor` or `pipeline`."""
+    """`data` (data parallelism without ZeRO), `shard`, `replicate`, `context`, `tensor` or `pipeline`.
+
+    The ranks along the axis `cp` of the mesh also belong to `data`, or with ZeRO to `shard`.
+    """
     num_bytes: int
     description: str
     """What the rank sends, as text."""
@@ -111,12 +113,14 @@ def count_traffic(config: Config, layout: Layout, vocab: int) -> Iterator[AxisTr
 def count_rank_traffic(config: Config, layout: Layout, vocab: int, pp_rank: int) -> Iterator[AxisTraffic]:
     """Yield the traffic of one step along each axis, for a rank at position `pp_rank` of the pipeline."""
     rank = _RankTraffic(config, layout, vocab, pp_rank)
-    if layout.dp > 1 and not layout.zero:
+    if layout.gradient_ranks > 1 and not layout.zero:
         yield rank.count_data()
-    if layout.dp > 1 and layout.zero:
+    if layout.state_shards > 1:
         yield rank.count_shard()
-        if layout.dp_replicate > 1:
-            yield rank.count_replicate()
+    if layout.state_replicas > 1 and layout.zero:
+        yield rank.count_replicate()
+    if layout.cp > 1:
+        yield rank.count_context()
     if layout.tp > 1:
         yield rank.count_tensor()
     if layout.pp > 1:
@@ -141,9 +145,9 @@ class _RankTraffic:
         self.compute_bytes = 4 if config.train.precision == "fp32" else 2
         """Bytes per element in the type of `train.precision`."""
         self.residual_bytes = residual_stream_bytes(config, layout)
-        self.hidden_values = math.prod(
-            hidden_state_shape(config.model, config.train.micro_batch, config.data.sequence_length)
-        )
+        self.tokens = config.train.micro_batch * config.data.sequence_length // layout.cp
+        """Tokens of one micro-batch on this rank and its tensor-parallel ranks."""
+        self.hidden_values = self.tokens * config.model.dim
         """Number of elements of the hidden states of one micro-batch."""
         # Muon's update needs whole matrices: the fp32 weight, gradient and momentum are gathered. Matrices that are
         # sharded row-wise are gathered over the tensor-parallel ranks first, the others over the ZeRO ranks first.
@@ -158,7 +162,7 @@ class _RankTraffic:
         hook = self.config.parallel.hook
         local_sgd = self.config.parallel.local_sgd
         numel = sum(parameter.numel for parameter in self.trained)
-        num_bytes = _count_all_reduce(stored_weight_bytes(self.config) * numel, self.layout.dp)
+        num_bytes = _count_all_reduce(stored_weight_bytes(self.config) * numel, self.layout.gradient_ranks)
         description = "gradients, all-reduced once"
         if local_sgd is not None:
             num_bytes //= local_sgd.every
@@ -166,7 +170,7 @@ class _RankTraffic:
         elif hook.kind in ("fp16", "bf16"):
             num_bytes //= 2
             description = f"gradients, all-reduced once in {hook.kind}"
-        elif hook.kind == "topk" and hook.ratio * self.layout.dp < 1:
+        elif hook.kind == "topk" and hook.ratio * self.layout.dp < 1:  # Gradient hooks exclude other axes.
             # With a higher ratio, Top-K all-reduces the gradients (`GradientHook`). A pair has 8 bytes: an int32
             # position and an fp32 value.
             num_bytes = round(8 * hook.ratio * numel) * (self.layout.dp - 1)
@@ -178,7 +182,7 @@ class _RankTraffic:
     def count_shard(self) -> AxisTraffic:
         """Count the weights that ZeRO gathers and the gradients that it reduce-scatters."""
         layout = self.layout
-        ranks = layout.dp_shard
+        ranks = layout.state_shards
         # Numbers of reductions of each gradient, and of all-gathers of each weight in forward passes, in one step.
         reductions = layout.micro_batches if layout.reduce_each_micro_batch else 1
         gathers = layout.micro_batches if layout.gathers_blocks else 1
@@ -202,9 +206,22 @@ class _RankTraffic:
 
     def count_replicate(self) -> AxisTraffic:
         """Count the fp32 shards of the gradients that replicas of the ZeRO shards all-reduce."""
-        numel = sum(parameter.fsdp_numel(self.layout.dp_shard) for parameter in self.trained)
-        num_bytes = _count_all_reduce(4 * numel, self.layout.dp_replicate)
+        numel = sum(parameter.fsdp_numel(self.layout.state_shards) for parameter in self.trained)
+        num_bytes = _count_all_reduce(4 * numel, self.layout.state_replicas)
         return AxisTraffic("replicate", num_bytes, "shards of gradients, all-reduced once")
+
+    def count_context(self) -> AxisTraffic:
+        """Count the keys and values that each block gathers, and their gradients, which it reduce-scatters."""
+        layout = self.layout
+        blocks = [block for stage in self.stages for block in layout.stage_layers[stage]]
+        trained_blocks = sum(block >= self.first_trained_block for block in blocks)
+        # Recomputation gathers the keys and values again.
+        is_repeated = self.config.parallel.activation_checkpointing != "none"
+        collectives = len(blocks) + (1 + is_repeated) * trained_blocks
+        width = 2 * key_value_width(self.config.model) // layout.tp
+        num_bytes = self.compute_bytes * self.tokens * layout.cp * width * collectives * layout.micro_batches
+        description = "keys and values, gathered before attention; gradients reduce-scattered"
+        return AxisTraffic("context", _count_all_gather(num_bytes, layout.cp), description)
 
     def count_tensor(self) -> AxisTraffic:
         """Count hidden states, logits, and the gradients and weights that tensor-parallel ranks exchange."""
@@ -229,7 +246,7 @@ class _RankTraffic:
             bytes_per_value += self.residual_bytes * (2 if self.first_trained_block == 0 else 1)
         micro_batch_bytes = self.hidden_values * bytes_per_value
         if self.has_last_stage:
-            tokens = config.train.micro_batch * config.data.sequence_length
+            tokens = self.tokens
             if config.parallel.loss_parallel or config.train.loss_chunk is not None:
                 # Three fp32 values per token are all-reduced, which counts twice: the largest logit, the sum of
                 # exponentials, and the logit of the target.
@@ -246,7 +263,7 @@ class _RankTraffic:
             replicated_numel = sum(parameter.numel for parameter in replicated)
         muon_numel = 0
         for parameter in self.muon_matrices:
-            zero_ranks = layout.dp_shard if layout.zero and parameter in self.rowwise_muon_matrices else 1
+            zero_ranks = layout.state_shards if parameter in self.rowwise_muon_matrices else 1
             muon_numel += parameter.fsdp_numel(zero_ranks)
         num_bytes = micro_batch_bytes * layout.micro_batches
         num_bytes += 2 * 4 * replicated_numel  # An all-reduce of fp32 values counts twice.
@@ -269,8 +286,7 @@ class _RankTraffic:
             # The first and the last stage have copies of the embedding and add up their gradients. The embedding is the
             # first parameter of the first stage, and the last parameter of the last stage.
             embedding = self.parameters[0 if self.has_first_stage else -1]
-            zero_ranks = layout.dp_shard if layout.zero else 1
-            num_bytes += stored_weight_bytes(self.config) * embedding.fsdp_numel(zero_ranks)
+            num_bytes += stored_weight_bytes(self.config) * embedding.fsdp_numel(layout.state_shards)
         return AxisTraffic("pipeline", num_bytes, "hidden states to the next stage, their gradients back")
 
 

@@ -35,7 +35,7 @@ from pipeline.model.open_weights import OpenWeights
 from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel, float8
-from pipeline.parallel.context_parallel import ContextParallel
+from pipeline.parallel.context_parallel import ContextParallel, create_context_group
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
 from pipeline.train.optimizer import (
@@ -98,11 +98,10 @@ class Engine:
         self.task = task
         parallel = config.parallel
         coordinates = layout.coordinates(world.rank)
-        if layout.cp > 1:
-            group, _ = dist.new_subgroups_by_enumeration(layout.list_groups("cp"))
-            task.split_sequences(ContextParallel(coordinates.cp, layout.cp, group))
         has_full_model = layout.pp == 1 and layout.tp == 1 and layout.zero == 0 and not parallel.offload
         mesh = None if has_full_model else layout.build_device_mesh(world.device.type)
+        if layout.cp > 1:
+            task.split_sequences(ContextParallel(coordinates.cp, layout.cp, create_context_group(layout)))
         self._has_distributed_model = mesh is not None
         """Whether the parameters are distributed over ranks: by FSDP, tensor parallelism or a pipeline."""
         self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None

@@ -25,9 +25,10 @@ from tests.support.tiny_training import tiny_config
 VOCAB = 2048
 MODEL_SIZES = {"dim": 256, "layers": 4, "heads": 8, "intermediate_size": 768}
 PROCESS_GROUPS = {
-    "data": "dp_replicate",
-    "shard": "dp_shard",
-    "replicate": "dp_replicate",
+    "data": "replicate",
+    "shard": "shard",
+    "replicate": "replicate",
+    "context": "cp",
     "tensor": "tp",
     "pipeline": "pp",
 }
@@ -49,7 +50,7 @@ def make_config(case: dict[str, Any]) -> Config:
     data = case.pop("data", 1)
     batches = case.pop("batches", 2)
     train: dict[str, Any] = {key: case.pop(key) for key in ("precision", "loss_chunk", "micro_batch") if key in case}
-    ranks = data * case.get("tensor", 1) * case.get("pipeline", 1)
+    ranks = data * case.get("tensor", 1) * case.get("pipeline", 1) * case.get("context", 1)
     train = {"micro_batch": 2, **train}
     train["global_batch"] = train["micro_batch"] * batches * data
     if shard := case.pop("shard", 0):
@@ -119,6 +120,11 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({**INTERLEAVED, "schedule": "interleaved_1f1b", "activation_checkpointing": "selective", "precision": "bf16"}, 0),
     ({"pipeline": 2, "tensor": 2, "data": 4, "zero": 1, "batches": 2, "precision": "bf16"}, 0),
     ({"tensor": 2, "data": 4, "zero": 2, "sections": {"optimizer": {"name": "muon"}}}, 0),
+    ({"context": 4}, 1),
+    ({"context": 8, "precision": "bf16", "activation_checkpointing": "selective", "loss_chunk": 128}, 0),
+    ({"context": 4, "data": 2, "zero": 3, "precision": "bf16", "activation_checkpointing": "full"}, 0),
+    ({"context": 2, "tensor": 2, "data": 2, "precision": "bf16"}, 0),
+    ({"context": 2, "pipeline": 2, "batches": 4, "precision": "bf16"}, 1),
     ({**FROZEN_STAGES, "precision": "bf16"}, 3),
     ({"pipeline": 2, "tensor": 2, "batches": 2, "sections": FREEZE}, 2),
 ]
@@ -168,6 +174,7 @@ def make_random_case(generator: random.Random) -> tuple[Config, int] | None:
     batches = generator.choice([1, 2])
     case: dict[str, Any] = {
         "tensor": generator.choice([1, 2, 4, 8]), "data": generator.choice([1, 2, 8, 64]), "pipeline": pipeline,
+        "context": generator.choice([1, 1, 1, 2, 4]),
         "schedule": schedule, "virtual_stages": 2 if schedule in ("interleaved_1f1b", "zbv") and pipeline > 1 else 1,
         "activation_checkpointing": generator.choice(["none", "selective", "full"]), "batches": batches * pipeline,
         "precision": generator.choice(["bf16", "bf16", "fp32"]), "loss_chunk": generator.choice([None, None, 128]),
@@ -183,7 +190,7 @@ def make_random_case(generator: random.Random) -> tuple[Config, int] | None:
         layout = resolve_layout(config)
     except (ConfigError, LayoutError):
         return None
-    return config, generator.randrange(layout.pp) * layout.dp * layout.tp
+    return config, generator.randrange(layout.pp) * (layout.world_size // layout.pp)
 
 
 @pytest.mark.long

@@ -104,11 +104,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
     2: [
         {}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2},
         {"pipeline": 2, "freeze": FIRST_THREE_LAYERS},  # the first pipeline-parallel stage is frozen
+        {"context": 2}, {"context": 2, "zero": 3, "activation_checkpointing": "selective"},
     ],
     4: [
         {}, {"zero": 3, "data": {"replicate": 2, "shard": 2}}, {"pipeline": 2, "zero": 1, "precision": "bf16"},
         {"tensor": 2, "zero": 2, "precision": "bf16", "activation_checkpointing": "selective"},
         {"pipeline": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}, {"pipeline": 2, "tensor": 2},
+        {"context": 4}, {"context": 2, "tensor": 2}, {"context": 2, "pipeline": 2, "precision": "bf16"},
         {"pipeline": 4, "freeze": FIRST_THREE_LAYERS}, {"pipeline": 2, "tensor": 2, "freeze": FIRST_THREE_LAYERS},
     ],
     8: [
