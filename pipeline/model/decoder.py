@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 
 from pipeline.config.sections import ModelConfig
 from pipeline.config.types import RopeScaling
-from pipeline.model.attention import KeyRanges
+from pipeline.model.attention import HostTensor, KeyRanges
 from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
 from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
@@ -363,7 +363,7 @@ class Backbone(nn.Module):
         """Decoder blocks in order."""
         return [cast(Block, block) for block in self.layers.values()]
 
-    def forward(self, x: Tensor, starts_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, starts_BT: Tensor | HostTensor | None = None) -> Tensor:
         """Map token ids to hidden states `x_BTD`, or hidden states to hidden states if this is not the first part.
 
         The last part also applies the last norm. `starts_BT` is explained in :meth:`Decoder.forward`.
@@ -375,7 +375,9 @@ class Backbone(nn.Module):
             x_BTD = block(x_BTD, positions)
         return x_BTD if self.norm is None else self.norm(x_BTD)
 
-    def _get_positions(self, batch: int, length: int, starts_BT: Tensor | None) -> RotaryEmbedding | TokenPositions:
+    def _get_positions(
+        self, batch: int, length: int, starts_BT: Tensor | HostTensor | None
+    ) -> RotaryEmbedding | TokenPositions:
         """Return the positions of a micro-batch of `batch` samples with `length` tokens."""
         windows = {block.self_attn.window for block in self.blocks}
         has_effect = any(window is not None and window < length for window in windows)
@@ -383,6 +385,8 @@ class Backbone(nn.Module):
             return self.rotary
         if starts_BT is None:
             starts_BT = torch.zeros((batch, length), dtype=torch.bool)
+        elif isinstance(starts_BT, HostTensor):
+            starts_BT = starts_BT.tensor
         return TokenPositions(self.rotary, starts_BT.cpu(), windows, self.context)
 
 
@@ -595,7 +599,9 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             yield (EMBEDDING if name == LM_HEAD and self.config.tie_word_embeddings else name), parameter
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets_BT: Tensor | None = None, starts_BT: Tensor | HostTensor | None = None
+    ) -> Tensor:
         """Map token ids (int64, T <= `sequence_length`) to the logits of each next token, `logits_BTV`.
 
         Parts other than the last one return hidden states `x_BTD`.
@@ -605,8 +611,8 @@ class Decoder(nn.Module):
                 the tokens of this rank, as are `targets_BT`.
             targets_BT: if given, the last part returns their summed loss instead of logits (see :class:`LMHead`).
             starts_BT: bool, True for the first token of each document. If given, tokens only read tokens of the same
-                document. Every part needs this argument. It should be on the CPU, where the ranges of keys are
-                computed.
+                document. Every part needs this argument. If it is not a `HostTensor`, a GPU is waited for, because the
+                ranges of keys are computed on the CPU.
         """
         with torch.autocast(x.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             x_BTD: Tensor = self.model(x, starts_BT)

@@ -15,7 +15,7 @@ loss, is on pipeline rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from pipeline.model.attention import HostTensor
 from pipeline.parallel.mesh import Layout
 
 TORCH_SCHEDULES = {
@@ -44,8 +45,12 @@ class _Stage(PipelineStage):
     forward_context: AbstractContextManager[None]
     """Context that is entered for each forward pass of the stage."""
 
+    host_arguments: Collection[str] = ()
+    """Keyword arguments of the model that stay on the CPU. FSDP would move a tensor to the device."""
+
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of one micro-batch in `forward_context`."""
+        kwargs |= {name: HostTensor(kwargs[name]) for name in self.host_arguments}
         with self.forward_context:
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -98,6 +103,7 @@ class PipelineRunner:
                 part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
         pairs = zip(parts, stage_numbers, strict=True)
         stages = [_Stage(part, stage_number, layout.stages, device, group=group) for part, stage_number in pairs]
+        self._stages = stages
         for stage in stages:
             stage.forward_context = forward_context
         schedule_class: Any = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
@@ -127,6 +133,8 @@ class PipelineRunner:
             The losses of the micro-batches on the rank with the last stage; [] on other ranks.
         """
         losses: list[Tensor] = []
+        for stage in self._stages:
+            stage.host_arguments = document_boundaries.keys()
         # torch 2.11 rejects inputs with unexpected strides.
         first_stage_inputs = [tensor.contiguous() for tensor in inputs] if self.has_first_stage else []
         self._schedule.step(

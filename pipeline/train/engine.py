@@ -30,6 +30,7 @@ from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.data.loader import Batch
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
+from pipeline.model.attention import HostTensor
 from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
 from pipeline.model.open_weights import OpenWeights
 from pipeline.model.spec import EMBEDDING, LM_HEAD
@@ -313,7 +314,9 @@ class Engine:
             batch: the samples.
             boundaries: where documents begin (`Task.document_boundaries`).
         """
-        keywords = {**self.task.loss_inputs(batch), **boundaries}
+        # DDP and FSDP would move the tensors to the device.
+        host_tensors = {name: HostTensor(tensor) for name, tensor in boundaries.items()}
+        keywords = {**self.task.loss_inputs(batch), **host_tensors}
         return self.task.loss(self.model(*self.task.model_inputs(batch), **keywords), batch)
 
     def _compute_scaled_loss(self, outputs: Any, rows_B: Tensor) -> Tensor:

@@ -331,7 +331,7 @@ def test_torch_supports_every_accepted_schedule(
 
 
 @settings(max_examples=120, derandomize=True)
-@given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=4, max_size=4), st.data())
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=5, max_size=5), st.data())
 def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data: st.DataObject) -> None:
     """Compare the ranks of each group and the local part of a tensor, on a fake process group of up to 64 ranks."""
     import torch
@@ -341,16 +341,17 @@ def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data:
 
     from pipeline.model.decoder import select_local_part
 
-    pipeline, replicate, shard, tensor = sizes
-    world_size = pipeline * replicate * shard * tensor
+    pipeline, replicate, shard, context, tensor = sizes
+    world_size = pipeline * replicate * shard * context * tensor
     assume(world_size <= 64)
     rank = data.draw(st.integers(0, world_size - 1))
     config = tiny_config(
-        1, data={"sequence_length": 12}, model={"dim": 24, "heads": 12, "intermediate_size": 12, "layers": 4}
+        1, data={"sequence_length": 288}, model={"dim": 24, "heads": 12, "intermediate_size": 12, "layers": 4}
     )
     parallel = {
         "pipeline": pipeline,
         "tensor": tensor,
+        "context": context,
         "zero": 0 if shard == 1 else data.draw(st.integers(1, 3)),
         "data": "auto" if replicate == 1 or shard == 1 else {"replicate": replicate, "shard": shard},
         "schedule": "gpipe",
@@ -366,28 +367,41 @@ def test_groups_and_local_parts_are_the_same_as_in_torch(sizes: list[int], data:
         mesh = layout.build_device_mesh("cpu")
         rank_coordinates = layout.coordinates(rank)
 
-        def differs_only_along(axis: str, other_rank: int) -> bool:
-            """Return True if the coordinates of a rank equal those of `rank`, except along `axis`."""
-            other_coordinates = layout.coordinates(other_rank)
-            other_axes = (name for name in AXES if name != axis)
-            return all(getattr(other_coordinates, name) == getattr(rank_coordinates, name) for name in other_axes)
+        def list_ranks_along(*axes: str) -> list[int]:
+            """Return the ranks whose coordinates equal those of `rank`, except along these axes."""
+            other_axes = [name for name in AXES if name not in axes]
+            return [
+                other
+                for other in range(world_size)
+                if all(
+                    getattr(layout.coordinates(other), name) == getattr(rank_coordinates, name) for name in other_axes
+                )
+            ]
 
-        expected = {axis: [other for other in range(world_size) if differs_only_along(axis, other)] for axis in AXES}
+        has_zero = parallel["zero"] != 0
+        expected = {
+            "pp": list_ranks_along("pp"),
+            "tp": list_ranks_along("tp"),
+            # The ranks along `cp` split the state, too.
+            "shard": list_ranks_along("dp_shard", "cp") if has_zero else [rank],
+            "replicate": list_ranks_along("dp_replicate", *(() if has_zero else ("dp_shard", "cp"))),
+        }
         assert {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in expected} == expected
-        rows, columns = (data.draw(st.integers(1, 2 * tensor * shard + 3)) for _ in range(2))
+        assert list_ranks_along("cp") in layout.list_groups("cp")
+        rows, columns = (data.draw(st.integers(1, 2 * tensor * layout.state_shards + 3)) for _ in range(2))
         split_dim = data.draw(st.sampled_from([0, 1, None]))
         full = torch.arange(rows * columns).view(rows, columns)
         tp_placement = Replicate() if split_dim is None else Shard(split_dim)
         target = DTensor.from_local(
             full,
-            mesh["dp_shard", "tp"],
+            mesh["shard", "tp"],
             [Shard(0), tp_placement],
             run_check=False,
             shape=full.shape,
             stride=full.stride(),
         )
         tp_part = distribute_tensor(full, mesh["tp"], [tp_placement], src_data_rank=None).to_local()
-        expected_part = distribute_tensor(tp_part, mesh["dp_shard"], [Shard(0)], src_data_rank=None).to_local()
+        expected_part = distribute_tensor(tp_part, mesh["shard"], [Shard(0)], src_data_rank=None).to_local()
         part = select_local_part(full, target)
         assert torch.equal(part, expected_part) or part.numel() == expected_part.numel() == 0
     finally:

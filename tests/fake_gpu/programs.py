@@ -22,6 +22,7 @@ from pipeline.config.sections import ModelConfig
 from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
+from pipeline.model.attention import HostTensor
 from pipeline.model.decoder import Decoder
 from pipeline.model.task import DecoderTask
 from pipeline.parallel import replica_sync
@@ -266,11 +267,22 @@ def attend_to_documents(compiles: str) -> None:
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         write_note("forward")
-        loss = decoder(tokens_BT, targets_BT=tokens_BT, starts_BT=starts_BT)
+        loss = decoder(tokens_BT, targets_BT=tokens_BT, starts_BT=HostTensor(starts_BT))
         loss.backward()
         write_note("ended")
         peaks.append(torch.cuda.max_memory_allocated() - base)
     assert peaks[3] < 4.1 * peaks[2], peaks
+
+
+def train_on_documents(zero: str) -> None:
+    """Run forward and backward of two micro-batches, with document boundaries, and note the phases."""
+    world = join_on_gpu1()
+    model = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 1}
+    data = {"document_mask": True}
+    config = tiny_config(1, train={"precision": "bf16"}, model=model, parallel={"zero": int(zero)}, data=data)
+    engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
+    size = 2 * config.train.micro_batch
+    engine.backward({"tokens": make_batches(config)[0][:size].to(world.device)}, 1, write_note)
 
 
 def _get_address_range(tensor: torch.Tensor) -> range:

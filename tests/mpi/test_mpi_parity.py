@@ -43,6 +43,11 @@ def test_pipeline_with_zero_3_gives_the_result_of_one_process(tmp_path: Path) ->
     check_layouts(4, tmp_path, {"pipeline": 2, "zero": 3, "accurate_sums": True}, model=TIED)
 
 
+@pytest.mark.story
+def test_context_parallelism_gives_the_result_of_one_process(tmp_path: Path) -> None:
+    check_layouts(4, tmp_path, {"context": 4}, {"context": 2, "zero": 3})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_data_parallelism_gives_the_result_of_one_process(ranks: int, tmp_path: Path) -> None:

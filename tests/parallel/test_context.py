@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.parallel.test_packed import PROMPTS, TEXT, WINDOW, check_packed
 from tests.parallel.test_parallel import CHUNKED, FEW_BATCHES, FEW_STEPS, TIED, check_against_one_process
 
@@ -28,6 +30,27 @@ def test_context_parallel_equals_one_process() -> None:
         {"parallel": {"context": 2, "pipeline": 2}, "model": WINDOW},
         steps=FEW_STEPS,
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [{}, TIED | WINDOW, GROUPED], ids=["plain", "tied, window", "grouped"])
+def test_context_parallel_with_all_other_axes_equals_one_process(model: dict[str, Any]) -> None:
+    split_backward = {"pipeline": 2, "virtual_stages": 2}
+    check_against_one_process(2, *({"parallel": {"context": 2, "zero": zero}, "model": model} for zero in range(4)))
+    layouts: list[dict[str, Any]] = [
+        {"context": 4},
+        {"context": 4, "zero": 3},
+        {"context": 2, "zero": 3, "data": {"replicate": 2, "shard": 1}},
+        {"context": 2, "pipeline": 2, "zero": 3},
+        {"context": 2, **split_backward, "schedule": "zbv"},
+        {"context": 2, **split_backward, "schedule": "interleaved_zero_bubble"},
+        {"context": 2, **split_backward, "schedule": "dualpipe_v"},
+    ]
+    check_against_one_process(4, *({"parallel": layout, "model": model} for layout in layouts))
+    with_tensor = [{"context": 2, "tensor": 2}, {"context": 2, "tensor": 2, "sequence": False}]
+    check_against_one_process(4, *({"parallel": each, "model": model, "train": FEW_BATCHES} for each in with_tensor))
+    layout = {"context": 2, "tensor": 2, "pipeline": 2}
+    check_against_one_process(8, {"parallel": layout, "model": model, "train": FEW_BATCHES})
 
 
 DOCUMENT_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [

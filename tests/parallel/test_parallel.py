@@ -316,6 +316,7 @@ def test_a_chunked_loss_in_all_kinds_of_layouts_equals_the_full_loss_of_one_proc
         ({"pipeline": 2, "activation_checkpointing": "selective"}, {}),
         ({"pipeline": 2, "schedule": "gpipe"}, {}),
         ({**TWO_VIRTUAL_STAGES, "schedule": "interleaved_1f1b", "activation_checkpointing": "full"}, {}),
+        ({"context": 2}, {}),
         ({"tensor": 2}, {}),
         ({"tensor": 2, "activation_checkpointing": "selective"}, {"qk_norm": True}),
         ({"tensor": 2, "sequence": False, "activation_checkpointing": "full"}, {"qk_norm": True, "kv_heads": 2}),
@@ -338,6 +339,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tensor": 2, "zero": 2},
     {**TWO_VIRTUAL_STAGES, "schedule": "zbv", "zero": 1},
     {"pipeline": 2, "tensor": 2},
+    {"context": 2, "zero": 3},
     {"zero": 3, "data": {"replicate": 2, "shard": 2}},
     {**TWO_VIRTUAL_STAGES, "schedule": "interleaved_1f1b", "tensor": 2, "sequence": False},
 ]
@@ -366,7 +368,7 @@ def check_digests_and_losses(results: list[Any], steps: int) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("model", [pytest.param({}, marks=pytest.mark.long), TIED], ids=["untied", "tied"])
 def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path, model: dict[str, Any]) -> None:
-    """The eight layouts form a cycle: at the end, the first layout loads the checkpoint of the last one.
+    """The layouts form a cycle: at the end, the first layout loads the checkpoint of the last one.
 
     The first layout trains three steps before it saves. Each layout trains two steps after it has saved. Wrong weights
     would change the loss of the first of these steps, and a wrong optimizer state that of the second one.
@@ -381,7 +383,7 @@ def test_each_layout_loads_the_checkpoint_of_the_previous_layout(tmp_path: Path,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("saving_layout", range(8))
+@pytest.mark.parametrize("saving_layout", range(len(LAYOUTS)))
 def test_each_layout_loads_the_checkpoint_of_every_other_layout(tmp_path: Path, saving_layout: int) -> None:
     configs = [make_layout_config(parallel, TIED if saving_layout % 2 else {}) for parallel in LAYOUTS]
     for number, config in enumerate(configs):
@@ -519,6 +521,7 @@ LAYOUT_OVERRIDES = {  # by name
     "zero 3": ("parallel.zero=3",),
     "zbv": ("parallel.pipeline=2", "parallel.zero=1", "parallel.schedule=zbv", "parallel.virtual_stages=2"),
     "tensor": ("parallel.tensor=2", "parallel.pipeline=2", "train.steps=9"),
+    "context": ("parallel.context=2", "parallel.zero=3", "data.document_mask=true"),
     "replicated": ("parallel.tensor=2", "parallel.sequence=false"),
     "chunked": ("parallel.tensor=2", "parallel.pipeline=2", "train.loss_chunk=20"),
     "half moments": ("parallel.zero=3", "optimizer.state.moments=bf16"),
@@ -529,7 +532,7 @@ LAYOUT_OVERRIDES = {  # by name
     "sgd": ("parallel.zero=2", "optimizer.name=sgd"),
     "one rank": ("parallel.zero=2", "train.precision=bf16", "stages.train.tasks_per_node=1"),
 }
-STORY_LAYOUTS = ("tensor", "zbv", "int8 moments", "no master in a pipeline", "muon")
+STORY_LAYOUTS = ("tensor", "context", "zbv", "int8 moments", "no master in a pipeline", "muon")
 """Layouts that `make test-cluster` tests. `make test` tests "zero 3", and `make test-long` all layouts."""
 
 
@@ -561,7 +564,7 @@ def test_a_stop_does_not_change_the_result_in_any_layout(tmp_path: Path, data: P
 
 @pytest.mark.story
 def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data: Path) -> None:
-    """The run starts with pipeline and tensor parallelism, and resumes with data and tensor parallelism.
+    """The run starts with pipeline and tensor parallelism, and resumes with data and context parallelism.
 
     It consumes the same samples as an uninterrupted run on one rank, and has the same losses, norms and evaluation.
     """
@@ -572,7 +575,7 @@ def test_a_run_that_stops_in_one_layout_resumes_in_another(tmp_path: Path, data:
     layout = ("parallel.pipeline=2", "parallel.tensor=2", "stages.train.tasks_per_node=4")
     run = create_run(tmp_path, "other-layout", data, *overrides, *layout)
     assert set(interrupt_training(run, 4, signal.SIGTERM, 3, [2])) == {ExitCode.STOPPED}
-    run.apply_overrides(["parallel.pipeline=1", "parallel.zero=3"])
+    run.apply_overrides(["parallel.pipeline=1", "parallel.tensor=1", "parallel.context=2", "parallel.zero=3"])
     assert set(run_ranks(4, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     for actual, expected in zip(read_steps(run), read_steps(uninterrupted), strict=True):
         _, loss, norm, _, samples = actual
