@@ -353,6 +353,8 @@ def _describe_training(
     if compute_times := data.steps.values("profile.compute"):
         parts = {name: fmean(data.steps.values(f"profile.{name}")) for name in step_trace.STEP_PARTS}
         yield f"{len(compute_times)} profiled steps: {step_trace.describe_parts(parts)}"
+    if spreads := data.steps.values("compute_spread"):
+        yield f"local compute time of the slowest rank: {fmean(spreads):.2f} × the mean of its peers"
     if host_ratios := read_compute_times(run.jobs_dir):
         slowest = sorted(host_ratios.items(), key=lambda item: -item[1])[:_MAX_HOSTS_SHOWN]
         hosts = ", ".join(f"{host} {ratio:.2f}" for host, ratio in slowest)

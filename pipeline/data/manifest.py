@@ -204,6 +204,11 @@ class Manifest(KeyedManifest):
     parts: tuple[MixturePart, ...] = ()
     """The sources of a mixture, in the order of their shards; empty if there is one source."""
 
+    @property
+    def eos_starts_next(self) -> bool:
+        """Whether the end-of-text token is also the first token of the next document."""
+        return self.bos_ids == (self.eos_id,)
+
     def __str__(self) -> str:
         """Return a summary: `731 documents, 3,448,616 + 33,321 held-out tokens`, then the numbers of other documents.
 

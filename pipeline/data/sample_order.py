@@ -318,7 +318,8 @@ class IndexedDataset(Dataset[dict[str, Any]]):
     """Interface of a dataset for `GlobalOrderSampler`."""
 
     lengths: Callable[[Int64Array], Int64Array] | None = None
-    """Function that returns the lengths of samples, given their indices: int64, the shape of the indices.
+    """Function that returns the lengths of samples, or another measure of their work, given their indices: int64, the
+    shape of the indices.
 
     None if all samples have the same length.
     """

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,14 @@ from torch import Tensor
 
 from pipeline.base.errors import InputError, UserError, raise_if_too_many_open_files
 from pipeline.config.user_model import LENGTHS_ARRAY
-from pipeline.data.manifest import SPLIT_SEED, SampleFile, SampleManifest, ShardEntry, check_has_sample
+from pipeline.data.manifest import (
+    MASK_DOCUMENT_START,
+    SPLIT_SEED,
+    SampleFile,
+    SampleManifest,
+    ShardEntry,
+    check_has_sample,
+)
 from pipeline.data.sample_order import IndexedDataset, Int64Array, permute
 
 Arrays = dict[str, Any]
@@ -174,6 +182,34 @@ class MappedDataset(IndexedDataset):
         return indices
 
 
+@dataclass(frozen=True)
+class DocumentEnds:
+    """How the documents of a sample are found: by the mask, if there is one, otherwise by the end-of-text token."""
+
+    eos_id: int
+    eos_starts_next: bool
+    """Whether this token is also the first token of the next document."""
+
+    def sum_squares(self, arrays: Arrays) -> Int64Array:
+        """Return the sum of the squared lengths of the documents of each sample: int64, shape (B,).
+
+        The time of attention within documents is proportional to this sum.
+
+        Args:
+            arrays: `tokens` and, optionally, `mask`, both of shape (B, T + 1).
+        """
+        if "mask" in arrays:
+            is_start_BT = arrays["mask"][:, :-1] & MASK_DOCUMENT_START != 0
+        elif self.eos_starts_next:
+            is_start_BT = arrays["tokens"][:, :-1] == self.eos_id
+        else:
+            is_start_BT = np.roll(arrays["tokens"][:, :-1], 1, axis=1) == self.eos_id
+        is_start_BT[:, 0] = True  # A sample begins with a document, or with the rest of one.
+        starts = np.flatnonzero(is_start_BT)
+        squares = np.diff(starts, append=is_start_BT.size).astype(np.int64) ** 2
+        return np.add.reduceat(squares, np.searchsorted(starts, np.arange(len(is_start_BT)) * is_start_BT.shape[1]))
+
+
 class TokenDataset(MappedDataset):
     """Samples of text: `tokens` and, if the shards have a mask, `mask`. Both arrays have the shape (B, T + 1).
 
@@ -182,10 +218,23 @@ class TokenDataset(MappedDataset):
     the first token of a shard is a target exactly once. A shard of n tokens has (n - 1) // T samples. Samples never
     cross shards. Therefore the last (n - 1) % T tokens of a shard are dropped.
 
+    Args:
+        shards: manifest entries.
+        sequence_length: T.
+        data_dir: folder to which relative paths in the entries refer.
+        balanced_by: how documents are found, to balance the work of attention between ranks; None: samples are not
+            balanced. To balance a global batch, each rank reads the tokens of all its samples.
+
     Raises InputError if a shard is missing, too short or of an unknown type, and UserError if there is no sample.
     """
 
-    def __init__(self, shards: Sequence[ShardEntry], sequence_length: int, data_dir: Path = Path()) -> None:
+    def __init__(
+        self,
+        shards: Sequence[ShardEntry],
+        sequence_length: int,
+        data_dir: Path = Path(),
+        balanced_by: DocumentEnds | None = None,
+    ) -> None:
         check_has_sample(shards, sequence_length)
         usable_shards = [shard for shard in shards if shard.tokens > sequence_length]
         dtypes = {shard.dtype: shard.file for shard in usable_shards}
@@ -196,6 +245,19 @@ class TokenDataset(MappedDataset):
             )
         self._length = sequence_length
         super().__init__(usable_shards, data_dir)
+        if balanced_by is not None:
+            # Documents are found by the mask or by the tokens; the other array is not read.
+            names = ["mask"] if "mask" in self._arrays else ["tokens"]
+
+            def compute_costs(indices: Int64Array) -> Int64Array:
+                """Return the work of attention for these samples, relative to each other."""
+                out = {
+                    name: np.empty((len(indices), *self._examples[name].shape[1:]), self._dtypes[name])
+                    for name in names
+                }
+                return balanced_by.sum_squares(self.read(indices, out))
+
+            self.lengths = compute_costs
 
     def _map_samples(self, entry: ShardEntry | SampleFile, *location: Any) -> Arrays:
         # Each result is a view of the shard's bytes, of shape (samples, T + 1). Neighbouring rows share one token.

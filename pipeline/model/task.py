@@ -841,7 +841,6 @@ def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
     Raises UserError if the user's module cannot be imported, or if its `transform` does not return the expected arrays.
     """
     if isinstance(manifest, Manifest):
-        eos_starts_next = manifest.bos_ids == (manifest.eos_id,)
-        return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, eos_starts_next)
+        return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, manifest.eos_starts_next)
     assert run.user_model is not None
     return CustomModelTask(run, run.user_model, run.user_model.load(run.code_dir), manifest)

@@ -113,23 +113,38 @@ class StragglerDetector(Callback):
         self._next_host_file_time = 0.0
         """When the file with the relative compute times of the hosts is next updated, by `time.monotonic`."""
 
-    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the time for which the rank waited for data. Compare the ranks every `train.log_every` steps."""
-        self.timer.add_seconds(trainer.data_wait_s)
+    def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:
+        """Compare the ranks every `train.log_every` steps. Rank 0 adds `compute_spread` to the metrics."""
         if step % self._log_every == 0:
-            self.compare_ranks(step, self.timer.read_and_reset())
+            metrics.update(self.compare_ranks(step, self.timer.read_and_reset()))
 
-    def compare_ranks(self, step: int, seconds: float) -> None:
+    def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add the time for which the rank waited for data."""
+        self.timer.add_seconds(trainer.data_wait_s)
+
+    def compare_ranks(self, step: int, seconds: float) -> dict[str, float]:
         """Gather the times of all ranks and update the stragglers. All ranks must call this method in the same steps.
 
         Args:
             step: the number of the step.
             seconds: the local compute time of this rank since the last call.
+
+        Returns:
+            On rank 0, if there are several ranks: `compute_spread`, the time of the slowest rank as a multiple of the
+            mean of its peers. Of the pipeline ranks, the largest value counts. Otherwise {}.
         """
         times = [torch.zeros(1) for _ in self.hosts]
         dist.all_gather(times, torch.tensor([seconds], dtype=torch.float32), group=self.group)
-        if dist.get_rank(self.group) == 0:
-            self.update_stragglers(step, [float(t) for t in times])
+        if dist.get_rank(self.group) > 0:
+            return {}
+        all_seconds = [float(t) for t in times]
+        self.update_stragglers(step, all_seconds)
+        peers: dict[int, list[float]] = {}
+        for rank_s, pipeline_rank in zip(all_seconds, self.pipeline_ranks, strict=True):
+            peers.setdefault(pipeline_rank, []).append(rank_s)
+        spreads = [max(peer_s) / statistics.fmean(peer_s) for peer_s in peers.values() if sum(peer_s) > 0]
+        has_peers = len(all_seconds) > len(peers)
+        return {"compute_spread": round(max(spreads), 4)} if spreads and has_peers else {}
 
     def update_stragglers(self, step: int, seconds: Sequence[float]) -> None:
         """Write an event for each rank that becomes a straggler or recovers.

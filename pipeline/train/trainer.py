@@ -43,7 +43,7 @@ from pipeline.data.loader import Batch, BatchLoader
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, count_training_steps
 from pipeline.data.sample_order import GlobalOrderSampler, build_mixture, format_epochs
-from pipeline.data.samples import MappedDataset, SampleDataset, TokenDataset
+from pipeline.data.samples import DocumentEnds, MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.model.open_weights import open_initial_weights
@@ -225,7 +225,11 @@ class Trainer:
         if isinstance(self.manifest, SampleManifest):
             seed = self.config.run.seed
             return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
-        return TokenDataset(self.manifest.train, self.config.data.sequence_length, self.run.data_dir)
+        data = self.config.data
+        balanced_by = None
+        if data.document_mask and data.balance and self.layout.dp > 1:
+            balanced_by = DocumentEnds(self.manifest.eos_id, self.manifest.eos_starts_next)
+        return TokenDataset(self.manifest.train, data.sequence_length, self.run.data_dir, balanced_by)
 
     def _make_engine(self, from_scratch: bool) -> Engine:
         """Return the engine.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,8 +20,9 @@ from torch.utils.data import DistributedSampler
 
 from pipeline.base.errors import InputError
 from pipeline.data.loader import BatchLoader
+from pipeline.data.manifest import MASK_DOCUMENT_START
 from pipeline.data.sample_order import GlobalOrderSampler, compute_index_range
-from pipeline.data.samples import TokenDataset
+from pipeline.data.samples import DocumentEnds, TokenDataset
 from tests.support.errors import raises_error
 from tests.support.shards import make_shard_entry, write_shards
 
@@ -224,3 +227,57 @@ def test_the_sampler_continues_with_the_next_epoch(tmp_path: Path) -> None:
         assert np.array_equal(indices, compute_index_range(3, 16 * step + 8, 8, 100)), step
     with raises_error("config.conflict", "train.global_batch (16)", 3):
         GlobalOrderSampler(dataset, global_batch=16, seed=3, num_replicas=3, rank=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4),
+    kind=st.sampled_from(["mask", "end token", "one token for both"]),
+)
+def test_the_work_of_attention_is_the_sum_of_squared_document_lengths(rows: list[list[int]], kind: str) -> None:
+    """Token 0 ends a document, or with a mask, marks a start. The last token of a row is only a target."""
+    tokens = np.array(rows, dtype=np.uint16)
+    arrays = {"tokens": tokens}
+    if kind == "mask":
+        arrays["mask"] = np.where(tokens == 0, MASK_DOCUMENT_START, 0).astype(np.uint8)
+    sums = DocumentEnds(0, eos_starts_next=kind == "one token for both").sum_squares(arrays)
+    for row, total in zip(rows, sums.tolist(), strict=True):
+        lengths = [0]
+        for position, token in enumerate(row[:-1]):
+            is_start = row[position - 1] == 0 if kind == "end token" else token == 0
+            if position and is_start:
+                lengths.append(0)
+            lengths[-1] += 1
+        assert total == sum(length**2 for length in lengths)
+
+
+def test_balanced_ranks_have_even_work_and_together_the_same_samples(tmp_path: Path) -> None:
+    """Documents have lengths from a heavy-tailed distribution, so that some fill a sample and most are short."""
+    generator = np.random.default_rng(1)
+    length, batch, ranks, steps = 256, 64, 4, 10
+    tokens = generator.integers(1, 300, length * batch * steps + 1)
+    position = 0
+    while position < len(tokens):
+        position += int(8 * (1 + generator.pareto(1.1)))
+        tokens[position - 1 : position] = 0
+    path = tmp_path / "tokens"
+    path.write_bytes(tokens.astype(np.uint16).tobytes())
+    entry = make_shard_entry(path, len(tokens), 0, "uint16")
+    ends = DocumentEnds(0, eos_starts_next=False)
+    dataset, balanced_dataset = TokenDataset([entry], length, tmp_path), TokenDataset([entry], length, tmp_path, ends)
+
+    def read_batches(source: TokenDataset, rank: int) -> list[Any]:
+        """Return the indices that a rank reads in each step."""
+        sampler = GlobalOrderSampler(source, global_batch=batch, seed=1, num_replicas=ranks, rank=rank)
+        return list(itertools.islice(sampler, steps))
+
+    in_order, balanced = ([read_batches(source, r) for r in range(ranks)] for source in (dataset, balanced_dataset))
+    spreads: dict[str, list[float]] = {"in order": [], "balanced": []}
+    for step in range(steps):
+        assert sorted(np.concatenate([batches[step] for batches in balanced])) == sorted(
+            np.concatenate([batches[step] for batches in in_order])
+        )
+        for name, assigned in (("in order", in_order), ("balanced", balanced)):
+            costs = [ends.sum_squares(dataset.read(batches[step])).sum() for batches in assigned]
+            spreads[name].append(max(costs) / np.mean(costs))
+    assert np.mean(spreads["balanced"]) < 1.02 < 1.2 < np.mean(spreads["in order"])
