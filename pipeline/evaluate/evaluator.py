@@ -42,7 +42,7 @@ from pipeline.data.special_tokens import encode_prompt, load_tokenizer
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
 from pipeline.evaluate.task_files import TaskItem, read_task_file
-from pipeline.model.decoder import IGNORE_INDEX, cross_entropy_sum
+from pipeline.model.decoder import IGNORE_INDEX, Decoder, cross_entropy_sum
 from pipeline.model.task import DTYPES, DecoderTask, Task, make_task
 from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import StopCoordinator
@@ -110,7 +110,13 @@ class Evaluator:
             assert isinstance(task, DecoderTask)
             window_bytes = 4 * config.data.sequence_length * task.vocab_size
             self.batch_size = min(self.batch_size, max(1, LOGITS_BYTES // window_bytes))
-            self.held_out = TextHeldOut(run, task, manifest, limit, world.device)
+            if window_bytes > LOGITS_BYTES:
+                assert isinstance(model, Decoder) and model.lm_head is not None
+                model.lm_head.chunk = max(1, LOGITS_BYTES // (4 * task.vocab_size))
+                model.lm_head.compute_dtype = model.compute_dtype
+            self.held_out = TextHeldOut(
+                run, task, manifest, limit, world.device, computes_loss_in_chunks=window_bytes > LOGITS_BYTES
+            )
         else:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
         self.tasks: list[TaskFile] = []
@@ -280,9 +286,18 @@ class TextHeldOut:
     """
 
     def __init__(
-        self, run: Run, task: DecoderTask, manifest: Manifest, limit: int | None, device: torch.device
+        self,
+        run: Run,
+        task: DecoderTask,
+        manifest: Manifest,
+        limit: int | None,
+        device: torch.device,
+        *,
+        computes_loss_in_chunks: bool = False,
     ) -> None:
         self.task = task
+        self._computes_loss_in_chunks = computes_loss_in_chunks
+        """Whether the output layer computes the loss of one window at a time, because its logits would be too large."""
         self.vocab_size = manifest.vocab_size
         self.eos_id = manifest.eos_id
         self.device = device
@@ -335,15 +350,22 @@ class TextHeldOut:
         batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.sample_shapes}
         padding_BT = torch.from_numpy(is_padding_BT).to(self.device)
         targets_BT = self.task.next_tokens(batch).masked_fill(padding_BT, IGNORE_INDEX)
-        logits_BTV = model(*self.task.model_inputs(batch), **self.task.document_boundaries(batch))
-        sums = {
-            "loss": cross_entropy_sum(logits_BTV, targets_BT).item(),
-            "tokens": float((targets_BT != IGNORE_INDEX).sum()),
-        }
+        inputs = self.task.model_inputs(batch)
+        boundaries = self.task.document_boundaries(batch)
+        if self._computes_loss_in_chunks:
+            assert stop - start == 1, "a batch of long windows has one window"
+            loss = model(*inputs, targets_BT=targets_BT, **boundaries).item()
+        else:
+            logits_BTV = model(*inputs, **boundaries)
+            loss = cross_entropy_sum(logits_BTV, targets_BT).item()
+        sums = {"loss": loss, "tokens": float((targets_BT != IGNORE_INDEX).sum())}
         sources = [self._sources.get(shard.name) for shard, _ in windows]
         for source in filter(None, dict.fromkeys(sources)):
             rows = [row for row, row_source in enumerate(sources) if row_source == source]
-            sums[f"{source}.loss"] = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
+            source_loss = loss
+            if not self._computes_loss_in_chunks:
+                source_loss = cross_entropy_sum(logits_BTV[rows], targets_BT[rows]).item()
+            sums[f"{source}.loss"] = source_loss
             sums[f"{source}.tokens"] = float((targets_BT[rows] != IGNORE_INDEX).sum())
         return sums
 

@@ -439,6 +439,10 @@ class LMHead(nn.Linear):
             weight = weight.to_local()
         x_ND = x_BTD.flatten(0, 1).to(dtype)
         weight_VD = weight.to(dtype)
+        if group is None and not torch.is_grad_enabled():
+            pairs = zip(x_ND.split(self.chunk), targets_BT.flatten().split(self.chunk), strict=True)
+            losses = [cross_entropy_sum(chunk_x[None] @ weight_VD.T, targets_N[None]) for chunk_x, targets_N in pairs]
+            return torch.stack(losses).sum()
         is_fused = self.compiles_loss and group is None
         cross_entropy = _compile_cross_entropy() if is_fused else _cross_entropy_with_gradient
         loss, grad_x, grad_weight = _compute_loss_in_chunks(
