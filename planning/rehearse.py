@@ -507,9 +507,8 @@ def describe_rehearsal(config: Config, rank: int) -> Iterator[str]:
     coordinates = layout.coordinates(rank)
     process_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
     yield (
-        f"rank {rank} of {layout.world_size:,}: pipeline {coordinates.pp}, data {coordinates.dp}, "
-        + f"context {coordinates.cp}, " * (layout.cp > 1)
-        + f"tensor {coordinates.tp}"
+        f"rank {rank} of {layout.world_size:,}: "
+        + ", ".join(f"{name} {position}" for name, position in coordinates.name_positions(layout).items())
     )
     yield f"two steps without values took {time.monotonic() - start:.0f} s and {process_gb:.1f} GB of memory here"
     if is_compiled:

@@ -451,8 +451,9 @@ def draw_mesh(layout: Layout) -> str:
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
         node, position = divmod(rank, per_node)
-        title = f"rank {rank}: pipeline {coordinates.pp}, data {coordinates.dp}, tensor {coordinates.tp}"
-        label = f"p{coordinates.pp} d{coordinates.dp} t{coordinates.tp}"
+        places = coordinates.name_positions(layout)
+        title = f"rank {rank}: {', '.join(f'{name} {position}' for name, position in places.items())}"
+        label = " ".join(f"{name[0]}{position}" for name, position in places.items())
         # The width of a box is less than 1, so that there is a gap between two boxes. GREY is the number of colours
         # before the grey one, so the colours repeat without it.
         box = Bar(position - 0.48, position + 0.48, coordinates.pp % GREY, title, label)

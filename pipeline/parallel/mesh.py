@@ -79,6 +79,11 @@ class Coordinates(NamedTuple):
     dp: int
     """Position among all data-parallel ranks. This position determines which part of each batch the rank processes."""
 
+    def name_positions(self, mesh: Mesh) -> dict[str, int]:
+        """Return the positions by the names that users see: `pipeline`, `data`, `tensor` and other axes in use."""
+        names = {"pipeline": self.pp, "data": self.dp}
+        return names | ({"context": self.cp} if mesh.cp > 1 else {}) | {"tensor": self.tp}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:

@@ -293,10 +293,10 @@ class Profiler(Callback):
             events.append({"name": name, "cat": "communication", "args": arguments, **times})
         begin_us, step_us, spans = parse_trace(events)
         error_ns, offset_ns = self._clock_error_and_offset_ns
-        coordinates = self.layout.coordinates(self.world.rank)
+        place = self.layout.coordinates(self.world.rank).name_positions(self.layout)
         content = {
             "rank": self.world.rank, "host": os.uname().nodename, "clock_error_ns": error_ns,
-            "place": {"pipeline": coordinates.pp, "data": coordinates.dp, "tensor": coordinates.tp},
+            "place": place,
             "step_us": step_us, "begin_ns": base_ns + round(1000 * begin_us) + offset_ns,
             "spans": sorted(spans, key=lambda span: span.start - span.end)[:MAX_SPANS],  # The longest spans first.
         }  # fmt: skip
