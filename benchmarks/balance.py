@@ -1,4 +1,4 @@
-"""Measure how evenly the work of a step is divided among ranks, with and without `data.balance`.
+"""Measure how evenly the work of a step is divided among ranks, with and without `train.balance`.
 
     python -m benchmarks.balance
 

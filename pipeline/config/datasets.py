@@ -168,9 +168,6 @@ class DataConfig(Section):
     tokens. `drop`: omit the whole document."""
     document_mask: Annotated[bool, Policy.KEEPS_SHARDS] = False
     """Mask attention across document boundaries, and restart positions at each document."""
-    balance: Annotated[bool, Policy.KEEPS_SHARDS, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = True
-    """With `document_mask`, assign the samples of each global batch to ranks so that all ranks have about the same work
-    in attention. false: in the order of the samples."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer: one that the stage `prepare` trains, or an existing file."""
     add_special_tokens: Literal["auto"] | bool = "auto"

@@ -296,6 +296,9 @@ class TrainConfig(Section):
     """Number of tokens for which logits, loss and gradient are computed at a time. This saves memory, because the
     logits of a whole micro-batch are never stored. The key changes the last digits of the result. Good values for large
     vocabularies are 1024 to 4096. null: all tokens at once."""
+    balance: Annotated[bool, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = True
+    """With `data.document_mask`, assign the samples of each global batch to ranks so that all ranks have about the same
+    work in attention. false: in the order of the samples."""
     log_every: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = 10
     """Number of steps between two lines in the log. metrics.jsonl always contains every step."""
     evaluate_every: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None

@@ -45,13 +45,6 @@ class _FlashCall:
     max_keys: int
 
 
-@dataclass(frozen=True)
-class HostTensor:
-    """A tensor that stays on the CPU. DDP and FSDP move the tensors among the arguments of a model to its device."""
-
-    tensor: Tensor
-
-
 class KeyRanges:
     """The keys that each query may read, from a first one to the one at the query's own position.
 

@@ -36,9 +36,10 @@ from torch.distributed.tensor.parallel import (
 
 from pipeline.config.sections import ModelConfig
 from pipeline.config.types import RopeScaling
-from pipeline.model.attention import HostTensor, KeyRanges
+from pipeline.model.attention import KeyRanges
 from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
 from pipeline.parallel.context_parallel import ContextParallel
+from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
 
 IGNORE_INDEX = -100

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from pipeline.model.attention import HostTensor
+from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.mesh import Layout
 
 TORCH_SCHEDULES = {

@@ -30,13 +30,13 @@ from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.data.loader import Batch
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
-from pipeline.model.attention import HostTensor
 from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
 from pipeline.model.open_weights import OpenWeights
 from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel, float8
 from pipeline.parallel.context_parallel import ContextParallel, create_context_group
+from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
 from pipeline.train.optimizer import (
@@ -269,14 +269,16 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         size = self.config.train.micro_batch
         micro_batches = self.task.split_micro_batches(batch, size)
-        boundaries = self.task.split_micro_batches(self.task.document_boundaries(batch), size)
-        for index, micro_batch in enumerate(micro_batches):
+        boundaries = self.task.split_micro_batches(self.task.document_boundaries(batch), size) or [{}] * len(
+            micro_batches
+        )
+        for index, (micro_batch, micro_boundaries) in enumerate(zip(micro_batches, boundaries, strict=True)):
             torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, index))
             is_last = index == len(micro_batches) - 1
             with data_parallel.gradient_sync(self.model, self.layout, is_last):
                 enter_phase("forward")
                 with self.compute_timer:
-                    loss = self._compute_loss(micro_batch, boundaries[index] if boundaries else {})
+                    loss = self._compute_loss(micro_batch, micro_boundaries)
                 enter_phase("backward")
                 (loss * self._loss_factor()).backward()
             total += full_tensor(loss.detach())

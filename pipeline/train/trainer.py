@@ -227,7 +227,7 @@ class Trainer:
             return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
         data = self.config.data
         balanced_by = None
-        if data.document_mask and data.balance and self.layout.dp > 1:
+        if data.document_mask and self.config.train.balance and self.layout.dp > 1:
             balanced_by = DocumentEnds(self.manifest.eos_id, self.manifest.eos_starts_next)
         return TokenDataset(self.manifest.train, data.sequence_length, self.run.data_dir, balanced_by)
 

@@ -979,8 +979,8 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
     [
         (
             Policy.CHANGEABLE,
-            "run.name run.root data.mixture.weights data.max_rejected data.verify parallel train.log_every "
-            "train.profile_every checkpoint evaluate.every recovery site stages parameters publish track "
+            "run.name run.root data.mixture.weights data.max_rejected data.verify parallel train.balance "
+            "train.log_every train.profile_every checkpoint evaluate.every recovery site stages parameters publish track "
             "model.init_files",
         ),
         (
@@ -992,8 +992,8 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         (
             Policy.NOT_IN_IDENTITY,
             "data.mixture.sources.*.source data.source data.max_rejected data.verify model.init_from train.steps "
-            "train.epochs train.log_every train.evaluate_every train.evaluate_sequences train.profile_every "
-            "model.init_files",
+            "train.epochs train.balance train.log_every train.evaluate_every train.evaluate_sequences "
+            "train.profile_every model.init_files",
         ),
         (Policy.INCREASABLE, "train.steps train.epochs"),
         (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.verify"),

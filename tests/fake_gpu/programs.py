@@ -22,10 +22,10 @@ from pipeline.config.sections import ModelConfig
 from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
 from pipeline.data.samples import TokenDataset
-from pipeline.model.attention import HostTensor
 from pipeline.model.decoder import Decoder
 from pipeline.model.task import DecoderTask
 from pipeline.parallel import replica_sync
+from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.mesh import resolve_layout
 from pipeline.train.engine import Engine
 from pipeline.train.metrics import measure_peak_memory
