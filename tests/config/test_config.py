@@ -980,8 +980,8 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         (
             Policy.CHANGEABLE,
             "run.name run.root data.mixture.weights data.max_rejected data.verify parallel train.balance "
-            "train.log_every train.profile_every checkpoint evaluate.every recovery site stages parameters publish track "
-            "model.init_files",
+            "train.log_every train.profile_every checkpoint evaluate.every recovery site stages parameters publish "
+            "track model.init_files",
         ),
         (
             Policy.PATH,
