@@ -269,9 +269,9 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         size = self.config.train.micro_batch
         micro_batches = self.task.split_micro_batches(batch, size)
-        boundaries = self.task.split_micro_batches(self.task.document_boundaries(batch), size) or [{}] * len(
-            micro_batches
-        )
+        boundaries = self.task.split_micro_batches(self.task.document_boundaries(batch), size)
+        if not boundaries:
+            boundaries = [{}] * len(micro_batches)
         for index, (micro_batch, micro_boundaries) in enumerate(zip(micro_batches, boundaries, strict=True)):
             torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, index))
             is_last = index == len(micro_batches) - 1
