@@ -9,7 +9,7 @@ Ranks along `dp_shard` also split parameters, gradients or optimizer state (ZeRO
 Ranks along `cp` split the sequences of the same samples. They have the same parameters, and for gradients and ZeRO they
 count as data-parallel ranks.
 
-The login node uses this module to validate configs. Therefore only `Mesh.build_device_mesh` imports torch.
+The login node uses this module to validate configs. Therefore only `Layout.build_device_mesh` imports torch.
 """
 
 from __future__ import annotations
@@ -133,9 +133,11 @@ class Mesh:
 
     def list_groups(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ only along this axis."""
-        groups: dict[Coordinates, list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            groups.setdefault(self.coordinates(rank)._replace(**{axis: 0}), []).append(rank)
+            coordinates = self.coordinates(rank)
+            others = tuple(getattr(coordinates, name) for name in AXES if name != axis)
+            groups.setdefault(others, []).append(rank)
         return list(groups.values())
 
 
