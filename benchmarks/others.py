@@ -1,4 +1,6 @@
-"""Predict the communication of expert and context parallelism, which Sluice does not support.
+"""Predict the communication of expert parallelism, and of context parallelism as a ring.
+
+Sluice has neither: it gathers keys and values instead (`RankModel.context_time`).
 
 `python -m benchmarks.plan` passes `expert_and_context_time` to `predict_step` (planning/predict.py), which adds the
 returned time to each block.

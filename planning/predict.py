@@ -205,7 +205,7 @@ class RankModel:
         rate *= 1.25 * work.head / (work.head + 32) / (1 + 512 / work.sequence)
         score_bytes = 8 * self.tokens * work.sequence * work.heads / work.tensor if work.scores else 0.0
         # The two products take 4 FLOPs per score and channel. The causal mask leaves half of them.
-        flops = 2 * self.tokens * work.sequence * work.heads * work.head / work.tensor
+        flops = 2 * self.tokens * work.mean_pairs * work.heads * work.head / work.tensor
         return flops / rate + self.memory_time(score_bytes)
 
     def elementwise_time(self) -> float:

@@ -78,7 +78,7 @@ class LayoutChoice:
         parallel = self.config.parallel
         layout = self.layout
         data: Any = "auto"
-        if layout.dp_replicate > 1 and layout.dp_shard > 1:
+        if layout.zero and layout.dp_replicate > 1:
             data = {"replicate": layout.dp_replicate, "shard": layout.dp_shard}
         keys = ("tensor", "context", "pipeline", "zero", "schedule", "virtual_stages", "activation_checkpointing")
         return {
@@ -111,7 +111,7 @@ def enumerate_layouts(config: Config, machine: Machine, vocab: int, nodes: int) 
             is_divisible = remainder == 0 and config.train.global_batch % (data * micro_batch) == 0
             if not is_divisible or pipeline * virtual_stages > config.model.layers:
                 continue
-            is_hybrid = 1 < shard < data
+            is_hybrid = zero > 0 and shard < data
             parallel = config.parallel.model_copy(
                 update={
                     "tensor": tensor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.sections import Config
-from pipeline.model.spec import EMBEDDING, LM_HEAD
+from pipeline.model.spec import EMBEDDING, LM_HEAD, count_windows
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.traffic import find_trained_parameters, stored_weight_bytes
 
@@ -103,6 +103,9 @@ class Workload:
 
     Both values are equal if the output layer is tied.
     """
+    windows: tuple[tuple[int, int], ...] = ()
+    """Numbers of tokens that a token reads at most, each with the number of blocks that have this window; (): the whole
+    sequence."""
     orthogonal: bool = False
     """Whether whole matrices are gathered for the update, as Muon does."""
 
@@ -142,6 +145,17 @@ class Workload:
         else:
             larger = range(1, count)
         return tuple(blocks_per_stage + (stage in larger) for stage in range(count))
+
+    @property
+    def mean_window(self) -> float:
+        """Number of tokens that a token reads at most, on average over the blocks."""
+        return sum(window * blocks for window, blocks in self.windows) / self.layers if self.windows else self.sequence
+
+    @property
+    def mean_pairs(self) -> float:
+        """Twice the number of tokens that a token reads, on average over tokens and blocks."""
+        pairs = sum(blocks * window * (2 * self.sequence - window) for window, blocks in self.windows)
+        return pairs / (self.layers * self.sequence) if self.windows else self.sequence
 
     @property
     def attention_weights(self) -> int:
@@ -202,7 +216,7 @@ class Workload:
         block_weights = self.attention_weights + self.expert_weights * self.active
         products = block_weights * (self.layers + backward_layers + sum(self.shares))
         products += self.vocab * self.hidden * (1 + head_gradients)
-        return 2 * products + 4 * (self.layers + 2 * backward_layers) * self.heads * self.head * self.sequence
+        return 2 * products + 4 * (self.layers + 2 * backward_layers) * self.heads * self.head * self.mean_window
 
     def describe_layout(self) -> str:
         """Describe the layout in one line."""
@@ -245,5 +259,6 @@ def workload_from_config(config: Config, layout: Layout, vocab: int) -> Workload
         reduce_bytes=4 if layout.fsdp else stored_weight_bytes(config),
         trained=block_shares, trained_from=first_block,
         trained_tables=(EMBEDDING in names, output_layer in names),
+        windows=tuple(count_windows(model, config.data.sequence_length)) if model.sliding_window else (),
         orthogonal=config.optimizer.name == "muon",
     )  # fmt: skip

@@ -346,7 +346,8 @@ def _parse_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta, "rope_scaling": None}
     if rope_type not in _ROPE_KEYS:
         raise ValueError(f"{key}: {rope_type} is not supported; supported are default, {', '.join(_ROPE_KEYS)}")
-    scaling = {"rope_type": rope_type, **{name: rope.get(name) for name in _ROPE_KEYS[rope_type] if name in rope}}
+    keys = [name for name in _ROPE_KEYS[rope_type] if rope.get(name) is not None]
+    scaling = {"rope_type": rope_type, **{name: rope[name] for name in keys}}
     if rope_type == "yarn":
         if unknown_keys := [name for name, value in rope.items() if name not in scaling and value is not None]:
             raise ValueError(f"{key}: {unknown_keys[0]} is not supported for yarn")
@@ -380,6 +381,12 @@ def build_config_json(
         family = "mistral"
     has_bias = model.attention_bias != "none"
     has_window = model.sliding_window is not None
+    if family == "mistral" and model.max_window_layers:
+        raise UserError(
+            "export.unsupported_model",
+            f"model.max_window_layers {model.max_window_layers}: the format of mistral, which has the other features "
+            "of this model, has the window in all blocks",
+        )
     if (family == "qwen3" and model.attention_bias == "qkv") or (family == "mistral" and has_bias):
         raise UserError(
             "export.unsupported_model",

@@ -151,6 +151,8 @@ class ModelConfig(Section):
             )
         if self.heads % self.num_kv_heads:
             raise ValueError(f"heads ({self.heads}) is not a multiple of kv_heads ({self.num_kv_heads})")
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_scaling.rope_type yarn needs rope_theta above 1, not {self.rope_theta:g}")
         if self.head_size % 2:
             raise ValueError(f"the head size ({self.head_size}) is odd, but rotary positions need an even one")
         return self
@@ -298,7 +300,8 @@ class TrainConfig(Section):
     vocabularies are 1024 to 4096. null: all tokens at once."""
     balance: Annotated[bool, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = True
     """With `data.document_mask`, assign the samples of each global batch to ranks so that all ranks have about the same
-    work in attention. false: in the order of the samples."""
+    work in attention. false: in the order of the samples. Batches are not balanced with `parallel.local_sgd` and with
+    the hooks `powersgd` and `topk`, whose results depend on which samples a rank has."""
     log_every: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = 10
     """Number of steps between two lines in the log. metrics.jsonl always contains every step."""
     evaluate_every: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY] = None

@@ -133,6 +133,11 @@ def check_unused_keys(section: Section, used_keys: set[str], reason: str) -> Non
             raise ValueError(f"{key} ({getattr(section, key)}) has no effect here: {reason}")
 
 
+YARN_BETA_FAST = 32.0
+YARN_BETA_SLOW = 1.0
+"""Defaults of `beta_fast` and `beta_slow` (Peng et al., arXiv 2309.00071, section 3.2)."""
+
+
 class RopeScaling(Section):
     """How rotary positions are scaled for longer sequences than the model was trained on. The keys are those of Hugging
     Face."""
@@ -156,9 +161,11 @@ class RopeScaling(Section):
     beta_slow: PositiveFloat | None = None
     """`yarn`: a frequency with fewer full turns than this value is divided by `factor`. null: 1."""
     attention_factor: PositiveFloat | None = None
-    """`yarn`: factor of rotated queries and keys. null: 1 + log(`factor`) / 10, or 1 if `factor` is less than 1."""
+    """`yarn`: the factor by which rotated queries and keys are multiplied. null: 1 + ln(`factor`) / 10, or 1 if
+    `factor` is less than 1."""
     truncate: bool = True
-    """`yarn`: round the numbers of the frequencies between which the divisor changes."""
+    """`yarn`: round the ends of the transition between unchanged and divided frequencies to whole frequencies,
+    outwards."""
 
     @model_validator(mode="after")
     def _check_keys_fit(self) -> RopeScaling:
@@ -173,6 +180,11 @@ class RopeScaling(Section):
             check_unused_keys(self, used_keys, "rope_type is yarn")
             if not self.original_max_position_embeddings:
                 raise ValueError("yarn needs original_max_position_embeddings")
+            if (self.beta_slow or YARN_BETA_SLOW) >= (self.beta_fast or YARN_BETA_FAST):
+                raise ValueError(
+                    f"yarn needs beta_slow ({self.beta_slow or YARN_BETA_SLOW:g}) < beta_fast "
+                    f"({self.beta_fast or YARN_BETA_FAST:g})"
+                )
             return self
         check_unused_keys(self, used_keys | {"low_freq_factor", "high_freq_factor"}, "rope_type is llama3")
         if not self.original_max_position_embeddings or (self.low_freq_factor or 0) >= (self.high_freq_factor or 0):

@@ -189,11 +189,14 @@ class DocumentEnds:
     eos_id: int
     eos_starts_next: bool
     """Whether this token is also the first token of the next document."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """For each window of the model, its length in tokens and the number of blocks that have it; (): no windows."""
 
     def sum_squares(self, arrays: Arrays) -> Int64Array:
         """Return the sum of the squared lengths of the documents of each sample: int64, shape (B,).
 
-        The time of attention within documents is proportional to this sum.
+        The time of attention within documents is proportional to this sum. With windows, a document that is longer than
+        a window counts as much less as it has fewer pairs of tokens.
 
         Args:
             arrays: `tokens` and, optionally, `mask`, both of shape (B, T + 1).
@@ -206,7 +209,19 @@ class DocumentEnds:
             is_start_BT = np.roll(arrays["tokens"][:, :-1], 1, axis=1) == self.eos_id
         is_start_BT[:, 0] = True  # A sample begins with a document, or with the rest of one.
         starts = np.flatnonzero(is_start_BT)
-        squares = np.diff(starts, append=is_start_BT.size).astype(np.int64) ** 2
+        lengths = np.diff(starts, append=is_start_BT.size).astype(np.int64)
+        # The first w tokens of a document read 1 to w tokens, the others w: half of w (2 n - w) pairs.
+        squares = (
+            sum(
+                (
+                    blocks * np.minimum(lengths, window) * (2 * lengths - np.minimum(lengths, window))
+                    for window, blocks in self.windows
+                ),
+                start=np.zeros_like(lengths),
+            )
+            if self.windows
+            else lengths**2
+        )
         return np.add.reduceat(squares, np.searchsorted(starts, np.arange(len(is_start_BT)) * is_start_BT.shape[1]))
 
 

@@ -4,7 +4,8 @@ Every restriction of a decoder's attention has this form. A range ends at the qu
 It begins at the first token of the sample, of the query's document, or of the query's window. Memory therefore grows
 with the number of tokens, not with its square, because no mask of all pairs exists:
 
-    CUDA, bf16 or fp16   torch.nn.attention.varlen, a flash kernel that takes the lengths of documents
+    CUDA, bf16 or fp16   torch.nn.attention.varlen, a flash kernel that takes the lengths of documents, if the GPU and
+                         the size of the heads permit it (`_has_flash_kernel`)
     otherwise            blocks of queries, each with the keys of its ranges (`range_attention`)
 
 The tokens of a micro-batch are one after the other. Names of tensors end with their shape: N queries, M keys, H heads
@@ -65,7 +66,7 @@ class KeyRanges:
         """Return the attention of each query to the keys of its range, shape (N, H, K), in the type of `v_MGK`."""
         q_NHK = q_NHK.to(v_MGK.dtype)
         k_MGK = k_MGK.to(v_MGK.dtype)
-        if not v_MGK.is_cuda or v_MGK.dtype == torch.float32:
+        if not _has_flash_kernel(v_MGK):
             out_NHK: Tensor = range_attention(q_NHK, k_MGK, v_MGK, self.first_N, self.last_N)[0]
             return out_NHK
         return torch.cat([self._attend_with_flash(call, q_NHK, k_MGK, v_MGK) for call in self._flash_calls])
@@ -80,6 +81,21 @@ class KeyRanges:
         )  # fmt: skip
         assert isinstance(out_NHK, Tensor)  # Without `return_aux`, nothing else is returned.
         return out_NHK
+
+
+def _has_flash_kernel(v_MGK: Tensor) -> bool:
+    """Return True if torch's variable-length flash attention supports these values.
+
+    It needs an Ampere GPU or a newer one, 16-bit types, and heads of a multiple of 8 values, at most 256.
+    """
+    head_size = v_MGK.shape[-1]
+    return (
+        v_MGK.is_cuda
+        and v_MGK.dtype != torch.float32
+        and head_size % 8 == 0
+        and head_size <= 256
+        and torch.cuda.get_device_capability(v_MGK.device) >= (8, 0)
+    )
 
 
 def _make_flash_calls(starts_N: Tensor, positions_N: Tensor, device: torch.device) -> Iterator[_FlashCall]:
@@ -131,7 +147,8 @@ def range_attention(
     Returns:
         The attention, shape (N, H, K) in the type of the queries, and the logarithms (fp32), shape (G, R, N).
     """
-    result: tuple[Tensor, Tensor] = torch.ops.sluice.range_attention(q_NHK, k_MGK, v_MGK, first_N, last_N)
+    with torch.autocast(q_NHK.device.type, enabled=False):  # It would round the products in fp32.
+        result: tuple[Tensor, Tensor] = torch.ops.sluice.range_attention(q_NHK, k_MGK, v_MGK, first_N, last_N)
     return result
 
 
@@ -157,7 +174,6 @@ def _compute_backward(
     q_NHK: Tensor,
     k_MGK: Tensor,
     v_MGK: Tensor,
-    out_NHK: Tensor,
     lse_GRN: Tensor,
     first_N: Tensor,
     last_N: Tensor,
@@ -170,8 +186,6 @@ def _compute_backward(
     groups = k_MGK.shape[1]
     q_GRNK, k_GMK, v_GMK = _group_heads(q_NHK, groups), _heads_first(k_MGK), _heads_first(v_MGK)
     gradient_GRNK = _group_heads(gradient_NHK, groups)
-    # The sum over the keys of weight times gradient of the weight, which the softmax subtracts.
-    delta_GRN1 = (gradient_GRNK.float() * _group_heads(out_NHK, groups)).sum(dim=-1, keepdim=True)
     dq_NHK = torch.empty_like(q_NHK, memory_format=torch.contiguous_format)
     dq_GRNK = _group_heads(dq_NHK, groups)
     dk_GMK = torch.zeros_like(k_GMK)
@@ -181,8 +195,10 @@ def _compute_backward(
         weights_GRQJ = weights_GRQJ.sub_(lse_GRN[:, :, block.rows].unsqueeze(-1)).exp_()
         block_gradient = gradient_GRNK[:, :, block.rows]
         dv_GMK[:, block.keys] += block.multiply_transposed(weights_GRQJ, block_gradient)
-        dscores_GRQJ = block.multiply_keys(block_gradient, v_GMK).sub_(delta_GRN1[:, :, block.rows])
-        dscores_GRQJ.mul_(weights_GRQJ).mul_(q_NHK.shape[-1] ** -0.5)
+        dscores_GRQJ = block.multiply_keys(block_gradient, v_GMK).mul_(weights_GRQJ)
+        # A block has all keys of its queries. The sum is therefore known exactly, without the rounded result.
+        sum_GRQ1 = dscores_GRQJ.sum(dim=-1, keepdim=True)
+        dscores_GRQJ.addcmul_(weights_GRQJ, sum_GRQ1, value=-1).mul_(q_NHK.shape[-1] ** -0.5)
         dq_GRNK[:, :, block.rows] = block.multiply(dscores_GRQJ, k_GMK).to(dq_NHK.dtype)
         dk_GMK[:, block.keys] += block.multiply_transposed(dscores_GRQJ, q_GRNK[:, :, block.rows])
     dk_MGK = dk_GMK.transpose(0, 1).to(k_MGK.dtype).contiguous()
@@ -210,12 +226,14 @@ def _make_backward_result(
 def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward pass needs."""
     q_NHK, k_MGK, v_MGK, first_N, last_N = inputs
-    ctx.save_for_backward(q_NHK, k_MGK, v_MGK, *output, first_N, last_N)
+    ctx.save_for_backward(q_NHK, k_MGK, v_MGK, output[1], first_N, last_N)
 
 
 def _run_backward(ctx: Any, gradient_NHK: Tensor, lse_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the arguments of `range_attention`."""
-    return (*torch.ops.sluice.range_attention_backward(gradient_NHK, *ctx.saved_tensors), None, None)
+    with torch.autocast(gradient_NHK.device.type, enabled=False):
+        gradients = torch.ops.sluice.range_attention_backward(gradient_NHK, *ctx.saved_tensors)
+    return *gradients, None, None
 
 
 def _register_operators() -> None:
@@ -227,9 +245,7 @@ def _register_operators() -> None:
     inputs = "Tensor q, Tensor k, Tensor v"
     ranges = "Tensor first, Tensor last"
     torch.library.define(forward, f"({inputs}, {ranges}) -> (Tensor, Tensor)")
-    torch.library.define(
-        backward, f"(Tensor gradient, {inputs}, Tensor out, Tensor lse, {ranges}) -> (Tensor, Tensor, Tensor)"
-    )
+    torch.library.define(backward, f"(Tensor gradient, {inputs}, Tensor lse, {ranges}) -> (Tensor, Tensor, Tensor)")
     torch.library.impl(forward, "CompositeExplicitAutograd", _compute_forward)
     torch.library.impl(backward, "CompositeExplicitAutograd", _compute_backward)
     torch.library.register_fake(forward, _make_forward_result)
@@ -259,7 +275,7 @@ class _Block:
     last_Q: Tensor
     """int64, the last key of each query."""
     first_common: int
-    """The first key that no query of the block comes after: all queries have begun to read."""
+    """The first key from which on the ranges of all queries have begun."""
     end_common: int
     """The end of the keys that all queries read."""
 

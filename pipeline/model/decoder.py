@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeline.config.sections import ModelConfig
-from pipeline.config.types import RopeScaling
+from pipeline.config.types import YARN_BETA_FAST, YARN_BETA_SLOW, RopeScaling
 from pipeline.model.attention import KeyRanges
 from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
 from pipeline.parallel.context_parallel import ContextParallel
@@ -183,11 +183,11 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) 
             """Return the number of the pair that makes this number of full turns, which may be a fraction."""
             return pairs * math.log(original_length / (turns * 2 * math.pi)) / math.log(theta)
 
-        first, last = find_pair(scaling.beta_fast or 32.0), find_pair(scaling.beta_slow or 1.0)
+        first, last = find_pair(scaling.beta_fast or YARN_BETA_FAST), find_pair(scaling.beta_slow or YARN_BETA_SLOW)
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * pairs - 1)
-        ramp = (torch.arange(pairs, dtype=torch.float32) - first) / ((last - first) or 0.001)
+        ramp = (torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / ((last - first) or 0.001)
         unchanged_share = 1 - ramp.clamp(0.0, 1.0)
         return (1 - unchanged_share) * divided_frequencies + unchanged_share * frequencies, scaling.yarn_scale
     low = scaling.low_freq_factor or 0.0

@@ -122,7 +122,7 @@ def count_block_parameters(model: ModelConfig, *, matrices_only: bool = False) -
     return sum(p.numel for p in block_parameters(model, 0) if p.is_matrix or not matrices_only)
 
 
-def _count_windows(model: ModelConfig, sequence_length: int) -> list[tuple[int, int]]:
+def count_windows(model: ModelConfig, sequence_length: int) -> list[tuple[int, int]]:
     """Return the numbers of tokens that a token reads at most, each with the number of blocks that have this window."""
     window = min(model.sliding_window or sequence_length, sequence_length)
     full_layers = min(model.max_window_layers or 0, model.layers)
@@ -139,7 +139,7 @@ def training_flops_per_token(model: ModelConfig, vocab_size: int, sequence_lengt
     """
     vocab_matrices = 1 if model.tie_word_embeddings else 2  # the embedding and the output layer
     parameters = model.layers * count_block_parameters(model) + model.dim + vocab_matrices * vocab_size * model.dim
-    context = sum(layers * window for window, layers in _count_windows(model, sequence_length))
+    context = sum(layers * window for window, layers in count_windows(model, sequence_length))
     return 6 * parameters + 12 * query_width(model) * context
 
 
@@ -150,7 +150,7 @@ def block_multiplications_per_token(model: ModelConfig, sequence_length: int) ->
     value. Without a window, a token reads half the sequence on average. If the blocks differ, the result is their mean.
     """
     # The first w tokens of a sequence read 1 to w tokens, the others w. Half of `pairs` are their number.
-    windows = _count_windows(model, sequence_length)
+    windows = count_windows(model, sequence_length)
     pairs = sum(layers * window * (2 * sequence_length - window) for window, layers in windows)
     attention = query_width(model) * pairs // (sequence_length * model.layers)
     return count_block_parameters(model, matrices_only=True) + attention

@@ -682,11 +682,15 @@ def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size:
     candidates = []
     largest_size = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
     sizes = [n for n in range(1, largest_size + 1) if world_size % n == 0]
-    for pp, tp in product(sizes, sizes):
-        parallel = config.parallel.model_copy(update={"pipeline": pp, "tensor": tp, "data": "auto"})
+    context = config.parallel.context
+    contexts = [n for n in range(1, context + 1) if context % n == 0]
+    for pp, cp, tp in product(sizes, contexts, sizes):
+        update = {"pipeline": pp, "context": cp, "tensor": tp, "data": "auto"}
+        parallel = config.parallel.model_copy(update=update)
         if not any(_find_misfits(config.model_copy(update={"parallel": parallel}), world_size, per_node, vocab_size)):
             distance = abs(math.log(pp / config.parallel.pipeline)) + abs(math.log(tp / config.parallel.tensor))
-            axis_sizes = _get_axis_sizes(config) | {"pp": pp, "tp": tp}
+            distance += math.log(context / cp)
+            axis_sizes = _get_axis_sizes(config) | {"pp": pp, "cp": cp, "tp": tp}
             text = _describe_sizes(world_size // math.prod(axis_sizes.values()), axis_sizes)
             # Rounding lets equal distances compare as equal, so that the smaller pipeline comes first.
             candidates.append((round(distance, 6), pp, tp, text))
@@ -699,11 +703,11 @@ def split_layers(config: Config, stages: int, vocab_size: int) -> tuple[range, .
     """Assign consecutive decoder blocks to pipeline-parallel stages, and return the blocks of each stage.
 
     The assignment minimizes the cost of the most expensive stage. The cost of a stage is the number of multiplications
-    per token: the weights of its blocks, and attention over half the sequence. The last stage also has the output
-    layer. The first stage also has the embedding, which is a lookup and costs only its width.
+    per token: the weights of its blocks, and attention. The last stage also has the output layer. The first stage also
+    has the embedding, which is a lookup and costs only its width.
 
     Every stage has at least one block. Each further block goes to the stage that is cheapest so far. The assignment is
-    optimal because all blocks cost the same.
+    optimal if all blocks cost the same. Blocks with and without a window count with their mean.
     """
     model = config.model
     block_cost = block_multiplications_per_token(model, config.data.sequence_length)

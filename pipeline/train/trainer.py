@@ -47,6 +47,7 @@ from pipeline.data.samples import DocumentEnds, MappedDataset, SampleDataset, To
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.model.open_weights import open_initial_weights
+from pipeline.model.spec import count_windows
 from pipeline.model.task import DecoderTask, make_task
 from pipeline.parallel.mesh import describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
@@ -227,8 +228,12 @@ class Trainer:
             return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
         data = self.config.data
         balanced_by = None
-        if data.document_mask and self.config.train.balance and self.layout.dp > 1:
-            balanced_by = DocumentEnds(self.manifest.eos_id, self.manifest.eos_starts_next)
+        # With local SGD and lossy compression, the result depends on which samples a rank has.
+        parallel = self.config.parallel
+        is_free = parallel.local_sgd is None and parallel.hook.kind not in ("powersgd", "topk")
+        if data.document_mask and self.config.train.balance and self.layout.dp > 1 and is_free:
+            windows = tuple(count_windows(self.config.model, data.sequence_length))
+            balanced_by = DocumentEnds(self.manifest.eos_id, self.manifest.eos_starts_next, windows)
         return TokenDataset(self.manifest.train, data.sequence_length, self.run.data_dir, balanced_by)
 
     def _make_engine(self, from_scratch: bool) -> Engine:

@@ -496,3 +496,10 @@ def test_malformed_added_tokens_raise_an_error_that_names_the_file(tmp_path: Pat
     with pytest.raises(UserError) as raised:
         build_chat_json(folder / "tokenizer.json", "</s>")
     assert f"{folder}/tokenizer.json" in str(raised.value) and "added_tokens" in str(raised.value)
+
+
+def test_a_window_in_some_blocks_only_is_not_exported_as_mistral() -> None:
+    model = ModelConfig(dim=32, heads=4, layers=4, sliding_window=16, max_window_layers=2)
+    with pytest.raises(UserError) as raised:
+        build_config_json(model, ModelMetadata(), 300, sequence_length=64, eos_id=2, dtype="float32")
+    assert raised.value.code == "export.unsupported_model" and "model.max_window_layers 2" in str(raised.value)

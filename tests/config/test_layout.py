@@ -447,3 +447,11 @@ def test_layers_are_split_with_the_smallest_possible_largest_cost(stages: int, e
     all_bounds = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
     smallest_cost = min(find_largest_cost([end - start for start, end in pairwise(bounds)]) for bounds in all_bounds)
     assert find_largest_cost([len(part) for part in split_layers(config, stages, vocab)]) == smallest_cost
+
+
+def test_an_error_suggests_a_smaller_context() -> None:
+    with pytest.raises(ConfigError) as raised:
+        tiny_config(8, parallel={"context": 4}, data={"sequence_length": 500}, train={"global_batch": 8})
+    assert raised.value.code == "parallel.indivisible_size"
+    assert "2 × parallel.context (4)" in str(raised.value)
+    assert "pipeline 1 × data 4 × tensor 1 × context 2" in str(raised.value)

@@ -251,6 +251,17 @@ def test_the_work_of_attention_is_the_sum_of_squared_document_lengths(rows: list
         assert total == sum(length**2 for length in lengths)
 
 
+def test_windows_limit_the_work_of_long_documents() -> None:
+    """One block has a window of 4, two blocks read whole documents. The documents have 7 and 2 tokens."""
+    tokens = np.array([[1, 1, 1, 1, 1, 1, 0, 1, 1, 1]], dtype=np.uint16)
+    ends = DocumentEnds(0, eos_starts_next=False, windows=((9, 2), (4, 1)))
+    pairs_in_window = 1 + 2 + 3 + 4 * 4 + 1 + 2
+    pairs = 7 * 8 / 2 + 2 * 3 / 2
+    # Each document counts twice its pairs, minus the number of its tokens that read fewer tokens than the window.
+    assert ends.sum_squares({"tokens": tokens}) == 2 * (7**2 + 2**2) + (2 * pairs_in_window - 4 - 2)
+    assert 2 * pairs - 9 == 7**2 + 2**2
+
+
 def test_balanced_ranks_have_even_work_and_together_the_same_samples(tmp_path: Path) -> None:
     """Documents have lengths from a heavy-tailed distribution, so that some fill a sample and most are short."""
     generator = np.random.default_rng(1)

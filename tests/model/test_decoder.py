@@ -156,7 +156,7 @@ def test_dropout_is_active_in_training_mode_only() -> None:
     assert torch.equal(model(batch), without_dropout(batch))
 
 
-@pytest.mark.parametrize("name", ["grouped", "tied"])
+@pytest.mark.parametrize("name", ["grouped", "tied", "llama 3.1", "stretched, biases", "yarn"])
 def test_a_model_built_on_the_meta_device_has_the_same_initial_weights(name: str) -> None:
     """`init_weights` neither uses nor changes the global random state."""
     config = MODEL_CONFIGS[name]

@@ -20,6 +20,7 @@ from benchmarks.gpu import ROOT
 from benchmarks.others import all_to_all_time, expert_and_context_time
 from pipeline.base.errors import UserError
 from pipeline.config.read import load_config
+from pipeline.model.spec import training_flops_per_token
 from pipeline.parallel.mesh import resolve_layout
 from planning import predict as predicting
 from planning.machine import MACHINES, Attention, Link, Machine, load_machine
@@ -34,6 +35,7 @@ from planning.predict import (
 )
 from planning.timeline import _ACTION, Action, build_schedule, draw_text_timeline, replay_schedule
 from planning.workload import Workload, workload_from_config
+from tests.support.tiny_training import VOCAB, tiny_config
 
 H100 = load_machine("h100")
 SMALL_WORKLOAD = Workload(
@@ -333,3 +335,17 @@ def test_plan_predicts_and_searches_layouts_without_importing_torch() -> None:
         "assert not {'torch', 'numpy', 'h5py'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_windows_shorten_attention_in_plan_as_in_training() -> None:
+    model = {"dim": 1024, "heads": 8, "layers": 2, "sliding_window": 256, "max_window_layers": 1}
+    config, full = (
+        tiny_config(1, model=values, data={"sequence_length": 4096})
+        for values in (model, {**model, "sliding_window": None})
+    )
+    work, full_work = (workload_from_config(each, resolve_layout(each), VOCAB) for each in (config, full))
+    difference = full_work.flops_per_token - work.flops_per_token
+    assert difference == training_flops_per_token(full.model, VOCAB, 4096) - training_flops_per_token(
+        config.model, VOCAB, 4096
+    )
+    assert predict_step(work, H100).step < predict_step(full_work, H100).step
