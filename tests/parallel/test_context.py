@@ -20,6 +20,10 @@ def test_context_parallel_equals_one_process() -> None:
         {"parallel": {"context": 2, "activation_checkpointing": "full"}, "model": WINDOW, "train": CHUNKED},
         steps=FEW_STEPS,
     )
+
+
+@pytest.mark.story
+def test_context_parallel_with_another_axis_equals_one_process() -> None:
     check_against_one_process(
         4,
         {"parallel": {"context": 4}},
@@ -61,5 +65,10 @@ DOCUMENT_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_documents_on_several_ranks_give_the_same_results_as_single_documents() -> None:
+def test_documents_on_two_ranks_give_the_same_results_as_single_documents() -> None:
+    check_packed(2, [(TEXT, {"parallel": {"context": 2}})])
+
+
+@pytest.mark.story
+def test_documents_on_four_ranks_give_the_same_results_as_single_documents() -> None:
     check_packed(4, DOCUMENT_CASES)
