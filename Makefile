@@ -102,6 +102,9 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.snapshots
 	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.context
+	$(BIN)/python -m benchmarks.balance
 	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.comm
