@@ -5,7 +5,7 @@ It begins at the first token of the sample, of the query's document, or of the q
 with the number of tokens, not with its square, because no mask of all pairs exists:
 
     CUDA, bf16 or fp16   torch.nn.attention.varlen, a flash kernel that takes the lengths of documents, if the GPU and
-                         the size of the heads permit it (`_has_flash_kernel`)
+                         the size of the heads permit it
     otherwise            blocks of queries, each with the keys of its ranges (`range_attention`)
 
 The tokens of a micro-batch are one after the other. Names of tensors end with their shape: N queries, M keys, H heads
@@ -60,13 +60,16 @@ class KeyRanges:
         self.window = window
         self.first_N = starts_N if window is None else torch.maximum(starts_N, positions_N - window + 1)
         self.last_N = positions_N
-        self._flash_calls = list(_make_flash_calls(starts_N, positions_N, device)) if device.type == "cuda" else []
+        self._has_flash = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere
+        self._flash_calls = list(_make_flash_calls(starts_N, positions_N, device)) if self._has_flash else []
 
     def attend(self, q_NHK: Tensor, k_MGK: Tensor, v_MGK: Tensor) -> Tensor:
         """Return the attention of each query to the keys of its range, shape (N, H, K), in the type of `v_MGK`."""
         q_NHK = q_NHK.to(v_MGK.dtype)
         k_MGK = k_MGK.to(v_MGK.dtype)
-        if not _has_flash_kernel(v_MGK):
+        # The kernel needs 16-bit types, and heads of a multiple of 8 values, at most 256.
+        head_size = v_MGK.shape[-1]
+        if not self._has_flash or v_MGK.dtype == torch.float32 or head_size % 8 or head_size > 256:
             out_NHK: Tensor = range_attention(q_NHK, k_MGK, v_MGK, self.first_N, self.last_N)[0]
             return out_NHK
         return torch.cat([self._attend_with_flash(call, q_NHK, k_MGK, v_MGK) for call in self._flash_calls])
@@ -81,21 +84,6 @@ class KeyRanges:
         )  # fmt: skip
         assert isinstance(out_NHK, Tensor)  # Without `return_aux`, nothing else is returned.
         return out_NHK
-
-
-def _has_flash_kernel(v_MGK: Tensor) -> bool:
-    """Return True if torch's variable-length flash attention supports these values.
-
-    It needs an Ampere GPU or a newer one, 16-bit types, and heads of a multiple of 8 values, at most 256.
-    """
-    head_size = v_MGK.shape[-1]
-    return (
-        v_MGK.is_cuda
-        and v_MGK.dtype != torch.float32
-        and head_size % 8 == 0
-        and head_size <= 256
-        and torch.cuda.get_device_capability(v_MGK.device) >= (8, 0)
-    )
 
 
 def _make_flash_calls(starts_N: Tensor, positions_N: Tensor, device: torch.device) -> Iterator[_FlashCall]:
