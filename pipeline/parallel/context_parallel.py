@@ -25,7 +25,7 @@ from pipeline.parallel.mesh import Layout
 
 def create_context_group(layout: Layout) -> dist.ProcessGroup:
     """Return the group of the ranks that have the other tokens of this rank's samples. Every rank must call this."""
-    groups = [(ranks, new_group(ranks, group_desc="cp")) for ranks in layout.list_groups("cp")]
+    groups = [(ranks, new_group(ranks, group_desc="mesh_cp")) for ranks in layout.list_groups("cp")]
     own_group: dist.ProcessGroup = next(group for ranks, group in groups if dist.get_rank() in ranks)
     return own_group
 

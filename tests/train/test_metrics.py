@@ -79,12 +79,13 @@ def check_sent_bytes(sent_by_rank: list[dict[str, int]], config: Config) -> None
 
     `sent_by_rank` has the sent bytes of each rank by group.
     """
-    axes = {"data": "dp_replicate", "shard": "dp_shard", "replicate": "dp_replicate", "tensor": "tp", "pipeline": "pp"}
+    names = {"data": "replicate", "shard": "shard", "replicate": "replicate"}
+    names |= {"context": "cp", "tensor": "tp", "pipeline": "pp"}
     ranks = len(sent_by_rank)
     predicted_traffic = list(count_traffic(config, resolve_layout(config, ranks, ranks, VOCAB), VOCAB))
     group_names = set(sent_by_rank[0])
     for group, predicted_bytes, _ in predicted_traffic:
-        name = f"mesh_{axes[group]}"
+        name = f"mesh_{names[group]}"
         name = name if name in group_names else "default_pg"  # torch's default group contains all ranks
         sent_bytes = max(sent[name] for sent in sent_by_rank)
         assert sent_bytes == pytest.approx(predicted_bytes, rel=0.02), (group, sent_by_rank)
@@ -100,6 +101,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero": 3},
     {"zero": 1, "data": {"replicate": 2, "shard": 2}},
     {"pipeline": 2},
+    {"context": 2},
+    {"context": 2, "zero": 3, "activation_checkpointing": "full"},
     {"tensor": 2},
     {"zero": 2},
     {"zero": 2, "reduce": "step"},

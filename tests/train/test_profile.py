@@ -100,7 +100,7 @@ def test_a_gpu_trace_is_divided_into_its_parts() -> None:
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 77, "tid": 77, "ts": 1e6, "dur": 1000.0},
         make_event("kernel", "sm90_xmma_gemm_f32", -50, 150, 7),  # starts before the step; only 0 to 100 counts
         # 100 to 300 is exposed, except 150 to 200, when elementwise_kernel computes
-        make_event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 250, 13, "mesh_dp_shard"),
+        make_event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 250, 13, "mesh_shard"),
         make_event("kernel", "elementwise_kernel", 150, 50, 7),
         make_event("gpu_memcpy", "Memcpy HtoD", 290, 110, 9),  # 300 to 400
         make_event("kernel", "ncclDevKernel_SendRecv", 500, 100, 20, "mesh_pp"),
@@ -111,10 +111,10 @@ def test_a_gpu_trace_is_divided_into_its_parts() -> None:
     assert (begin, duration) == (1e6, 1000.0)
     parts = divide_step(spans, duration)
     exposed_us = {group: round(1e6 * seconds) for group, seconds in parts.pop("exposed_by_group").items()}
-    assert exposed_us == {"dp_shard": 150, "pp": 100, "world": 50}
+    assert exposed_us == {"shard": 150, "pp": 100, "world": 50}
     part_us = {part: round(1e6 * seconds) for part, seconds in parts.items()}
     assert part_us == {"compute": 150, "communication_exposed": 200, "copy": 100, "bubble": 100, "idle": 450}
-    assert {span.row for span in spans} >= {"stream 7", "stream 9", "training", "dp_shard"}
+    assert {span.row for span in spans} >= {"stream 7", "stream 9", "training", "shard"}
 
 
 def test_a_trace_without_the_span_of_the_step_is_an_error() -> None:
