@@ -51,7 +51,7 @@ class KeyRanges:
 
     Args:
         starts_N: int64 on the CPU: for each query, the index of the first key of its document.
-        positions_N: int64 on the CPU: for each query, the index of its own key, which is the last one that it may read.
+        positions_N: int64 on the CPU: for each query, the index of its own key. A query does not read later keys.
         window: maximum number of keys of a query; None: no limit.
         device: the device of the model.
     """
