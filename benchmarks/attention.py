@@ -3,8 +3,8 @@
     python -m benchmarks.attention
 
 Each measurement runs in a separate process. `dense mask` is torch's attention with a mask of all pairs of tokens, as
-in earlier versions of Sluice. The peak is the growth of the resident memory (VmHWM) above that before the forward pass. For
-it, freed memory is returned to the system at once, so that the peak is what tensors need; this costs CPU time.
+in earlier versions of Sluice. The peak is the growth of the resident memory (VmHWM) above that before the forward pass.
+To measure it, freed memory is returned to the system at once, which costs CPU time.
 """
 
 from __future__ import annotations
