@@ -68,7 +68,7 @@ def main() -> None:
     squares = {name: [0.0, 0.0] for name in slowest}
     for _ in range(STEPS):
         tokens = make_tokens(generator, GLOBAL_BATCH)
-        costs = ends.sum_squares({"tokens": tokens})
+        costs = ends.measure_work({"tokens": tokens})
         in_order = np.arange(GLOBAL_BATCH).reshape(RANKS, -1)
         for name, assigned in (("in order", in_order), ("balanced", assign_to_ranks(costs, RANKS))):
             seconds = [measure_cpu_s(model, tokens[rows]) for rows in assigned]

@@ -192,11 +192,11 @@ class DocumentEnds:
     windows: tuple[tuple[int, int], ...] = ()
     """For each window of the model, its length in tokens and the number of blocks that have it; (): no windows."""
 
-    def sum_squares(self, arrays: Arrays) -> Int64Array:
-        """Return the sum of the squared lengths of the documents of each sample: int64, shape (B,).
+    def measure_work(self, arrays: Arrays) -> Int64Array:
+        """Return a number for each sample that is proportional to its time in attention: int64, shape (B,).
 
-        The time of attention within documents is proportional to this sum. With windows, a document that is longer than
-        a window counts as much less as it has fewer pairs of tokens.
+        Without windows, the number is the sum of the squared lengths of the documents. With windows, a document that is
+        longer than a window counts less, because fewer pairs of its tokens are computed.
 
         Args:
             arrays: `tokens` and, optionally, `mask`, both of shape (B, T + 1).
@@ -210,19 +210,12 @@ class DocumentEnds:
         is_start_BT[:, 0] = True  # A sample begins with a document, or with the rest of one.
         starts = np.flatnonzero(is_start_BT)
         lengths = np.diff(starts, append=is_start_BT.size).astype(np.int64)
-        # The first w tokens of a document read 1 to w tokens, the others w: half of w (2 n - w) pairs.
-        squares = (
-            sum(
-                (
-                    blocks * np.minimum(lengths, window) * (2 * lengths - np.minimum(lengths, window))
-                    for window, blocks in self.windows
-                ),
-                start=np.zeros_like(lengths),
-            )
-            if self.windows
-            else lengths**2
-        )
-        return np.add.reduceat(squares, np.searchsorted(starts, np.arange(len(is_start_BT)) * is_start_BT.shape[1]))
+        work = np.zeros_like(lengths) if self.windows else lengths**2
+        for window, blocks in self.windows:
+            # The first w tokens of a document of n tokens read 1 to w tokens, the others w: half of w (2 n - w) pairs.
+            read_lengths = np.minimum(lengths, window)
+            work += blocks * read_lengths * (2 * lengths - read_lengths)
+        return np.add.reduceat(work, np.searchsorted(starts, np.arange(len(is_start_BT)) * is_start_BT.shape[1]))
 
 
 class TokenDataset(MappedDataset):
@@ -270,7 +263,7 @@ class TokenDataset(MappedDataset):
                     name: np.empty((len(indices), *self._examples[name].shape[1:]), self._dtypes[name])
                     for name in names
                 }
-                return balanced_by.sum_squares(self.read(indices, out))
+                return balanced_by.measure_work(self.read(indices, out))
 
             self.lengths = compute_costs
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.attention.varlen import varlen_attn
 
 # torch 2.11 does not have this option, and always accepts fewer heads of keys than of queries.
@@ -51,7 +51,7 @@ class KeyRanges:
 
     Args:
         starts_N: int64 on the CPU: for each query, the index of the first key of its document.
-        positions_N: int64 on the CPU: for each query, the index of its own key. A query does not read later keys.
+        positions_N: int64 on the CPU: the index of the last key that each query may read: the key at the same position.
         window: maximum number of keys of a query; None: no limit.
         device: the device of the model.
     """
@@ -227,18 +227,18 @@ def _run_backward(ctx: Any, gradient_NHK: Tensor, lse_gradient: Tensor | None) -
 def _register_operators() -> None:
     """Define the operators.
 
-    `torch.library.custom_op` would be shorter, but the first call of its operators imports the compiler, in 0.8 s.
+    The decorator `custom_op` would be shorter, but the first call of its operators imports the compiler, in 0.8 s.
     """
     forward, backward = "sluice::range_attention", "sluice::range_attention_backward"
     inputs = "Tensor q, Tensor k, Tensor v"
     ranges = "Tensor first, Tensor last"
-    torch.library.define(forward, f"({inputs}, {ranges}) -> (Tensor, Tensor)")
-    torch.library.define(backward, f"(Tensor gradient, {inputs}, Tensor lse, {ranges}) -> (Tensor, Tensor, Tensor)")
-    torch.library.impl(forward, "CompositeExplicitAutograd", _compute_forward)
-    torch.library.impl(backward, "CompositeExplicitAutograd", _compute_backward)
-    torch.library.register_fake(forward, _make_forward_result)
-    torch.library.register_fake(backward, _make_backward_result)
-    torch.library.register_autograd(forward, _run_backward, setup_context=_save_for_backward)
+    library.define(forward, f"({inputs}, {ranges}) -> (Tensor, Tensor)")
+    library.define(backward, f"(Tensor gradient, {inputs}, Tensor lse, {ranges}) -> (Tensor, Tensor, Tensor)")
+    library.impl(forward, "CompositeExplicitAutograd", _compute_forward)
+    library.impl(backward, "CompositeExplicitAutograd", _compute_backward)
+    library.register_fake(forward, _make_forward_result)
+    library.register_fake(backward, _make_backward_result)
+    library.register_autograd(forward, _run_backward, setup_context=_save_for_backward)
 
 
 def _group_heads(x_NHK: Tensor, groups: int) -> Tensor:

@@ -240,7 +240,7 @@ def test_the_work_of_attention_is_the_sum_of_squared_document_lengths(rows: list
     arrays = {"tokens": tokens}
     if kind == "mask":
         arrays["mask"] = np.where(tokens == 0, MASK_DOCUMENT_START, 0).astype(np.uint8)
-    sums = DocumentEnds(0, eos_starts_next=kind == "one token for both").sum_squares(arrays)
+    sums = DocumentEnds(0, eos_starts_next=kind == "one token for both").measure_work(arrays)
     for row, total in zip(rows, sums.tolist(), strict=True):
         lengths = [0]
         for position, token in enumerate(row[:-1]):
@@ -258,7 +258,7 @@ def test_windows_limit_the_work_of_long_documents() -> None:
     pairs_in_window = 1 + 2 + 3 + 4 * 4 + 1 + 2
     pairs = 7 * 8 / 2 + 2 * 3 / 2
     # Each document counts twice its pairs, minus the number of its tokens that read fewer tokens than the window.
-    assert ends.sum_squares({"tokens": tokens}) == 2 * (7**2 + 2**2) + (2 * pairs_in_window - 4 - 2)
+    assert ends.measure_work({"tokens": tokens}) == 2 * (7**2 + 2**2) + (2 * pairs_in_window - 4 - 2)
     assert 2 * pairs - 9 == 7**2 + 2**2
 
 
@@ -289,6 +289,6 @@ def test_balanced_ranks_have_even_work_and_together_the_same_samples(tmp_path: P
             np.concatenate([batches[step] for batches in in_order])
         )
         for name, assigned in (("in order", in_order), ("balanced", balanced)):
-            costs = [ends.sum_squares(dataset.read(batches[step])).sum() for batches in assigned]
+            costs = [ends.measure_work(dataset.read(batches[step])).sum() for batches in assigned]
             spreads[name].append(max(costs) / np.mean(costs))
     assert np.mean(spreads["balanced"]) < 1.02 < 1.1 < np.mean(spreads["in order"])

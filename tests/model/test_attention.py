@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 
 from pipeline.model import attention
 from pipeline.model.attention import KeyRanges
@@ -92,7 +92,7 @@ def test_the_operator_follows_the_rules_of_torch() -> None:
     """Among others, its shapes are known without values, and it works in compiled code."""
     ranges = KeyRanges(torch.tensor([0] * 5 + [5] * 7), torch.arange(12), 4, CPU)
     *arguments, _ = make_inputs(12, 12)
-    torch.library.opcheck(torch.ops.sluice.range_attention.default, (*arguments, ranges.first_N, ranges.last_N))
+    library.opcheck(torch.ops.sluice.range_attention.default, (*arguments, ranges.first_N, ranges.last_N))
 
 
 def test_the_flash_kernel_gets_the_lengths_of_documents() -> None:
