@@ -469,12 +469,13 @@ def check_accurate_sums() -> None:
 
 
 def check_profiled_step() -> None:
-    """Check the profile of a step whose parts have known durations."""
+    """Check the profile of a step whose parts have known bounds."""
     control_group = dist.new_group(backend="gloo")
     assert isinstance(control_group, dist.ProcessGroup)
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, src=0)
-    profiled_step.check_profile(*profiled_step.run_profiled_step(Path(folder[0]), dist.get_rank(), control_group))
+    rank = dist.get_rank()
+    profiled_step.check_profile(rank, *profiled_step.run_profiled_step(Path(folder[0]), rank, control_group))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

@@ -127,11 +127,11 @@ def test_the_average_divides_by_the_number_of_all_ranks_also_if_some_have_no_val
     assert average == {"a": 2.0, "by": {"x": 1.0, "y": 0.5}}
 
 
-# -- parts with known durations --------------------------------------------------------------------------
+# -- parts with known bounds ------------------------------------------------------------------------------
 
 
 def profile_known_step_on_rank(rank_info: RankInfo, folder: Path) -> tuple[Any, Any]:
-    """Profile a step over gloo whose parts have known durations. Return the measured and the known parts."""
+    """Profile a step over gloo whose parts have known bounds. Return the profiled parts and the measured times."""
     from pipeline.comm import groups
     from tests.support import profiled_step
 
@@ -139,19 +139,16 @@ def profile_known_step_on_rank(rank_info: RankInfo, folder: Path) -> tuple[Any, 
     return profiled_step.run_profiled_step(folder, rank_info.rank, groups.new_control_group())
 
 
-def test_parts_over_gloo_have_the_known_durations(tmp_path: Path) -> None:
+def test_parts_over_gloo_are_within_their_bounds(tmp_path: Path) -> None:
     """A part of the communication of rank 0 is exposed. Rank 1 calls the collective late and does not wait for it."""
-    from tests.support.profiled_step import COMPUTE_S, check_profile
+    from tests.support.profiled_step import check_profile
 
-    (profiled, known), (late_profiled, late_known) = run_ranks(2, profile_known_step_on_rank, tmp_path)
-    check_profile(profiled, known)
-    check_profile(late_profiled, late_known)
-    assert known["compute"] >= COMPUTE_S and profiled["communication_exposed"] > 0.2
-    assert late_profiled["idle"] > 1.0
+    for rank, result in enumerate(run_ranks(2, profile_known_step_on_rank, tmp_path)):
+        check_profile(rank, *result)
 
 
 @pytest.mark.story
-def test_parts_over_mpi_have_the_known_durations() -> None:
+def test_parts_over_mpi_are_within_their_bounds() -> None:
     completed = run_mpirun(2, "tests.support.mpi_programs", "profile")
     assert completed.stdout.count("all checks passed") == 2, completed.stdout
 
