@@ -409,13 +409,15 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
     """Yield a line each about the data, the model, the batches and the layout of the train stage."""
     train = config.train
     model = config.model
-    length = config.data.sequence_length
     custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
     sources = ", ".join(limit_lines(config.data.sources, 3))
     if config.data.mixture is not None:
         sources = str(config.data.mixture)
-    contents = f"sequences of {length} tokens"
-    unit = f"sequences ({train.global_batch * length:,} tokens)"
+    first, *later = config.length_phases
+    contents = f"sequences of {first.length} tokens"
+    contents += "".join(f", {phase.length} from step {phase.from_step}" for phase in later)
+    tokens = " to ".join(f"{train.global_batch * phase.length:,}" for phase in (first, *later[-1:]))
+    unit = f"sequences ({tokens} tokens)"
     architecture = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
     if custom_model is not None:
         contents = ", ".join(custom_model.arrays)

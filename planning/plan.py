@@ -92,6 +92,8 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
     length = config.data.sequence_length
     tokens = f" of {length:,} tokens: {batch * length:,}" if custom_model is None else ""
     yield f"a step: {batch:,} samples{tokens}"
+    if len(config.length_phases) > 1:
+        yield f"train.sequence_schedule: all numbers are for sequences of the last length, {length:,} tokens"
     if config.train.epochs is not None:
         yield format_training_length(config, config.run.root / config.run.name / "data")
     if config.data.tokenizer.kind == "file" and config.model.vocab_size is None:

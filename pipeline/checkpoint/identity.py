@@ -29,7 +29,8 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
 
     These entries are hashes of config and data, the config values that are hashed, and the version of the sample order.
     If the data is a mixture, the weights of the mixture are a separate entry, because the user may change the weights
-    of later steps.
+    of later steps. If the length of sequences changes during the run, the lengths are also a separate entry, and the
+    hash has the first length.
 
     Args:
         config: the config of the run.
@@ -37,8 +38,12 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     """
     # `add_special_tokens` is set to its default, so that the key is not in the hash of the config. The hash of the data
     # already covers the tokens that this key adds.
-    default = {"add_special_tokens": DataConfig.model_fields["add_special_tokens"].default}
-    config = config.model_copy(update={"data": config.data.model_copy(update=default)})
+    phases = config.length_phases
+    data_values = {
+        "add_special_tokens": DataConfig.model_fields["add_special_tokens"].default,
+        "sequence_length": phases[0].length,
+    }
+    config = config.model_copy(update={"data": config.data.model_copy(update=data_values)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
     metadata = config.metadata.model.model_dump(mode="json", exclude_defaults=True)
     if metadata:  # Earlier versions stored the metadata in the config, so the hash must still include it.
@@ -48,12 +53,14 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     for path in list_keys_with(Policy.NOT_IN_IDENTITY):
         remove_key(values, path.split("."))
     values["seed"] = config.run.seed
+    lengths = {"lengths": [phase.model_dump() for phase in phases]} if len(phases) > 1 else {}
     return {
         "config_hash": sha256_json(values),
         "config": mask_secrets(flatten_keys(values)),
         "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
         "order_version": ORDER_VERSION,
         **weights,
+        **lengths,
     }
 
 
@@ -105,17 +112,27 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
                 "the change, or start a new run",
             )
 
-    def get_weights_in_effect(identity: Mapping[str, Any]) -> list[Any]:
-        """Return the entries of `weights` that apply to steps up to the step of the checkpoint."""
-        return [entry for entry in identity.get("weights", []) if entry.get("from_step", 1) <= saved["step"]]
+    def get_entries_in_effect(identity: Mapping[str, Any], name: str) -> list[Any]:
+        """Return the items of the entry `name` that apply to steps up to the step of the checkpoint."""
+        return [item for item in identity.get(name, []) if item.get("from_step", 1) <= saved["step"]]
 
-    saved_weights = get_weights_in_effect(saved)
-    current_weights = get_weights_in_effect(current)
+    saved_weights = get_entries_in_effect(saved, "weights")
+    current_weights = get_entries_in_effect(current, "weights")
     if saved_weights != current_weights:
         raise CheckpointError(
             "checkpoint.other_training",
             f"checkpoint {saved['step']} was trained with the weights {saved_weights} of data.mixture, but the config "
             f"now has {current_weights}. Only change weights of later steps, or start a new run",
+        )
+    # The hash of the config contains the first length.
+    saved_lengths = get_entries_in_effect(saved, "lengths")[1:]
+    current_lengths = get_entries_in_effect(current, "lengths")[1:]
+    if saved_lengths != current_lengths:
+        raise CheckpointError(
+            "checkpoint.other_training",
+            f"checkpoint {saved['step']} was trained with the lengths {saved_lengths} of train.sequence_schedule after "
+            f"the first, but the config now has {current_lengths}. Only change lengths of later steps, or start a new "
+            "run",
         )
 
 

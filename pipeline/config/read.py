@@ -127,6 +127,19 @@ def _parse_run_config(path: Path, values: Mapping[str, Any]) -> Config:
     return parse_config(_make_paths_absolute(add_older_defaults(values)), str(path))
 
 
+def _fill_sequence_length(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with the last length of `train.sequence_schedule` as `data.sequence_length`, if it is not set."""
+    try:
+        length = values["train"]["sequence_schedule"][-1]["length"]
+        data = dict(values.get("data") or {})
+        is_custom_model = (values.get("model") or {}).get("target") is not None
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        return dict(values)  # There is no schedule, or the checks of the sections report an error.
+    if is_custom_model:  # An error says that a custom model has no schedule.
+        return dict(values)
+    return {**values, "data": {"sequence_length": length, **data}}
+
+
 def _read_run_values(path: Path) -> dict[str, Any]:
     """Return the values in the `config.yaml` of a run, merged with the values in its `run.json` if this file exists."""
     return merge_values(_read_file(path, report=False), _read_metadata(path.with_name(METADATA_FILE)))
@@ -205,7 +218,7 @@ def parse_config(values: Mapping[str, Any], where: str, checks_sizes: bool = Tru
     """
     values = _remove_former_sections(use_new_names(values), where)
     try:
-        config_values, metadata_values = _split_metadata(fill_from_folder(values))
+        config_values, metadata_values = _split_metadata(_fill_sequence_length(fill_from_folder(values)))
         errors: list[ErrorDetails] = []
         try:
             metadata = RunMetadata.model_validate_json(json.dumps(metadata_values, default=str), strict=True)

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -26,6 +27,7 @@ from pydantic import (
     PrivateAttr,
     SerializerFunctionWrapHandler,
     Tag,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -270,6 +272,15 @@ class ParallelConfig(Section):
 # -- train ---------------------------------------------------------------------------------------------------
 
 
+class LengthConfig(Section):
+    """A length of training sequences, and the step from which it applies."""
+
+    from_step: NonNegativeInt
+    """The first optimizer step with this length. Steps are counted from 1; in the first entry, 0 means the same."""
+    length: PositiveInt
+    """Number of tokens in a training sample."""
+
+
 class TrainConfig(Section):
     """The training loop."""
 
@@ -283,6 +294,16 @@ class TrainConfig(Section):
     """Number of sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Number of sequences per forward and backward pass on one rank."""
+    sequence_schedule: Annotated[
+        Annotated[list[LengthConfig], Field(min_length=1)] | None,
+        Policy.CHANGEABLE,
+        Policy.NOT_IN_IDENTITY,
+        Policy.NOT_SWEEPABLE,
+    ] = None
+    """Lengths of the training sequences, which grow during the run, as a list of `{from_step: 0, length: 4096}`. The
+    number of sequences per step stays the same. `data.sequence_length` is the last of these lengths, with which the
+    model is also evaluated and exported. `resume` may change the lengths of future steps. null: all sequences have
+    `data.sequence_length` tokens."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
     """Data type of the forward and backward pass. `optimizer.state` sets the types of weights and optimizer state.
     `fp8`: bf16, with the matrix products of the blocks in float8 (needs torchao and a GPU such as an H100)."""
@@ -314,6 +335,25 @@ class TrainConfig(Section):
     profile_every: Annotated[PositiveInt | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
     """With the value N, all ranks record every Nth step with torch.profiler (docs/profiling.md). null: record no steps.
     Regardless of this key, `submit.py profile` records the next steps."""
+
+    @field_validator("sequence_schedule")
+    @classmethod
+    def _check_schedule(cls, schedule: list[LengthConfig] | None) -> list[LengthConfig] | None:
+        """Return the schedule with `from_step` 1 in its first entry.
+
+        Raises ValueError unless the schedule begins with the first step, and steps and lengths increase.
+        """
+        if schedule is None:
+            return None
+        if schedule[0].from_step == 0:
+            schedule = [LengthConfig(from_step=1, length=schedule[0].length), *schedule[1:]]
+        steps = [entry.from_step for entry in schedule]
+        if steps[0] != 1 or any(after <= before for before, after in pairwise(steps)):
+            raise ValueError(f"from_step must be 0 or 1 in the first entry and increase in the list, not {steps}")
+        lengths = [entry.length for entry in schedule]
+        if any(after <= before for before, after in pairwise(lengths)):
+            raise ValueError(f"each length must be larger than the one before, but the lengths are {lengths}")
+        return schedule
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TrainConfig:
@@ -885,6 +925,31 @@ class Config(Section):
         config._metadata = metadata
         return config
 
+    @property
+    def allows_sequence_schedule(self) -> bool:
+        """Whether the length of sequences may change during the run. Prompts and dialogues are packed for a length."""
+        data = self.data
+        sources = [data.for_source(name) for name in data.mixture.sources] if data.mixture else []
+        return self.model.target is None and not any(each.has_loss_mask for each in (data, *sources))
+
+    @property
+    def length_phases(self) -> list[LengthConfig]:
+        """The lengths of training sequences and their first steps, ascending. Without a schedule, there is one."""
+        return self.train.sequence_schedule or [LengthConfig(from_step=1, length=self.data.sequence_length)]
+
+    def length_phases_until(self, step: int) -> list[LengthConfig]:
+        """Return the entries of `length_phases` that apply to the first `step` steps, and at least the first entry."""
+        return [phase for phase in self.length_phases if phase.from_step <= max(1, step)]
+
+    def count_tokens(self, steps: int) -> int:
+        """Return the number of tokens in the sequences of the first `steps` steps."""
+        phases = self.length_phases_until(steps)
+        ends = [phase.from_step - 1 for phase in phases[1:]] + [steps]
+        tokens_per_row = sum(
+            phase.length * (end - phase.from_step + 1) for phase, end in zip(phases, ends, strict=True)
+        )
+        return self.train.global_batch * tokens_per_row
+
     @model_validator(mode="after")
     def _check_sections(self) -> Config:
         """Raise ValueError if keys of different sections contradict each other."""
@@ -1010,6 +1075,26 @@ def _find_stage_conflicts(config: Config) -> Iterator[str]:
             )
 
 
+def _find_schedule_conflicts(config: Config) -> Iterator[str]:
+    """Yield a message for each conflict between `train.sequence_schedule` and other keys."""
+    if config.train.sequence_schedule is None:
+        return
+    last_length = config.train.sequence_schedule[-1].length
+    if config.model.target is not None:
+        yield "train.sequence_schedule is for the decoder: remove it, because model.target is set"
+        return
+    if config.data.sequence_length != last_length:
+        yield (
+            f"data.sequence_length ({config.data.sequence_length}) is not the last length of train.sequence_schedule "
+            f"({last_length}): change one of them, or remove data.sequence_length"
+        )
+    if not config.allows_sequence_schedule:
+        yield (
+            "train.sequence_schedule cannot be used with data.records prompts or messages, which are packed into "
+            "samples of data.sequence_length tokens: remove it"
+        )
+
+
 def _find_conflicts(config: Config) -> Iterator[str]:
     """Yield a message for each conflict between keys of different sections.
 
@@ -1023,6 +1108,7 @@ def _find_conflicts(config: Config) -> Iterator[str]:
     train = config.train
     if data.mixture is not None and train.epochs is not None:
         yield "train.epochs cannot be used with data.mixture, because each source has its own epochs: set train.steps"
+    yield from _find_schedule_conflicts(config)
     if model.target is not None:
         if "python-stdlib" in data.sources:
             yield "model.target: set data.source to the HDF5 files that contain the samples"

@@ -81,8 +81,8 @@ class Policy(Enum):
     """
 
     CHANGEABLE = auto()
-    """`resume` may change the key at any time, because existing outputs stay valid. The weights of a mixture may change
-    for later steps only (pipeline/run/changes.py)."""
+    """`resume` may change the key at any time, because existing outputs stay valid. The weights of a mixture and
+    the lengths of sequences may change for later steps only (pipeline/run/changes.py)."""
     INCREASABLE = auto()
     """`resume` may increase the value at any time."""
     PATH = auto()

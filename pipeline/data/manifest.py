@@ -357,10 +357,21 @@ def count_training_steps(config: Config, data_dir: Path) -> int | None:
     if train.epochs is None:
         return train.steps
     try:
-        samples = load_data_manifest(config, data_dir).count_training_samples(config.data.sequence_length)
+        manifest = load_data_manifest(config, data_dir)
     except InputError:
         return None
-    return -(-train.epochs * samples // train.global_batch)  # rounded up
+    phases = config.length_phases
+    steps = 0
+    consumed = 0  # number of samples of the current length that the run has read
+    for i, phase in enumerate(phases):
+        remaining = max(0, train.epochs * manifest.count_training_samples(phase.length) - consumed)
+        needed_steps = -(-remaining // train.global_batch)  # rounded up
+        if i + 1 == len(phases) or needed_steps <= phases[i + 1].from_step - phase.from_step:
+            return steps + needed_steps
+        steps = phases[i + 1].from_step - 1
+        consumed += train.global_batch * (phases[i + 1].from_step - phase.from_step)
+        consumed = -(-consumed * phase.length // phases[i + 1].length)  # as `convert_count` in sample_order.py
+    return steps
 
 
 def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
@@ -369,13 +380,17 @@ def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
     Return "" if the manifest is missing or damaged. For files of samples, the text has the number of samples instead of
     tokens.
     """
+    length = config.length_phases_until(step)[-1].length
     samples = step * config.train.global_batch
-    length = config.data.sequence_length
+    tokens = config.count_tokens(step)
     try:
-        epochs = samples / load_data_manifest(config, data_dir).count_training_samples(length)
+        samples_per_epoch = load_data_manifest(config, data_dir).count_training_samples(length)
     except InputError:
         return ""
-    amount = f"{samples * length:,} tokens" if config.model.target is None else f"{samples:,} samples"
+    if config.model.target is not None:
+        amount, epochs = f"{samples:,} samples", samples / samples_per_epoch
+    else:
+        amount, epochs = f"{tokens:,} tokens", tokens / (length * samples_per_epoch)
     return f", {amount}, {epochs:.3g} epochs"
 
 

@@ -6,11 +6,12 @@ of any layout can compute any part of the order. One integer, the number of samp
 state.
 
 Sample number s is the s-th sample that the whole run consumes, counted from 0 over all ranks and epochs. This module
-has three sections:
+has four sections:
 
 1. `permute`, `compute_indices`: sample number to dataset index, for one source.
 2. `Mixture`: sample number to dataset index, for several sources with weights.
-3. `GlobalOrderSampler`: the samples that this rank reads in each step.
+3. `find_order_shift`: where the order continues when the length of the samples changes.
+4. `GlobalOrderSampler`: the samples that this rank reads in each step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
-from pipeline.config.sections import Config
+from pipeline.config.sections import Config, LengthConfig
 from pipeline.data.manifest import Manifest, SampleManifest
 
 Int64Array = npt.NDArray[np.int64]
@@ -177,6 +178,8 @@ class Mixture:
         weights: weights of the sources, and the steps from which each set of weights applies.
         global_batch: samples per optimizer step, to convert steps to sample numbers.
         excluded_ranges: as for `GlobalOrderSampler`. Steps count only samples that are not excluded.
+        lengths: lengths of samples and the steps from which they apply; `sizes` refers to the last one. When the length
+            changes, each source continues at the same place in its tokens. (): all samples have the same length.
 
     Raises UserError if a source with a weight above 0 has no sample.
     """
@@ -188,26 +191,33 @@ class Mixture:
         weights: MixtureConfig,
         global_batch: int,
         excluded_ranges: Sequence[tuple[int, int]] = (),
+        lengths: Sequence[LengthConfig] = (),
     ) -> None:
         self.sizes = dict(sizes)
         self.weights = weights
         self._seeds = [int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) for name in sizes]
         self._first_indices = np.cumsum([0, *sizes.values()])
-        # A phase is the range of samples to which one set of weights applies.
+        # A phase is the range of samples to which one set of weights and one length apply.
         self._phase_starts: list[int] = []  # first sample number of each phase
         self._phase_shares: list[list[int]] = []  # for each phase, the integer weight of each source
-        # For each phase, the number of samples that each source contributes before the phase.
+        # For each phase, the number of samples of its length that each source contributes before the phase.
         self._counts_before_phase: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
-        for phase in weights.weights:
+        length = lengths[0].length if lengths else 1
+        first_steps = {entry.from_step for entry in weights.weights} | {entry.from_step for entry in lengths}
+        for from_step in sorted(first_steps):
+            phase = weights.weights_until(from_step)[-1]
             if empty_sources := [name for name, size in sizes.items() if not size and phase.weights[name]]:
                 raise UserError(
                     "data.empty_source",
                     f"data.mixture: source {empty_sources[0]} has no training sample, but its weight is not 0: add "
                     "data to it or set its weight to 0",
                 )
-            start = skip_excluded((phase.from_step - 1) * global_batch, excluded_ranges)
+            start = skip_excluded((from_step - 1) * global_batch, excluded_ranges)
             if self._phase_starts:
-                self._counts_before_phase.append(self.count_by_source(np.array([start]))[:, 0])
+                counts = self.count_by_source(np.array([start]))[:, 0]
+                next_length = next((entry.length for entry in lengths if entry.from_step == from_step), length)
+                self._counts_before_phase.append(convert_count(counts, length, next_length))
+                length = next_length
             total = sum(phase.weights.values())
             scaled_weights = [phase.weights[name] / total * WEIGHT_SCALE for name in sizes]
             self._phase_starts.append(start)
@@ -292,20 +302,66 @@ def format_epochs(epochs: Mapping[str, float]) -> str:
 
 
 def build_mixture(
-    config: Config, manifest: Manifest | SampleManifest, excluded_ranges: Sequence[tuple[int, int]] = ()
+    config: Config,
+    manifest: Manifest | SampleManifest,
+    excluded_ranges: Sequence[tuple[int, int]] = (),
+    lengths: Sequence[LengthConfig] = (),
 ) -> Mixture | None:
-    """Return the mixture of a run; None if the run has only one source."""
+    """Return the mixture of a run; None if the run has only one source.
+
+    Args:
+        config: the run's config.
+        manifest: describes the shards of the run.
+        excluded_ranges: as for `GlobalOrderSampler`.
+        lengths: the first entries of `Config.length_phases`; the mixture gives samples of the last of these lengths.
+            (): all entries.
+    """
     weights = config.data.mixture
     if weights is None or not isinstance(manifest, Manifest):
         return None
-    length = config.data.sequence_length
+    lengths = lengths or config.length_phases
+    length = lengths[-1].length
     sizes: dict[str, int] = {}
     first_shard = 0
     for part in manifest.parts:
         shards = manifest.train[first_shard : first_shard + part.train]
         sizes[part.name] = sum((shard.tokens - 1) // length for shard in shards)
         first_shard += part.train
-    return Mixture(config.run.seed, sizes, weights, config.train.global_batch, excluded_ranges)
+    return Mixture(config.run.seed, sizes, weights, config.train.global_batch, excluded_ranges, lengths)
+
+
+# -- sequences that grow -------------------------------------------------------------------------------------
+
+
+CountT = TypeVar("CountT", int, Int64Array)
+
+
+def convert_count(count: CountT, length: int, new_length: int) -> CountT:
+    """Return the smallest number of samples of `new_length` that have as many tokens as `count` samples of `length`."""
+    return -(-count * length // new_length)
+
+
+def find_order_shift(
+    lengths: Sequence[LengthConfig], global_batch: int, excluded_ranges: Sequence[tuple[int, int]]
+) -> int:
+    """Return how much sample numbers of one source differ from positions in the order, after the length has changed.
+
+    Positions count the samples of the run, of any length. The sample of the last of `lengths` at position p is the
+    sample number p + shift of the order of samples of this length. Sample numbers continue at the same place in the
+    tokens: if N tokens were read before, the first sample number is N / length, rounded up. The fraction of the epoch
+    that was read is therefore kept. But samples of each length have their own order, so a token of this epoch may be
+    read again, or be left out.
+
+    Args:
+        lengths: lengths of samples and the steps from which they apply.
+        global_batch: samples per optimizer step.
+        excluded_ranges: as for `GlobalOrderSampler`.
+    """
+    shift = 0
+    for before, after in pairwise(lengths):
+        start = skip_excluded((after.from_step - 1) * global_batch, excluded_ranges)
+        shift = convert_count(start + shift, before.length, after.length) - start
+    return shift
 
 
 # -- the samples of a rank -----------------------------------------------------------------------------------
@@ -352,7 +408,8 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         excluded_ranges: (position, count) ranges of the order to skip (pipeline/resilience/guard.py).
         num_replicas: data-parallel size; None: that of the default process group.
         rank: data-parallel rank; None: that of the default process group.
-        order: function that returns the dataset indices of sample numbers; None: the order of one source with `seed`.
+        order: function that returns the dataset indices of positions; None: the order of one source with `seed`.
+        shift: number that is added to a position to get the sample number (`find_order_shift`), for one source.
 
     Raises UserError if W does not divide G.
     """
@@ -368,6 +425,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         num_replicas: int | None = None,
         rank: int | None = None,
         order: Callable[[Int64Array], Int64Array] | None = None,
+        shift: int = 0,
     ) -> None:
         # `shuffle` has no effect, because this class replaces `__iter__`.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
@@ -382,7 +440,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         self.lengths = dataset.lengths
         self.needs_positions = dataset.needs_positions
         self._size = len(dataset)
-        self.order = order or partial(compute_indices, seed, n=self._size)
+        self.order = order or (lambda positions: compute_indices(seed, positions + shift, self._size))
 
     def __len__(self) -> int:
         """Return the number of optimizer steps of one epoch, ceil(n / G). Iteration does not end after an epoch."""

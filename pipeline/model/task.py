@@ -144,6 +144,10 @@ class Task(ABC):
         for a global batch is always `units_per_step`.
         """
 
+    def count_units(self, steps: int) -> int:
+        """Return the number of units of the first `steps` steps."""
+        return steps * self.units_per_step
+
     @abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the positional arguments of the model's `forward`."""
@@ -205,17 +209,25 @@ class DecoderTask(Task):
         super().__init__(config)
         has_mask = config.data.has_loss_mask
         self.vocab_size = config.model.vocab_size or vocab_size
-        self.sequence_length = config.data.sequence_length
+        self._has_mask = has_mask
         self.context: ContextParallel | None = None
         """How sequences are split over ranks; None if this rank has whole sequences."""
         self.eos_id = eos_id
         self._eos_starts_next = eos_starts_next
         self._all_tokens_have_loss = not has_mask and (eos_starts_next or not config.data.document_mask)
-        self.units_per_step = config.train.global_batch * self.sequence_length
-        self.flops_per_unit = training_flops_per_token(config.model, self.vocab_size, self.sequence_length)
-        self.sample_shapes = {"tokens": ((self.sequence_length + 1,), "int64")}
-        if has_mask:
-            self.sample_shapes = {**self.sample_shapes, "mask": ((self.sequence_length + 1,), "uint8")}
+        self.set_sequence_length(config.data.sequence_length)
+
+    def set_sequence_length(self, length: int) -> None:
+        """Compute the losses of sequences of `length` tokens, at most `data.sequence_length`, from now on."""
+        self.sequence_length = length
+        self.units_per_step = self.config.train.global_batch * length
+        self.flops_per_unit = training_flops_per_token(self.config.model, self.vocab_size, length)
+        shape = (length + 1,)
+        self.sample_shapes = {"tokens": (shape, "int64"), **({"mask": (shape, "uint8")} if self._has_mask else {})}
+
+    def count_units(self, steps: int) -> int:
+        """Return the number of tokens of the first `steps` steps."""
+        return self.config.count_tokens(steps)
 
     def split_sequences(self, context: ContextParallel) -> None:
         """Use only this rank's tokens of each sequence. Keys and values of the others are gathered."""
@@ -224,7 +236,7 @@ class DecoderTask(Task):
     def build(self, layers: range) -> Decoder:
         """Build the part of the decoder that has these blocks, on the `meta` device."""
         with torch.device("meta"):
-            part = Decoder(self.config.model, self.vocab_size, self.sequence_length, layers)
+            part = Decoder(self.config.model, self.vocab_size, self.config.data.sequence_length, layers)
         part.model.context = self.context
         part.compute_dtype = DTYPES.get(self.config.train.precision)
         if part.lm_head is not None and self.config.train.loss_chunk is not None:

@@ -540,10 +540,16 @@ def _find_context_misfits(config: Config) -> Iterator[Problem]:
             "config.conflict", f"parallel.context ({parallel.context}) is for the decoder: remove it or model.target"
         )
     tensor = parallel.tensor if parallel.sequence else 1
-    length = config.data.sequence_length
-    if length % (2 * parallel.context * tensor):
-        factors = f"2 × parallel.context ({parallel.context})" + f" × parallel.tensor ({tensor})" * (tensor > 1)
-        yield Problem("parallel.indivisible_size", f"data.sequence_length, {length}, is not a multiple of {factors}")
+    for name, length in _name_sequence_lengths(config).items():
+        if length % (2 * parallel.context * tensor):
+            factors = f"2 × parallel.context ({parallel.context})" + f" × parallel.tensor ({tensor})" * (tensor > 1)
+            yield Problem("parallel.indivisible_size", f"{name}, {length}, is not a multiple of {factors}")
+
+
+def _name_sequence_lengths(config: Config) -> dict[str, int]:
+    """Return the lengths of the sequences in tokens, by the key that sets each of them."""
+    earlier = {f"train.sequence_schedule[{i}].length": each.length for i, each in enumerate(config.length_phases[:-1])}
+    return {**earlier, "data.sequence_length": config.data.sequence_length}
 
 
 def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
@@ -557,7 +563,7 @@ def _find_tensor_misfits(config: Config, world_size: int, per_node: int, vocab_s
         "model.kv_heads": model.num_kv_heads,
         "model.intermediate_size": model.ffn_size,
         _describe_vocabulary(config, vocab_size): vocab_size or 0,
-        "data.sequence_length": config.data.sequence_length if parallel.sequence else 0,
+        **(_name_sequence_lengths(config) if parallel.sequence else {}),
     }
     if config.optimizer.state.moments == "int8":
         # Each rank quantizes blocks of `INT8_BLOCK` consecutive elements, so it needs whole blocks. If a size is not a

@@ -101,16 +101,26 @@ class PipelineRunner:
             if stage_number < layout.stages - 1:
                 # Messages must be contiguous, and torch takes their strides from the stage's output.
                 part.register_forward_hook(lambda _, __, hidden: hidden.contiguous())
-        pairs = zip(parts, stage_numbers, strict=True)
-        stages = [_Stage(part, stage_number, layout.stages, device, group=group) for part, stage_number in pairs]
-        self._stages = stages
-        for stage in stages:
-            stage.forward_context = forward_context
         schedule_class: Any = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
-        # Schedules with several stages per rank expect a list, other schedules expect one stage.
-        stage_argument = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
-        # The gradients are not scaled, because `loss` already returns a scaled loss (`Engine._loss_factor`).
-        self._schedule = schedule_class(stage_argument, layout.micro_batches, loss_fn=loss, scale_grads=False)
+
+        def build() -> tuple[list[_Stage], Any]:
+            """Return this rank's stages and their schedule, which do not know the shapes of samples yet."""
+            pairs = zip(parts, stage_numbers, strict=True)
+            stages = [_Stage(part, stage_number, layout.stages, device, group=group) for part, stage_number in pairs]
+            for stage in stages:
+                stage.forward_context = forward_context
+            # Schedules with several stages per rank expect a list, other schedules expect one stage.
+            stage_argument = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
+            # The gradients are not scaled, because `loss` already returns a scaled loss (`Engine._loss_factor`).
+            schedule = schedule_class(stage_argument, layout.micro_batches, loss_fn=loss, scale_grads=False)
+            return stages, schedule
+
+        self._build = build
+        self._stages, self._schedule = build()
+
+    def reset_shapes(self) -> None:
+        """Accept samples of other shapes from the next step on. All ranks of the pipeline must call this method."""
+        self._stages, self._schedule = self._build()
 
     def run_step(
         self,

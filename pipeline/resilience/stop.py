@@ -105,6 +105,10 @@ class Deadline(Callback):
         self.longest_step_s = seconds if self._step_count < 2 else max(seconds, 0.9 * self.longest_step_s)
         self._step_count += 1
 
+    def expect_longer_steps(self, factor: float) -> None:
+        """Multiply `longest_step_s` by `factor`, because the next steps have more work."""
+        self.longest_step_s *= factor
+
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the duration of the step."""
         self.record_step(trainer.step_s)

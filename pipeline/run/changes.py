@@ -94,12 +94,53 @@ def _find_increased_key(old: Config, new: Config) -> str | None:
     return next((key for key in keys if before[key] and after[key] and before[key] < after[key]), None)
 
 
+def complete_length_change(run_dir: Path, old: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a changed config in which a new length of sequences applies to later steps only.
+
+    If a run with a checkpoint gets a larger `data.sequence_length`, `train.sequence_schedule` becomes the list of the
+    lengths up to the checkpoint and the new length. If `train.sequence_schedule` changes, its last length becomes
+    `data.sequence_length`.
+
+    Args:
+        run_dir: the run directory.
+        old: the config of the run.
+        values: the values of the changed config, which may be invalid.
+    """
+    old_values = dump_values(old)
+    data = values.get("data")
+    train = values.get("train")
+    if not isinstance(data, Mapping) or not isinstance(train, Mapping):
+        return dict(values)
+    length = data.get("sequence_length")
+    schedule = train.get("sequence_schedule")
+    has_new_length = length != old.data.sequence_length
+    has_new_schedule = schedule != old_values["train"].get("sequence_schedule")
+    if has_new_schedule and not has_new_length and schedule:
+        without_length = {key: value for key, value in data.items() if key != "sequence_length"}
+        return {**values, "data": without_length}
+    output = find_training_output(run_dir)
+    is_larger = isinstance(length, int) and length > old.data.sequence_length
+    if has_new_length and not has_new_schedule and is_larger and output and old.allows_sequence_schedule:
+        step = _parse_step(Path(output))
+        kept = [phase.model_dump() for phase in old.length_phases_until(step)]
+        schedule = [*kept, {"from_step": step + 1, "length": length}]
+        return {**values, "train": {**train, "sequence_schedule": schedule}}
+    return dict(values)
+
+
 def find_output_of_old_value(run_dir: Path, key: str, old: Config, new: Config) -> str | None:
     """Return the existing output in the run directory that depends on the old value of `key`; None if there is none.
 
-    Unlike `find_dependent_output`, this function allows the weights of a mixture to change for later steps, if the
-    weights up to the newest checkpoint stay the same.
+    Unlike `find_dependent_output`, this function allows the weights of a mixture and the length of sequences to change
+    for later steps, if the values up to the newest checkpoint stay the same.
     """
+    has_schedule = old.train.sequence_schedule or new.train.sequence_schedule
+    if key in ("data.sequence_length", "train.sequence_schedule") and has_schedule:
+        output = find_training_output(run_dir)
+        if output:
+            step = _parse_step(Path(output))
+            is_same_until_step = old.length_phases_until(step) == new.length_phases_until(step)
+            return None if is_same_until_step else f"{output}, and only lengths of later steps may change"
     if key == "data.mixture.weights" and old.data.mixture and new.data.mixture:
         output = find_training_output(run_dir)
         if output:

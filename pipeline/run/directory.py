@@ -379,7 +379,8 @@ class Run:
         """Return the config that `apply_overrides` would record, without recording it. Raises the same errors."""
         if not overrides:
             return self.config
-        config = parse_config(apply_overrides(dump_values(self.config), overrides), "command line")
+        values = apply_overrides(dump_values(self.config), overrides)
+        config = parse_config(changes.complete_length_change(self.path, self.config, values), "command line")
         changes.check_resume_changes(self.path, self.config, config)
         # these calls only check the points of a sweep and the custom model
         make_point_configs(config)

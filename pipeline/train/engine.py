@@ -107,8 +107,8 @@ class Engine:
         """Whether the parameters are distributed over ranks: by FSDP, tensor parallelism or a pipeline."""
         self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
         self._random_stream = layout.random_stream(world.rank)
-        self._loss_entries = task.units_per_step
-        """Number of entries of the global batch that have a loss: tokens, or samples of a custom model."""
+        self._loss_entries = 0
+        """Number of entries of the latest global batch that have a loss: tokens, or samples of a custom model."""
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         """The summed loss of this rank's samples in the latest step: float64, 0-d."""
         self._batch: Batch = {}
@@ -207,6 +207,16 @@ class Engine:
             source.copy_into(task.named_weights(part))
         return part
 
+    def reset_shapes(self) -> None:
+        """Accept samples of other shapes from the next step on. All ranks must call this method."""
+        if self._pipeline is not None:
+            self._pipeline.reset_shapes()
+        if self.config.train.compile:
+            # Otherwise torch would compile for variable lengths, unlike in an attempt that starts with this length.
+            torch.compiler.reset()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # The blocks of the old length do not fit the new length.
+
     # -- a step ------------------------------------------------------------------------------------------
 
     def backward(
@@ -230,6 +240,7 @@ class Engine:
             The mean loss over all entries of the global batch that have a loss: float64, 0-d, the same on all ranks. If
             any rank has a request, the returned loss is NaN. In that case, `reduce_loss_again` returns the loss.
         """
+        self._loss_entries = self.task.units_per_step
         if (entries := self.task.count_loss_entries(batch)) is not None:
             # The sum counts the batch of a data-parallel replica once for each of its ranks.
             dist.all_reduce(entries)

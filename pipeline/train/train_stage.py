@@ -54,7 +54,10 @@ def progress(run: Run) -> Progress:
     step = last_line["step"]
     loss = "-" if last_line["loss"] is None else f"{last_line['loss']:.4f}"
     running_message = f"step {step}/{steps}  {format_loss(last_line)}  {format_speed(last_line)}"
-    remaining_s = (steps - step) * last_line["step_time_s"]
+    # A step with longer sequences takes longer.
+    tokens = run.config.count_tokens
+    remaining_steps = (tokens(steps) - tokens(step)) / max(1, tokens(step) - tokens(step - 1))
+    remaining_s = remaining_steps * last_line["step_time_s"]
     is_complete = step == steps or is_complete_early(run, step, steps)
     amount_read = format_amount_read(run.config, run.data_dir, step) if is_complete else ""
     early_note = ", completed early" if is_complete and step < steps else ""

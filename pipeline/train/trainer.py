@@ -16,7 +16,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,17 @@ from pipeline.checkpoint.memory_snapshot import MemorySnapshots, open_snapshots
 from pipeline.checkpoint.saver import open_saver, wait_for_previous_savers
 from pipeline.checkpoint.writer import append_saved_event
 from pipeline.comm import groups
-from pipeline.config.sections import check_warmup
+from pipeline.config.sections import LengthConfig, check_warmup
 from pipeline.data.loader import Batch, BatchLoader
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, count_training_steps
-from pipeline.data.sample_order import GlobalOrderSampler, build_mixture, format_epochs
+from pipeline.data.sample_order import (
+    GlobalOrderSampler,
+    Mixture,
+    build_mixture,
+    find_order_shift,
+    format_epochs,
+)
 from pipeline.data.samples import DocumentEnds, MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
@@ -136,7 +142,7 @@ class Trainer:
         self.compute_timer = LocalComputeTimer(world.device)
         self.checkpointer = self._make_checkpointer()
         verify_shards(run, manifest.train, self.checkpointer.group, mode=config.data.verify)
-        self.dataset = self._make_dataset()
+        self.dataset = self._make_dataset(config.data.sequence_length)
         from_scratch = not self.checkpointer.has_checkpoint()
         self.engine = self._make_engine(from_scratch)
         self.samples_consumed = 0
@@ -168,7 +174,10 @@ class Trainer:
             self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
-        self.mixture = build_mixture(config, manifest, self.guard.excluded_ranges)
+        self.mixture: Mixture | None = None
+        """The order of the samples of the current length, if the run has several sources."""
+        self._first_step = self.start_step + 1
+        """The first step of this attempt with the current length of sequences."""
         self.callbacks = CallbackList(self, self._make_callbacks(flag))
         self.callbacks.load_state_dict(callback_states)
 
@@ -221,8 +230,12 @@ class Trainer:
             on_committed=partial(append_saved_event, self.run),
         )
 
-    def _make_dataset(self) -> MappedDataset:
-        """Return the training samples of the run, in the order of the shards."""
+    def _make_dataset(self, length: int) -> MappedDataset:
+        """Return the training samples of the run, in the order of the shards.
+
+        Args:
+            length: number of tokens of a sample; not used for a custom model.
+        """
         if isinstance(self.manifest, SampleManifest):
             seed = self.config.run.seed
             return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
@@ -232,9 +245,9 @@ class Trainer:
         parallel = self.config.parallel
         is_free = parallel.local_sgd is None and parallel.hook.kind not in ("powersgd", "topk")
         if data.document_mask and self.config.train.balance and self.layout.dp > 1 and is_free:
-            windows = tuple(count_windows(self.config.model, data.sequence_length))
+            windows = tuple(count_windows(self.config.model, length))
             balanced_by = DocumentEnds(self.manifest.eos_id, self.manifest.eos_starts_next, windows)
-        return TokenDataset(self.manifest.train, data.sequence_length, self.run.data_dir, balanced_by)
+        return TokenDataset(self.manifest.train, length, self.run.data_dir, balanced_by)
 
     def _make_engine(self, from_scratch: bool) -> Engine:
         """Return the engine.
@@ -270,18 +283,34 @@ class Trainer:
         if self.world.is_rank0 and (problem := describe_missing_checkpoints(self.run)):
             raise CheckpointError("checkpoint.disappeared", problem)
 
+    def _set_sequence_length(self, length: int) -> None:
+        """Train on sequences of `length` tokens from the next step on. All ranks must call this method together."""
+        if not isinstance(self.task, DecoderTask) or length == self.task.sequence_length:
+            return
+        self.deadline.expect_longer_steps((length / self.task.sequence_length) ** 2)
+        self.task.set_sequence_length(length)
+        self.engine.reset_shapes()
+        self.dataset = self._make_dataset(length)
+
     @contextlib.contextmanager
-    def _open_batches(self) -> Iterator[BatchLoader]:
-        """Yield a loader of this rank's part of each global batch. The loader starts after the consumed samples."""
+    def _open_batches(self, lengths: Sequence[LengthConfig]) -> Iterator[BatchLoader]:
+        """Yield a loader of this rank's part of each global batch. The loader starts after the consumed samples.
+
+        Args:
+            lengths: entries of `Config.length_phases` up to the current one.
+        """
+        excluded_ranges = self.guard.excluded_ranges
+        self.mixture = build_mixture(self.config, self.manifest, excluded_ranges, lengths)
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=self.config.train.global_batch,
             seed=self.config.run.seed,
             samples_consumed=self.samples_consumed,
-            excluded_ranges=self.guard.excluded_ranges,
+            excluded_ranges=excluded_ranges,
             num_replicas=self.layout.dp,
             rank=self.layout.coordinates(self.rank).dp,
             order=self.mixture.compute_indices if self.mixture else None,
+            shift=find_order_shift(lengths, self.config.train.global_batch, excluded_ranges),
         )
         # A random key for each start ensures that no rank reads the local copies of a killed job.
         copies_key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
@@ -329,7 +358,7 @@ class Trainer:
         self.samples_consumed += config.train.global_batch
         metrics = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "samples_consumed": self.samples_consumed}
         # The unit is `tokens`, or `samples` if the user's module defines the model.
-        metrics[self.task.unit] = step * self.task.units_per_step
+        metrics[self.task.unit] = self.task.count_units(step)
         if skip_reason is not None:  # A step that only the loss scaler skipped has no such entry.
             metrics["skipped"] = skip_reason
         return metrics
@@ -346,14 +375,34 @@ class Trainer:
             return ExitCode.DONE
         if self.coordinator.exchange():  # A stop was requested during start-up, so there is nothing new to save.
             return ExitCode.STOPPED
-        with self._open_batches() as loader:
-            self._report_ready()
+        exit_code: ExitCode | None = None
+        while exit_code is None:
+            exit_code = self._train_with_one_length()
+        return exit_code
+
+    def _train_with_one_length(self) -> ExitCode | None:
+        """Train until the last step, a stop, or a change of the length of sequences (`train.sequence_schedule`).
+
+        Returns:
+            The exit code if this attempt ends; None if it continues with another length.
+        """
+        lengths = self.config.length_phases_until(self._first_step)
+        next_phases = self.config.length_phases[len(lengths) :]
+        last_step = min(self.steps, next_phases[0].from_step - 1) if next_phases else self.steps
+        self._set_sequence_length(lengths[-1].length)
+        if self.config.train.sequence_schedule is not None:
+            self.log(f"from step {self._first_step}: sequences of {lengths[-1].length:,} tokens")
+        with self._open_batches(lengths) as loader:
+            is_start = self._first_step == self.start_step + 1
+            if is_start:
+                self._report_ready()
             previous_end = time.perf_counter()
-            self.callbacks.on_start()
-            if self.coordinator.stop_reason is not None:  # A stop was requested during the evaluation in `on_start`.
-                return ExitCode.STOPPED
+            if is_start:
+                self.callbacks.on_start()
+                if self.coordinator.stop_reason is not None:  # A stop was requested during the evaluation.
+                    return ExitCode.STOPPED
             batch_iterator = iter(loader)
-            for step in range(self.start_step + 1, self.steps + 1):
+            for step in range(self._first_step, last_step + 1):
                 self.enter_phase(step, "data")
                 self.callbacks.on_step_begin(step)
                 metrics = self.step(step, next(batch_iterator))
@@ -366,7 +415,8 @@ class Trainer:
                 previous_end = end
                 if (exit_code := self._after_step(step)) is not None:
                     return exit_code
-        return ExitCode.DONE
+        self._first_step = last_step + 1
+        return None
 
     def _after_step(self, step: int) -> ExitCode | None:
         """Save or stop after `step` if necessary. Return the exit code if this attempt ends; None if it continues."""
@@ -434,8 +484,8 @@ class Trainer:
     # -- the interface for callbacks (`TrainerContext`) --------------------------------------------------
 
     def enter_phase(self, step: int, phase: str) -> None:
-        """Call `on_phase` of all callbacks. The phases of the first step, which may compile, are all called `start`."""
-        self.callbacks.on_phase(step, "start" if step == self.start_step + 1 else phase)
+        """Call `on_phase` of all callbacks. The phases of a first step, which may compile, are all called `start`."""
+        self.callbacks.on_phase(step, "start" if step == self._first_step else phase)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters with their names in the full model."""
@@ -634,7 +684,11 @@ class Trainer:
             return
         if self.mixture:
             epochs = self.mixture.count_epochs(self.samples_consumed)
-            final_epochs = self.mixture.count_epochs(self.config.train.global_batch * self.steps)
+            excluded_ranges = self.guard.excluded_ranges
+            final_lengths = self.config.length_phases_until(self.steps)
+            final_mixture = build_mixture(self.config, self.manifest, excluded_ranges, final_lengths)
+            assert final_mixture is not None
+            final_epochs = final_mixture.count_epochs(self.config.train.global_batch * self.steps)
             weights = self.mixture.weights.model_dump()["weights"]
             event = MixtureReport(stage="train", weights=weights, epochs=epochs, epochs_at_the_end=final_epochs)
             self.run.append_event(event)
@@ -661,7 +715,9 @@ class Trainer:
         """
         if not isinstance(self.task, DecoderTask):
             return {}
-        traffic = count_traffic(self.config, self.layout, self.task.vocab_size)
+        data = self.config.data.model_copy(update={"sequence_length": self.task.sequence_length})
+        config = self.config.model_copy(update={"data": data})
+        traffic = count_traffic(config, self.layout, self.task.vocab_size)
         return {axis: num_bytes for axis, num_bytes, _ in traffic}
 
     def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -190,7 +190,7 @@ def test_max_window_layers_is_read_from_the_run_json_of_older_versions(tmp_path:
 
 def test_a_damaged_run_json_is_an_error(tmp_path: Path) -> None:
     run = Run.create(load_config(write_config_with_initial_model(tmp_path)))
-    replace_in_file(run.metadata_file, "4096", "4097")
+    replace_in_file(run.metadata_file, " 4096", " 4097")
     with pytest.raises(UserError) as error:
         Run.open(run.path)
     assert error.value.code == "run.damaged_file"
