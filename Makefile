@@ -105,6 +105,7 @@ bench: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.context
 	$(BIN)/python -m benchmarks.balance
+	$(BIN)/python -m benchmarks.packing
 	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.submit
 	$(BIN)/python -m benchmarks.comm

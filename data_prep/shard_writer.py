@@ -1,8 +1,8 @@
 """Write HDF5 shards: files of tokens that any HDF5 tool can read, and that training can memory-map.
 
     tokens      uint16 or uint32, little-endian, shape (tokens,), contiguous: neither chunked nor compressed
-    mask        uint8, same shape, only for prompts and dialogues: the sum of 1 if the token is learned and 2 if it
-                begins a document
+    mask        uint8, same shape, only for prompts, dialogues and `data.packing: best_fit`: the sum of 1 if the token
+                is learned and 2 if it begins a document or a piece of a document
     documents   int64, shape (documents + 1,): start of each document in `tokens`; the last is the number of tokens
     attributes  format_version, tokenizer_sha256, source
 
@@ -13,7 +13,11 @@ to an earlier document. If no document starts in a file, its `documents` is [num
 Prompts and dialogues are not split across windows of `data.sequence_length` tokens, so that an answer stays with its
 question. If a record does not fit into the rest of a window, this rest is padded with end-of-text tokens that are not
 learned. The last window of a file is also padded, and is followed by one more token, the target of its last token. Only
-records that are longer than a window are split.
+records that are longer than a window are cut.
+
+With `data.packing: best_fit`, the documents of a work unit are packed into windows in another order
+(data_prep/packing.py). This also applies to the training documents of text. The first token of a piece is learned only
+if the token before it in the file precedes it in the document or ends another text.
 
 Equal tokens give equal files, because the files contain no times and have a fixed version of the HDF5 format.
 """
@@ -32,6 +36,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from data_prep.packing import BestFitPacker, Piece, Window
 from pipeline.base.files import replace_atomically
 from pipeline.data.manifest import SHARDS_DIR, FileEntry, ShardEntry
 
@@ -53,6 +58,7 @@ class ShardWriter:
         attributes: HDF5 attributes of each file.
         window: size of a window in tokens, for documents with a mask; None for documents without a mask.
         eos_id: id of the end-of-text token, which pads windows.
+        packs: whether documents are packed into windows by best fit. Otherwise their order is kept.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class ShardWriter:
         attributes: Mapping[str, str | int],
         window: int | None = None,
         eos_id: int = 0,
+        *,
+        packs: bool = False,
     ) -> None:
         self._data_dir = data_dir
         self._prefix = prefix
@@ -71,6 +79,11 @@ class ShardWriter:
         self._attributes = attributes
         self._window = window
         self._eos_id = eos_id
+        self._packer = BestFitPacker(window) if packs and window is not None else None
+        # The piece that ends with the last token of the current file; None without such a piece, for example after
+        # padding.
+        self._last_piece: Piece | None = None
+        self._padding_tokens = 0
         # `_write_file` adds one more token to the whole windows of a file, and this token must also fit.
         self._limit = limit if window is None else (limit - 1) // window * window
         types = {"tokens": np.dtype(dtype).newbyteorder("<")}
@@ -91,10 +104,15 @@ class ShardWriter:
         """Append a document. If the current file becomes full, write it and continue in the next file.
 
         Args:
-            tokens: tokens of the document with the end-of-text token, shape (n,).
+            tokens: tokens of the document with the end-of-text token, shape (n,). A truncated document has no
+                end-of-text token.
             text_bytes: size in UTF-8 of the document's text; if there is a mask, of the learned text; 0 if unknown.
-            mask: mask of the document, shape (n,); None if the writer has no windows.
+            mask: mask of the document, shape (n,); None if the writer has no windows, or for packed text.
         """
+        if self._packer is not None:
+            for window in self._packer.add(tokens, text_bytes, mask):
+                self._append_window(window)
+            return
         if self._window is not None:
             remaining = -self._token_count % self._window  # 0 at the start of a window.
             if len(tokens) > remaining:  # The record does not fit into the rest of the window.
@@ -121,10 +139,43 @@ class ShardWriter:
 
     def _append_padding(self, count: int) -> None:
         """Append end-of-text tokens that are not learned."""
+        self._padding_tokens += count
         self._append_tokens(np.full(count, self._eos_id), np.zeros(count, np.uint8))
+
+    def _append_window(self, pieces: Window) -> None:
+        """Append the pieces of a window, and pad the window. If the current file becomes full, write it."""
+        assert self._window is not None
+        for piece in pieces:
+            if piece.start == 0:
+                self._document_starts.append(self._token_count)
+            self._text_bytes += piece.text_bytes
+            self._append_tokens(piece.tokens, piece.make_mask(self._last_piece, self._eos_id))
+            self._last_piece = piece
+        if padding := -self._token_count % self._window:
+            self._append_padding(padding)
+            self._last_piece = None
+        if self._token_count == self._limit:
+            self._write_file()
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents are packed into windows by best fit."""
+        return self._packer is not None
+
+    @property
+    def padding_tokens(self) -> int:
+        """Number of tokens in the files that pad windows. Always 0 unless documents are packed by best fit."""
+        return self._padding_tokens if self._packer else 0
+
+    @property
+    def cut_documents(self) -> int:
+        """Number of documents that were cut into several windows. Always 0 unless documents are packed by best fit."""
+        return self._packer.cut_documents if self._packer else 0
 
     def close(self) -> tuple[ShardEntry, ...]:
         """Write the last file if tokens remain, and return the manifest entries of all files."""
+        for window in self._packer.close() if self._packer else ():
+            self._append_window(window)
         if self._token_count:
             self._write_file()
         for file, _ in self._buffers.values():
@@ -156,6 +207,7 @@ class ShardWriter:
         self._token_count = 0
         self._document_starts = array("q")
         self._text_bytes = 0
+        self._last_piece = None
 
 
 class DeferredErrorFile(io.FileIO):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from data_prep.data_folder import RUN_PREPARE_AGAIN, DataFolder, Log
 from data_prep.documents import (
@@ -37,7 +37,7 @@ from data_prep.documents import (
 from data_prep.work_units import InputRange, WorkPlan, is_held_out, read_plan
 from pipeline.base.errors import InputError, UserError
 from pipeline.base.files import sha256_file, sha256_json, translate_read_errors, write_atomic
-from pipeline.config.datasets import DataConfig
+from pipeline.config.datasets import DataConfig, restore_hashed_names
 from pipeline.config.sections import list_keys_with
 from pipeline.config.types import Policy
 from pipeline.data.manifest import (
@@ -74,13 +74,31 @@ class UnitManifest(KeyedManifest):
     duplicates: int = 0
     """Number of documents that were left out because the same text occurs earlier in the inputs."""
     long: int = 0
-    """Number of prompts and dialogues with more tokens than a sample, for any value of `data.long_dialogues`."""
+    """Number of documents with more tokens than a sample, for any value of `data.long_documents`.
+
+    Only documents that are packed into samples are counted.
+    """
     long_left_out: int = 0
-    """Number of these long prompts and dialogues that are in no shard."""
+    """Number of these long documents that are in no shard."""
+    padding_tokens: int = 0
+    """Number of tokens in the training shards that pad samples. Only counted with `data.packing: best_fit`."""
+    cut_documents: int = 0
+    """Number of training documents that were cut into several samples. Only counted with `data.packing: best_fit`."""
     rejected: tuple[tuple[int, int, str], ...]
     """For each unreadable document: index of the input range, number of the line in this range (from 1), and reason."""
     train: tuple[ShardEntry, ...]
     held_out: tuple[ShardEntry, ...]
+
+
+class UnitShards(NamedTuple):
+    """The shards of one work unit, and counts of their documents. The members are fields of `UnitManifest`."""
+
+    train: tuple[ShardEntry, ...]
+    held_out: tuple[ShardEntry, ...]
+    long: int = 0
+    long_left_out: int = 0
+    padding_tokens: int = 0
+    cut_documents: int = 0
 
 
 class TextPrepared(KeyedManifest):
@@ -99,7 +117,7 @@ class TextPrepared(KeyedManifest):
     filter: FileEntry | None = None
 
 
-_NEWER_KEYS = ("records", "deduplicate", "filter", "chat_template", "long_dialogues", "format")
+_NEWER_KEYS = ("records", "deduplicate", "filter", "chat_template", "packing", "long_documents", "format")
 """Keys of `data` that older versions did not have.
 
 A key that has its default value is not part of `TextFolder.key`, so that data folders of older versions stay valid.
@@ -119,12 +137,13 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
     def key(self) -> str:
         """Key that `prepare.json` must have: the hash of the code and of the config keys that affect the shards."""
         excluded_keys = {key.removeprefix("data.") for key in list_keys_with(Policy.KEEPS_SHARDS)}
-        if self.data.has_loss_mask:
+        if self.data.has_training_mask:
             excluded_keys.remove("sequence_length")  # The windows of the shards depend on this key.
         older_values = {key: DataConfig.model_fields[key].default for key in _NEWER_KEYS}
         older_values["add_special_tokens"] = False  # The default is `auto`, but older versions added no special tokens.
         excluded_keys |= {key for key, value in older_values.items() if getattr(self.data, key) == value}
         config = {**self.data.model_dump(mode="json", exclude=excluded_keys), "source": self.data.sources}
+        restore_hashed_names(config)
         return sha256_json({"format": FORMAT_VERSION, "config": config, "code": self.code_hash})
 
     @property
@@ -307,31 +326,23 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             is_first = self._duplicates.find_first_occurrences(unit)
             duplicates = int(len(is_first) - is_first.sum())
             documents = select_first_occurrences(documents, is_first.tolist())
-        train, held_out, long, long_left_out = self._write_shards(unit, documents)
+        shards = self._write_shards(unit, documents)
         self._check_inputs(ranges)  # If an input has changed meanwhile, the manifest must not be written.
         self._write_unit_manifest(
             unit,
-            train,
-            held_out,
+            shards,
             lines=tuple(lines),
             filtered=sum(filtered),
             duplicates=duplicates,
-            long=long,
-            long_left_out=long_left_out,
             rejected=tuple(rejected),
         )
         return True
 
-    def _write_shards(
-        self, unit: int, documents: Iterator[Document]
-    ) -> tuple[tuple[ShardEntry, ...], tuple[ShardEntry, ...], int, int]:
-        """Tokenize the documents of a work unit and write them to shards, in order.
+    def _write_shards(self, unit: int, documents: Iterator[Document]) -> UnitShards:
+        """Tokenize the documents of a work unit and write them to shards.
 
-        Held-out documents have separate shards.
-
-        Returns:
-            The entries of training shards, the entries of held-out shards, the number of long records, and the number
-            of long records that are in no shard. A record is long if it has more tokens than a sample.
+        Held-out documents have separate shards. Held-out text is neither packed nor truncated, so that results of
+        evaluations can be compared between all values of `data.packing`.
         """
         from data_prep.shard_writer import ShardWriter
         from data_prep.tokenizer import EncodedRecord
@@ -341,22 +352,43 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             "tokenizer_sha256": self.prepared.tokenizer.sha256,
             "source": ", ".join(self.data.sources)[:1000],  # HDF5 allows 64 KB of attributes.
         }
-        window = self.data.sequence_length if self.data.has_loss_mask else None
-        options = (self.data.shard_tokens, self.encoder.dtype, attributes, window, self.encoder.eos_id)
-        writers = [ShardWriter(self.path, f"unit-{unit:05d}-{split}", *options) for split in ("train", "held_out")]
+        length = self.data.sequence_length
+        mode = self.data.long_documents
+        writers = []
+        for split, has_mask in (("train", self.data.has_training_mask), ("held_out", self.data.has_loss_mask)):
+            writer = ShardWriter(
+                self.path,
+                f"unit-{unit:05d}-{split}",
+                self.data.shard_tokens,
+                self.encoder.dtype,
+                attributes,
+                length if has_mask else None,
+                self.encoder.eos_id,
+                packs=self.data.packing == "best_fit",
+            )
+            writers.append(writer)
         long = left_out = 0
         for batch, encoded in encode_ahead(self._encode_batch, make_batches(documents)):
             for document, record in zip(batch, encoded, strict=True):
                 utf8 = document.text.encode()
                 writer = writers[is_held_out(utf8, self.data.held_out)]  # False selects `train`, True `held_out`.
                 if not isinstance(record, EncodedRecord):
-                    writer.add(record, len(utf8))
+                    text_bytes = len(utf8)
+                    if len(record) > length and writer.packs:
+                        long += 1
+                        if mode == "drop":
+                            left_out += 1
+                            continue
+                        if mode == "truncate":
+                            record = record[:length]
+                            text_bytes = self.encoder.count_covered_bytes(document.text, length)
+                    writer.add(record, text_bytes)
                     continue
-                if record.full_length > self.data.sequence_length:
+                if record.full_length > length:
                     long += 1
                     # A truncated record may have no learned token.
-                    has_no_target = self.data.long_dialogues == "truncate" and not (record.mask & MASK_LEARNED).any()
-                    if has_no_target or self.data.long_dialogues == "drop":
+                    has_no_target = mode == "truncate" and not (record.mask & MASK_LEARNED).any()
+                    if has_no_target or mode == "drop":
                         left_out += 1
                         continue
                 learned = (
@@ -364,35 +396,29 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
                 )
                 writer.add(record.tokens, sum(len(text.encode()) for text in learned), record.mask)
         train, held_out = (writer.close() for writer in writers)
-        return train, held_out, long, left_out
+        return UnitShards(train, held_out, long, left_out, writers[0].padding_tokens, writers[0].cut_documents)
 
     def _write_unit_manifest(
         self,
         unit: int,
-        train: Sequence[ShardEntry],
-        held_out: Sequence[ShardEntry],
+        shards: UnitShards,
         *,
         lines: tuple[int, ...],
         filtered: int = 0,
         duplicates: int = 0,
-        long: int = 0,
-        long_left_out: int = 0,
         rejected: tuple[tuple[int, int, str], ...] = (),
     ) -> None:
-        """Write the manifest of a work unit after its shards. The arguments are fields of `UnitManifest`."""
+        """Write the manifest of a work unit after its shards. The other arguments are fields of `UnitManifest`."""
         manifest = UnitManifest(
             key=self._unit_key(unit),
             unit=unit,
-            documents=sum(entry.documents for entry in (*train, *held_out)),
-            held_out_documents=sum(entry.documents for entry in held_out),
+            documents=sum(entry.documents for entry in (*shards.train, *shards.held_out)),
+            held_out_documents=sum(entry.documents for entry in shards.held_out),
             lines=lines,
             filtered=filtered,
             duplicates=duplicates,
-            long=long,
-            long_left_out=long_left_out,
             rejected=rejected,
-            train=tuple(train),
-            held_out=tuple(held_out),
+            **shards._asdict(),
         )
         write_manifest(self.unit_path(unit), manifest)
 
@@ -400,7 +426,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         """Return the tokens of each document; for records, the tokens with their mask."""
         if not self.data.has_loss_mask:
             return self.encoder.encode([document.text for document in batch])
-        max_tokens = self.data.sequence_length if self.data.long_dialogues == "truncate" else None
+        max_tokens = self.data.sequence_length if self.data.long_documents == "truncate" else None
         return self.encoder.encode_records(batch, chat=self.data.records == "messages", max_tokens=max_tokens)
 
     @cached_property
@@ -457,7 +483,7 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
 
         Raises UserError in these cases:
         - More documents are unreadable than `data.max_rejected` allows.
-        - No document is left, because all are longer than a sample.
+        - No training document is left, because all are longer than a sample.
         - No document is held out, although `data.held_out` is not 0.
         - There is no training sample.
         """
@@ -477,7 +503,9 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
             filtered_documents=sum(unit.filtered for unit in units),
             duplicate_documents=sum(unit.duplicates for unit in units),
             long_documents=sum(unit.long for unit in units),
-            long_dialogues=self.data.long_dialogues if self.data.has_loss_mask else "",
+            long_dialogues=self.data.long_documents if self.data.has_training_mask else "",
+            padding_tokens=sum(unit.padding_tokens for unit in units),
+            cut_documents=sum(unit.cut_documents for unit in units),
             train_tokens=sum(entry.tokens for entry in train),
             held_out_tokens=sum(entry.tokens for entry in held_out),
             train_bytes=sum(entry.bytes for entry in train),
@@ -488,12 +516,12 @@ class TextFolder(DataFolder[TextPrepared, UnitManifest]):
         )
         readable = manifest.documents + sum(unit.long_left_out for unit in units)
         list_rejected(self.path / "rejected.jsonl", self.plan, units, readable, self.data.max_rejected)
-        if not manifest.documents and manifest.long_documents:
+        if not train and manifest.long_documents and self.data.long_documents != "cut":
             raise UserError(
                 "data.all_too_long",
-                f"data.long_dialogues: {self.data.long_dialogues} leaves nothing to train on: all "
+                f"data.long_documents: {self.data.long_documents} leaves nothing to train on: "
                 f"{manifest.long_documents:,} documents have more than data.sequence_length "
-                f"({self.data.sequence_length}) tokens: increase it, or set data.long_dialogues: split",
+                f"({self.data.sequence_length}) tokens: increase it, or set data.long_documents: cut",
             )
         if self.data.held_out and not held_out:
             raise UserError(

@@ -89,13 +89,18 @@ class Encoder:
         unknown_token = model.get("unk_token")
         return model.get("unk_id") if unknown_token is None else self.tokenizer.token_to_id(unknown_token)
 
-    def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text with special tokens and the end-of-text token: 1-d arrays of `dtype`.
+    @property
+    def _text_bos_ids(self) -> tuple[int, ...]:
+        """Ids before each text.
 
         If the tokenizer adds only the end-of-text token before a text, this token is not added. Otherwise there would
         be two end-of-text tokens between two documents.
         """
-        bos_ids = () if self.bos_ids == (self.eos_id,) else self.bos_ids
+        return () if self.bos_ids == (self.eos_id,) else self.bos_ids
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text with special tokens and the end-of-text token: 1-d arrays of `dtype`."""
+        bos_ids = self._text_bos_ids
         end_ids = self.end_ids
         documents = []
         for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False):
@@ -104,6 +109,13 @@ class Encoder:
             ids += end_ids
             documents.append(np.fromiter(ids, self.dtype, len(ids)))  # This is twice as fast as np.array.
         return documents
+
+    def count_covered_bytes(self, text: str, max_tokens: int) -> int:
+        """Return the size in UTF-8 of the part of `text` that the first `max_tokens` tokens of its document cover."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        text_tokens = max_tokens - len(self._text_bos_ids)
+        end = max((end for _, end in encoding.offsets[: max(0, text_tokens)]), default=0)
+        return len(text[:end].encode())
 
     def encode_records(
         self, records: Sequence[Document], *, chat: bool, max_tokens: int | None = None

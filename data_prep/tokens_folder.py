@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from data_prep.data_folder import Log
 from data_prep.find_inputs import find_inputs
-from data_prep.text_folder import TextFolder, UnitManifest
+from data_prep.text_folder import TextFolder, UnitManifest, UnitShards
 from data_prep.work_units import InputRange, WorkPlan, write_plan
 from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_file, write_atomic
@@ -191,7 +191,8 @@ class TokensFolder(TextFolder):
                 entry, is_held_out = self._describe_range(file, token_range)
                 (held_out if is_held_out else train).append(entry)
         self._check_inputs(ranges)  # If an input has changed meanwhile, the manifest must not be written.
-        self._write_unit_manifest(unit, train, held_out, lines=(0,) * len(ranges))  # Token files have no lines.
+        # Token files have no lines.
+        self._write_unit_manifest(unit, UnitShards(tuple(train), tuple(held_out)), lines=(0,) * len(ranges))
         return True
 
     def _describe_range(self, file: TokenFile, input_range: InputRange) -> tuple[ShardEntry, bool]:

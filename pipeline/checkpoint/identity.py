@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.base.errors import CheckpointError
 from pipeline.base.files import has_valid_checksum, read_json, sha256_json
-from pipeline.config.datasets import DataConfig
+from pipeline.config.datasets import DataConfig, restore_hashed_names
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config, list_keys_with, remove_key
 from pipeline.config.types import Policy
@@ -45,6 +45,7 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     }
     config = config.model_copy(update={"data": config.data.model_copy(update=data_values)})
     values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
+    restore_hashed_names(values.get("data", {}))
     metadata = config.metadata.model.model_dump(mode="json", exclude_defaults=True)
     if metadata:  # Earlier versions stored the metadata in the config, so the hash must still include it.
         values["model"] = {**values.get("model", {}), **metadata}

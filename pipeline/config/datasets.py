@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -131,6 +131,12 @@ CHAT_TEMPLATES = (
 """The names of the chat templates for training that Sluice includes (pipeline/data/chat_templates)."""
 
 
+def restore_hashed_names(values: dict[str, Any]) -> None:
+    """Give renamed keys of the section `data` their former names, in place. Hashes of older versions contain these."""
+    if "long_documents" in values:
+        values["long_dialogues"] = values.pop("long_documents")
+
+
 class DataConfig(Section):
     """The sources, and how documents become shards of tokens."""
 
@@ -154,7 +160,7 @@ class DataConfig(Section):
     """What the files contain. `text`: documents; the loss is computed on all tokens. `prompts`: .jsonl or .json files
     of objects with the fields `prompt` and `response`. `messages`: .jsonl or .json files of dialogues, which the chat
     template of the tokenizer formats. With `prompts` and `messages`, the loss is computed only on the responses, and
-    documents are packed into samples; only documents that are longer than a sample are split. `tokens`: token files
+    documents are packed into samples; only documents that are longer than a sample are cut. `tokens`: token files
     that were written with the tokenizer in `tokenizer.path`. Training reads these formats without a copy: .bin with
     .idx (Megatron), .ds (datatrove), .bin (llm.c, nanoGPT) and contiguous HDF5. The end of each token file is held out.
     `data import` converts other formats."""
@@ -162,10 +168,16 @@ class DataConfig(Section):
     """Chat template for `records: messages`: a Jinja file, or the name of a template that Sluice includes. These names
     are chatml, llama2, llama3, llama3.1, mistral-v0.1, mistral-v0.3, qwen2, qwen2.5, qwen3 and smollm2. null: use the
     template of the tokenizer."""
-    long_dialogues: Literal["split", "truncate", "drop"] = "split"
-    """What happens to a document of `prompts` or `messages` with more than `sequence_length` tokens. `split`: the
-    remaining tokens go into the next samples, without the beginning of the document. `truncate`: omit the remaining
-    tokens. `drop`: omit the whole document."""
+    packing: Literal["cut", "best_fit"] = "cut"
+    """How documents become training samples. `cut`: text is one stream of tokens, which is cut after every
+    `sequence_length` tokens; `prompts` and `messages` are kept whole and in order, and the rest of a sample is padded.
+    `best_fit`: documents are kept whole, and each is put into the sample where it leaves the least free space; the rest
+    of a sample is padded, and the order of the documents changes. Held-out text is always cut. `records: tokens` cannot
+    be combined with `best_fit`."""
+    long_documents: Literal["cut", "truncate", "drop"] = "cut"
+    """What happens to a document with more than `sequence_length` tokens. For `prompts`, `messages` and
+    `packing: best_fit`. `cut`: the remaining tokens go into other samples, without the beginning of the document.
+    `truncate`: omit the remaining tokens. `drop`: omit the whole document."""
     document_mask: Annotated[bool, Policy.KEEPS_SHARDS] = False
     """Mask attention across document boundaries, and restart positions at each document."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -220,10 +232,19 @@ class DataConfig(Section):
             )
         if self.chat_template is not None and self.records != "messages":
             raise ValueError(f"chat_template is for records: messages, not for {self.records}: remove it")
-        if self.long_dialogues != "split" and not self.has_loss_mask:
+        if self.packing == "best_fit" and self.records == "tokens":
             raise ValueError(
-                f"long_dialogues ({self.long_dialogues}) is for records: prompts or messages, not for {self.records}: "
-                "remove it"
+                "packing: best_fit copies documents into samples, but files of tokens are read without a copy: remove "
+                "it, or set records: text for a source with documents"
+            )
+        if self.long_documents != "cut" and not self.has_training_mask:
+            raise ValueError(
+                f"long_documents ({self.long_documents}) is for records: prompts or messages, or for packing: "
+                f"best_fit, not for {self.records} with packing: {self.packing}: remove it"
+            )
+        if self.has_training_mask and self.shard_tokens <= self.sequence_length:
+            raise ValueError(
+                f"shard_tokens ({self.shard_tokens}) must be more than sequence_length ({self.sequence_length})"
             )
         if self.format is not None and self.records != "text":
             if self.records == "tokens":
@@ -245,10 +266,6 @@ class DataConfig(Section):
                 "records: tokens needs the tokenizer that produced the tokens: set tokenizer {kind: file, path: "
                 "tokenizer.json}"
             )
-        if self.has_loss_mask and self.shard_tokens <= self.sequence_length:
-            raise ValueError(
-                f"shard_tokens ({self.shard_tokens}) must be more than sequence_length ({self.sequence_length})"
-            )
         if self.records == "messages" and self.tokenizer.path is None:
             raise ValueError(
                 "records: messages needs a tokenizer with a chat template: set model.init_from, or data.tokenizer "
@@ -258,8 +275,13 @@ class DataConfig(Section):
 
     @property
     def has_loss_mask(self) -> bool:
-        """True if samples have a mask of the tokens on which the loss is computed."""
+        """True if the loss is computed only on parts of the documents. All samples, also held-out ones, have a mask."""
         return self.records in ("prompts", "messages")
+
+    @property
+    def has_training_mask(self) -> bool:
+        """True if training shards have a mask, and consist of windows of `sequence_length` tokens."""
+        return self.has_loss_mask or self.packing == "best_fit"
 
     def for_source(self, name: str) -> DataConfig:
         """Return the section `data` for one source of the mixture: this section with the keys of the source."""

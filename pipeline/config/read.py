@@ -40,6 +40,7 @@ from pipeline.config.schema import (
 )
 from pipeline.config.sections import (
     RENAMED_KEYS,
+    RENAMED_VALUES,
     Config,
     RunConfig,
     RunMetadata,
@@ -427,11 +428,11 @@ def _has_key(values: Any, path: Sequence[str]) -> bool:
 def _rename_keys(
     values: Mapping[str, Any], names: Mapping[str, str], section: str = "", report_where: str | None = None
 ) -> dict[str, Any]:
-    """Return `values`, with each key in `names` under its new name.
+    """Return `values`, with each key in `names` under its new name. Renamed values of these keys are also replaced.
 
     Args:
         values: the values of a config, or of one section of it.
-        names: old dotted key → new dotted key.
+        names: old dotted key → new dotted key. To restore former names, pass present key → former key.
         section: the dotted key of the section that `values` belong to; "" for a whole config.
         report_where: the location of `values`. If given, a note about renamed keys is printed, once for each key.
 
@@ -453,6 +454,8 @@ def _rename_keys(
             location = f"{where}: " if where else ""
             message = f"{location}{old} is the former name of {new}, which is also set: remove {old}"
             raise ConfigError("config.conflict", message, [ConfigProblem("config.conflict", message, old, None, where)])
+        new_values = {**RENAMED_VALUES.get(old, {}), **{v: k for k, v in RENAMED_VALUES.get(new, {}).items()}}
+        value = new_values.get(value, value) if isinstance(value, str) else value
         result = merge_values(_remove_key(result, path), _nest(new_path, value, where or None))
         if report_where is not None and old not in _reported_names:
             _reported_names.add(old)

@@ -629,9 +629,12 @@ class RecoveryConfig(Section):
 RENAMED_KEYS: Mapping[str, str] = {
     **{f"recovery.{cause}": f"recovery.budgets.{cause}" for cause in RetryBudgets.model_fields},
     "recovery.fruitless": "recovery.max_restarts_without_progress",
+    "data.long_dialogues": "data.long_documents",
 }
 """Former name of a renamed key → its present name. Configs may still use the former names. Both names of a key are in
 the same section."""
+RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {"data.long_dialogues": {"split": "cut"}}
+"""Former name of a renamed key → former value → its present value. Other values have not changed."""
 
 
 # -- track ---------------------------------------------------------------------------------------------------
@@ -927,10 +930,10 @@ class Config(Section):
 
     @property
     def allows_sequence_schedule(self) -> bool:
-        """Whether the length of sequences may change during the run. Prompts and dialogues are packed for a length."""
+        """Whether the length of sequences may change during the run: not if documents are packed for one length."""
         data = self.data
         sources = [data.for_source(name) for name in data.mixture.sources] if data.mixture else []
-        return self.model.target is None and not any(each.has_loss_mask for each in (data, *sources))
+        return self.model.target is None and not any(each.has_training_mask for each in (data, *sources))
 
     @property
     def length_phases(self) -> list[LengthConfig]:
@@ -1090,8 +1093,8 @@ def _find_schedule_conflicts(config: Config) -> Iterator[str]:
         )
     if not config.allows_sequence_schedule:
         yield (
-            "train.sequence_schedule cannot be used with data.records prompts or messages, which are packed into "
-            "samples of data.sequence_length tokens: remove it"
+            "train.sequence_schedule cannot be used with data.records prompts or messages, or with data.packing "
+            "best_fit, because documents are packed into samples of data.sequence_length tokens: remove one of them"
         )
 
 

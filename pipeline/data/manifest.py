@@ -190,9 +190,16 @@ class Manifest(KeyedManifest):
     duplicate_documents: int = 0
     """Number of documents that `data.deduplicate` excluded."""
     long_documents: int = 0
-    """Number of prompts and dialogues with more tokens than `data.sequence_length`."""
+    """Number of documents with more tokens than `data.sequence_length`, if documents are packed into samples."""
     long_dialogues: str = ""
-    """Value of `data.long_dialogues`, which says what was done with the long documents."""
+    """Value of `data.long_documents`, which says what was done with the long documents.
+
+    The name of this field is part of the file format. Older versions wrote `split` instead of `cut`.
+    """
+    padding_tokens: int = 0
+    """Number of tokens in the training shards that pad samples. Only counted with `data.packing: best_fit`."""
+    cut_documents: int = 0
+    """Number of training documents that were cut into several samples. Only counted with `data.packing: best_fit`."""
     train_tokens: int
     held_out_tokens: int
     train_bytes: int
@@ -212,7 +219,8 @@ class Manifest(KeyedManifest):
     def __str__(self) -> str:
         """Return a summary: `731 documents, 3,448,616 + 33,321 held-out tokens`, then the numbers of other documents.
 
-        Other documents are rejected, filtered or duplicate documents, and documents that are longer than a sample.
+        Other documents are rejected, filtered or duplicate documents, and documents that are longer than a sample. With
+        `data.packing: best_fit`, the summary also has the fractions of padding and of training documents that were cut.
         """
         summary = f"{self.documents:,} documents, {self.train_tokens:,} + {self.held_out_tokens:,} held-out tokens"
         unused = {
@@ -222,7 +230,12 @@ class Manifest(KeyedManifest):
         }
         summary += "".join(f", {count:,} documents {reason}" for reason, count in unused.items() if count)
         if self.long_documents:
-            summary += f", {self.long_documents:,} longer than a sample (data.long_dialogues: {self.long_dialogues})"
+            mode = "cut" if self.long_dialogues == "split" else self.long_dialogues
+            summary += f", {self.long_documents:,} longer than a sample (data.long_documents: {mode})"
+        if self.padding_tokens:  # Every packed shard has padding, at least the target of its last token.
+            padding = self.padding_tokens / self.train_tokens
+            cut = self.cut_documents / (self.documents - self.held_out_documents)
+            summary += f", packed by best fit: {padding:.1%} padding, {cut:.1%} of the documents cut"
         return summary
 
     def count_training_samples(self, length: int) -> int:

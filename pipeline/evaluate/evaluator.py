@@ -302,6 +302,7 @@ class TextHeldOut:
         self.eos_id = manifest.eos_id
         self.device = device
         self.length = run.config.data.sequence_length
+        self._has_mask = run.config.data.has_loss_mask
         # `manifest.held_out` has the files in the order of the sources.
         names = [part.name for part in manifest.parts for _ in range(part.held_out)]
         self._sources = dict(zip((shard.name for shard in manifest.held_out), names, strict=False))
@@ -347,7 +348,8 @@ class TextHeldOut:
                 values = array[first - previous : first + self.length]
                 arrays[name][row, 1 - previous : 1 - previous + len(values)] = values
             is_padding_BT[row, : shard.tokens - first] = False
-        batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in self.task.sample_shapes}
+        names = ("tokens", "mask") if self._has_mask else ("tokens",)
+        batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in names}
         padding_BT = torch.from_numpy(is_padding_BT).to(self.device)
         targets_BT = self.task.next_tokens(batch).masked_fill(padding_BT, IGNORE_INDEX)
         inputs = self.task.model_inputs(batch)

@@ -191,8 +191,8 @@ class Task(ABC):
 class DecoderTask(Task):
     """Next-token prediction with the decoder of pipeline/model/decoder.py.
 
-    A batch has `tokens` (int64, shape (B, sequence_length + 1)) and, for prompts and dialogues, `mask` (uint8, the same
-    shape).
+    A batch has `tokens` (int64, shape (B, sequence_length + 1)) and, if the shards have a mask, `mask` (uint8, the same
+    shape). Prompts and dialogues always have a mask. Text that is packed by best fit has a mask only in training.
 
     Args:
         config: the run's config.
@@ -207,14 +207,13 @@ class DecoderTask(Task):
 
     def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, eos_starts_next: bool = False) -> None:
         super().__init__(config)
-        has_mask = config.data.has_loss_mask
         self.vocab_size = config.model.vocab_size or vocab_size
-        self._has_mask = has_mask
         self.context: ContextParallel | None = None
         """How sequences are split over ranks; None if this rank has whole sequences."""
         self.eos_id = eos_id
         self._eos_starts_next = eos_starts_next
-        self._all_tokens_have_loss = not has_mask and (eos_starts_next or not config.data.document_mask)
+        self._skips_first_tokens = config.data.document_mask and not config.data.has_loss_mask and not eos_starts_next
+        """Whether the first token of each document has no loss, because its input cannot see the token before it."""
         self.set_sequence_length(config.data.sequence_length)
 
     def set_sequence_length(self, length: int) -> None:
@@ -222,8 +221,9 @@ class DecoderTask(Task):
         self.sequence_length = length
         self.units_per_step = self.config.train.global_batch * length
         self.flops_per_unit = training_flops_per_token(self.config.model, self.vocab_size, length)
-        shape = (length + 1,)
-        self.sample_shapes = {"tokens": (shape, "int64"), **({"mask": (shape, "uint8")} if self._has_mask else {})}
+        self.sample_shapes = {"tokens": ((length + 1,), "int64")}
+        if self.config.data.has_training_mask:
+            self.sample_shapes = {**self.sample_shapes, "mask": ((length + 1,), "uint8")}
 
     def count_units(self, steps: int) -> int:
         """Return the number of tokens of the first `steps` steps."""
@@ -294,9 +294,13 @@ class DecoderTask(Task):
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
         """Return the number of tokens with a loss (int64 scalar); None if all tokens have a loss."""
-        if self._all_tokens_have_loss:
+        if self._all_tokens_have_loss(batch):
             return None
         return (self._whole_next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
+
+    def _all_tokens_have_loss(self, batch: Batch) -> bool:
+        """Return whether every token of the batch has a loss."""
+        return "mask" not in batch and not self._skips_first_tokens
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the token ids without the last token: int64, shape (B, T); with context parallelism, this rank's."""
@@ -317,23 +321,31 @@ class DecoderTask(Task):
     def _whole_next_tokens(self, batch: Batch) -> Tensor:
         """Return the token that follows each token: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
 
-        With prompts and dialogues, the mask says which tokens have a loss: those of responses. For text with
-        `data.document_mask`, the first token of a document has no loss, unless it also ends the previous document.
+        The mask says which tokens have a loss: in prompts and dialogues those of responses, in packed text all tokens
+        except padding and some first tokens (data_prep/packing.py). For text with `data.document_mask`, the first token
+        of a document has no loss, unless it also ends the previous document.
         """
         tokens = batch["tokens"]
         targets_BT = tokens[:, 1:]
-        if self._all_tokens_have_loss:
-            return targets_BT
         if "mask" in batch:
-            return targets_BT.where((batch["mask"][:, 1:] & MASK_LEARNED).ne(0), IGNORE_INDEX)
-        return targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
+            targets_BT = targets_BT.where((batch["mask"][:, 1:] & MASK_LEARNED).ne(0), IGNORE_INDEX)
+        if self._skips_first_tokens:
+            targets_BT = targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
+        return targets_BT
 
     def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
         """Return `starts_BT` (bool, True at the first token of each document) if `data.document_mask` is set."""
         if not self.config.data.document_mask:
             return {}
         if "mask" in batch:
-            starts_BT = (batch["mask"][:, :-1] & MASK_DOCUMENT_START).ne(0)
+            mask_BT = batch["mask"][:, :-1]
+            starts_BT = (mask_BT & MASK_DOCUMENT_START).ne(0)
+            if self._eos_starts_next and not self.config.data.has_loss_mask:
+                # The end-of-text token before the first token of a packed text starts this text. Such a first token is
+                # learned. The first token of the sample has no token before it.
+                moved_BT = mask_BT.eq(MASK_DOCUMENT_START | MASK_LEARNED)
+                moved_BT[:, :1] = False
+                starts_BT = (starts_BT & ~moved_BT) | moved_BT.roll(-1, dims=1)
         elif self._eos_starts_next:
             starts_BT = batch["tokens"][:, :-1].eq(self.eos_id)
         else:

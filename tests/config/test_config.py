@@ -283,6 +283,53 @@ def test_a_former_key_is_accepted_and_its_new_name_is_printed_once(
     assert "recovery.budgets.crash" in line and "recovery.max_restarts_without_progress" in line
 
 
+@pytest.mark.usefixtures("forget_reported_keys")
+@pytest.mark.parametrize(("former", "present"), [("split", "cut"), ("truncate", "truncate"), ("drop", "drop")])
+def test_former_values_of_a_former_key_are_accepted(
+    tmp_path: Path, former: str, present: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = MINIMAL_CONFIG + f"data: {{source: a.jsonl, records: prompts, long_dialogues: {former}}}\n"
+    assert load_text(tmp_path, text).data.long_documents == present
+    assert "data.long_dialogues is now data.long_documents" in capsys.readouterr().err
+    override = f"data.long_dialogues={former}"
+    assert (
+        load_text(tmp_path, MINIMAL_CONFIG, "data.source=a.jsonl", "data.records=prompts", override).data.long_documents
+        == present
+    )
+    both = text.replace("long_dialogues", "long_documents: drop, long_dialogues")
+    assert "data.long_dialogues is the former name of data.long_documents" in find_problem(tmp_path, both).message
+
+
+def test_packing_and_long_documents_must_fit_the_records(tmp_path: Path) -> None:
+    def make_text(keys: str) -> str:
+        return MINIMAL_CONFIG + f"data: {{source: a.jsonl, tokenizer: {{kind: file, path: t.json}}, {keys}}}\n"
+
+    def find_message(keys: str) -> str:
+        return find_problem(tmp_path, make_text(keys)).message
+
+    assert "packing: best_fit copies documents" in find_message("records: tokens, packing: best_fit")
+    message = find_message("records: text, long_documents: drop")
+    assert "long_documents (drop)" in message and "packing: cut" in message
+    message = find_message("packing: best_fit, sequence_length: 2048, shard_tokens: 2048")
+    assert "shard_tokens (2048) must be more than sequence_length (2048)" in message
+    data = load_text(tmp_path, make_text("packing: best_fit, long_documents: truncate")).data
+    assert data.has_training_mask and not data.has_loss_mask
+    assert not load_text(tmp_path, make_text("sequence_length: 2048, shard_tokens: 2048")).data.has_training_mask
+
+
+def test_packing_applies_to_all_sources_of_a_mixture(tmp_path: Path) -> None:
+    text = MINIMAL_CONFIG + (
+        "data: {packing: best_fit, tokenizer: {kind: file, path: t.json}, mixture: {sources: {web: {source: a.jsonl}, "
+        "code: {source: b.bin, records: text}}, weights: [{weights: {web: 1, code: 1}}]}}\n"
+    )
+    data = load_text(tmp_path, text).data
+    assert {data.for_source(name).packing for name in ("web", "code")} == {"best_fit"}
+    assert (
+        "packing: best_fit copies documents"
+        in find_problem(tmp_path, text.replace("records: text", "records: tokens")).message
+    )
+
+
 def test_former_and_new_names_have_the_same_precedence(tmp_path: Path) -> None:
     write_config(tmp_path, "crash: 5\nhang: 5\nbudgets: {non_finite: 5}\n", "recovery.yaml")
     text = MINIMAL_CONFIG + "recovery: {extends: recovery.yaml, budgets: {crash: 6}, non_finite: 6}\n"

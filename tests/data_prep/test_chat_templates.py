@@ -213,8 +213,8 @@ def test_data_chat_template_is_a_built_in_name_or_a_path_relative_to_the_config(
         build_chat_json(tokenizer, "<|im_end|>", str(tmp_path / "custom.jinja"))
     with pytest.raises(UserError, match="chat_template"):
         load_with(records="prompts", chat_template="qwen3")
-    with pytest.raises(UserError, match="long_dialogues"):
-        load_with(records="text", long_dialogues="drop")
+    with pytest.raises(UserError, match="long_documents"):
+        load_with(records="text", long_documents="drop")
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "mistral-v0.1", "mistral-v0.3"])
@@ -257,7 +257,7 @@ def test_a_special_token_that_a_template_does_not_need_may_be_undefined(tmp_path
 
 
 @pytest.mark.parametrize("records", ["messages", "prompts"])
-def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Path, records: str) -> None:
+def test_long_dialogues_are_cut_truncated_or_dropped_and_counted(tmp_path: Path, records: str) -> None:
     generator = random.Random(4)
     descriptions = []
     if records == "messages":
@@ -271,13 +271,13 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
     documents = {}
-    for mode in ("split", "truncate", "drop"):
-        data = make_data_config(source, records, tokenizer, long_dialogues=mode, held_out=0.0)
+    for mode in ("cut", "truncate", "drop"):
+        data = make_data_config(source, records, tokenizer, long_documents=mode, held_out=0.0)
         manifest = build_shards(data, tmp_path / mode)
         documents[mode] = read_shard_documents(tmp_path / mode, manifest)
         descriptions.append(str(manifest))
         assert len(documents[mode]) == manifest.documents
-    all_documents = documents["split"]
+    all_documents = documents["cut"]
     long_count = sum(len(ids) > LENGTH for ids, _ in all_documents)
     assert 5 < long_count < 55 and len(all_documents) == 61
     assert documents["drop"] == [(ids, in_loss) for ids, in_loss in all_documents if len(ids) <= LENGTH]
@@ -290,9 +290,9 @@ def test_long_dialogues_are_split_truncated_or_dropped_and_counted(tmp_path: Pat
     assert len(documents["truncate"]) < 61, "the last document, of which only the prompt remains, was not removed"
     for mode, description in zip(documents, descriptions, strict=True):
         assert f"{long_count} longer" in description
-        assert f"data.long_dialogues: {mode}" in description
-    with raises_error("data.all_too_long", "data.long_dialogues: drop", "sequence_length (4)"):
-        data = make_data_config(source, records, tokenizer, long_dialogues="drop", sequence_length=4)
+        assert f"data.long_documents: {mode}" in description
+    with raises_error("data.all_too_long", "data.long_documents: drop", "sequence_length (4)"):
+        data = make_data_config(source, records, tokenizer, long_documents="drop", sequence_length=4)
         build_shards(data, tmp_path / "none")
 
 
@@ -302,7 +302,7 @@ def test_long_dialogues_that_are_left_out_do_not_count_as_rejected(tmp_path: Pat
     lines = [{"prompt": "is\n", "response": "four"}] * 4 + [long_line] * 40 + [{"prompt": "no response"}] * 5
     source = write_lines(tmp_path / "a.jsonl", lines)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
-    data = make_data_config(source, "prompts", tokenizer, long_dialogues=mode, held_out=0.0)
+    data = make_data_config(source, "prompts", tokenizer, long_documents=mode, held_out=0.0)
     assert build_shards(data, tmp_path / mode).documents == 4  # 5 rejected lines of 49 are allowed
 
 
@@ -311,7 +311,7 @@ def test_train_bytes_exclude_the_text_that_truncation_removes(tmp_path: Path) ->
     line = {"prompt": "is", "response": "é" * 200}
     source = write_lines(tmp_path / "a.jsonl", [line] * 3)
     tokenizer = save_tokenizer_with_template(tmp_path / "tokenizer")
-    data = make_data_config(source, "prompts", tokenizer, long_dialogues="truncate", held_out=0.0)
+    data = make_data_config(source, "prompts", tokenizer, long_documents="truncate", held_out=0.0)
     manifest = build_shards(data, tmp_path / "data")
     hf_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
     offsets = hf_tokenizer("is" + "é" * 200, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

@@ -171,7 +171,7 @@ def test_key_does_not_depend_on_newer_config_keys_with_default_values(tmp_path: 
     """Data folders that were prepared before these config keys existed stay valid."""
     data = make_data_config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512, add_special_tokens=False)
     excluded = {"verify", "max_rejected", "document_mask", "deduplicate", "filter", "add_special_tokens"}
-    excluded |= {"chat_template", "long_dialogues", "format"}
+    excluded |= {"chat_template", "packing", "long_documents", "format"}
     excluded |= {"sequence_length", "records"} if records == "text" else set()
     old_config = {**data.model_dump(mode="json", exclude=excluded), "source": data.sources}
     folder = TextFolder(data, tmp_path / "data")
@@ -181,11 +181,24 @@ def test_key_does_not_depend_on_newer_config_keys_with_default_values(tmp_path: 
         {"filter": "quality:keep"},
         {"add_special_tokens": "auto"},
         {"chat_template": Path("qwen3")},
-        {"long_dialogues": "drop"},
+        {"packing": "best_fit"},
+        {"long_documents": "drop"},
         {"format": "jsonl"},
     ]
     for change in changes:
         assert TextFolder(data.model_copy(update=change), tmp_path / "data").key != folder.key
+    # The former name of `long_documents` is part of the hash.
+    key = TextFolder(data.model_copy(update={"long_documents": "drop"}), tmp_path / "data").key
+    old_config["long_dialogues"] = "drop"
+    assert key == sha256_json({"format": FORMAT_VERSION, "config": old_config, "code": folder.code_hash})
+
+
+def test_the_key_of_packed_text_depends_on_the_sequence_length(tmp_path: Path) -> None:
+    for packing, depends in (("cut", False), ("best_fit", True)):
+        data = make_data_config(str(tmp_path / "a.jsonl"), packing=packing, sequence_length=512)
+        other_data = data.model_copy(update={"sequence_length": 256})
+        keys = {TextFolder(config, tmp_path / "data").key for config in (data, other_data)}
+        assert len(keys) == 1 + depends
 
 
 def test_progress_of_the_shard_stage_counts_rejected_documents(tmp_path: Path) -> None:

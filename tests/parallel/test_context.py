@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.test_packed import PROMPTS, TEXT, WINDOW, check_packed
+from tests.parallel.test_packed import PROMPTS, TEXT, WINDOW, Case, check_packed
 from tests.parallel.test_parallel import CHUNKED, FEW_BATCHES, FEW_STEPS, TIED, check_against_one_process
 
 GROUPED = {"heads": 4, "kv_heads": 2, "qk_norm": True}
@@ -72,3 +72,17 @@ def test_documents_on_two_ranks_give_the_same_results_as_single_documents() -> N
 @pytest.mark.story
 def test_documents_on_four_ranks_give_the_same_results_as_single_documents() -> None:
     check_packed(4, DOCUMENT_CASES)
+
+
+@pytest.mark.long
+def test_ten_steps_on_documents_equal_single_documents_with_every_other_axis() -> None:
+    ten_steps = {"steps": 10}
+    check_packed(2, [(TEXT, {"parallel": {"context": 2}, "train": ten_steps})])
+    layouts: list[dict[str, Any]] = [
+        {"context": 4},
+        {"context": 2, "zero": 3},
+        {"context": 2, "pipeline": 2},
+    ]
+    cases: list[Case] = [(TEXT, {"parallel": layout, "train": ten_steps}) for layout in layouts]
+    with_tensor = {"parallel": {"context": 2, "tensor": 2}, "train": {**ten_steps, "micro_batch": 8}}
+    check_packed(4, [*cases, (TEXT, with_tensor)])

@@ -22,6 +22,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_training import VOCAB, tiny_config
 
 STEPS = 3
+"""Steps of a training run, if the case does not set `train.steps`."""
 EOS = 0
 """Token ID of the end-of-text token."""
 PROMPTS: dict[str, Any] = {"records": "prompts", "document_mask": True, "source": "a.jsonl"}
@@ -31,13 +32,14 @@ TEXT: dict[str, Any] = {"document_mask": True}
 QK_NORM = {"qk_norm": True}
 WINDOW = {"sliding_window": 3, "max_window_layers": 1}
 _expected_steps: dict[str, list[tuple[float, float]]] = {}
-"""Results of `train_one_by_one` by model and kind of data."""
+"""Results of `train_one_by_one` by model, kind of data and number of steps."""
 
 
 def make_packed_config(ranks: int, data: dict[str, Any], **sections: dict[str, Any]) -> Config:
     """Return a config with samples of 16 tokens; `data` is `PROMPTS` or `TEXT`."""
     tokenizer = {"tokenizer": {"vocab_size": 512}, "sequence_length": 16}
-    return tiny_config(ranks, data={**tokenizer, **data}, **sections)
+    train = {"steps": STEPS, **sections.pop("train", {})}
+    return tiny_config(ranks, data={**tokenizer, **data}, train=train, **sections)
 
 
 def make_packed_batches(config: Config) -> list[dict[str, torch.Tensor]]:
@@ -49,7 +51,7 @@ def make_packed_batches(config: Config) -> list[dict[str, torch.Tensor]]:
     global_batch = config.train.global_batch
     length = config.data.sequence_length + 1
     batches = []
-    for _ in range(STEPS):
+    for _ in range(config.train.steps or 0):
         shape = (global_batch, length)
         tokens = torch.randint(1, VOCAB, shape, generator=generator)
         is_start = torch.zeros(shape, dtype=torch.bool)
@@ -106,8 +108,8 @@ def train_one_by_one(config: Config) -> list[tuple[float, float]]:
 
 
 def get_expected_steps(config: Config) -> list[tuple[float, float]]:
-    """Return the result of `train_one_by_one`, which is computed once for each model and kind of data."""
-    key = f"{config.model!r} {config.data!r}"
+    """Return the result of `train_one_by_one`, which is computed once for each model, kind of data and `train.steps`."""
+    key = f"{config.model!r} {config.data!r} {config.train.steps}"
     if key not in _expected_steps:
         _expected_steps[key] = train_one_by_one(config)
     return _expected_steps[key]
@@ -181,7 +183,7 @@ def check_packed(ranks: int, cases: list[Case]) -> None:
     results_by_rank = run_ranks(ranks, train_on_packed_batches, configs, timeout=600)
     for number, config in enumerate(configs):
         expected_steps = get_expected_steps(config)
-        assert len(expected_steps) == STEPS
+        assert len(expected_steps) == config.train.steps
         for results in results_by_rank:
             assert results[number] == [pytest.approx(step, rel=1e-5) for step in expected_steps], cases[number]
 

@@ -31,6 +31,8 @@ NEWER_KEY = "data.add_special_tokens"
 HASH_WITHOUT_MODEL = "890de3d88de74d804a8a78e150ea728598c672fd0f38fad83d1a4181e430048a"
 HASH_WITH_INITIAL_MODEL = "96bdd6d53ebd2210755da3bfea47735fc92c07fe5aec39d9929f1b58be61f85c"
 """Hashes of configs, as the last version without `run.json` computed them."""
+HASH_WITH_LONG_DIALOGUES = "fff7a560f8ad93947f1befe9be436e402f90bcd2aa2ef7fbafcaf93bdab925ca"
+"""Hash of a config with `long_dialogues: truncate`, as the last version with this key computed it."""
 
 
 def remove_add_special_tokens(run: Run) -> Run:
@@ -226,6 +228,41 @@ def test_resume_writes_keys_under_the_names_that_the_code_of_the_run_reads(tmp_p
         assert line["set"] == {"recovery": {**expected, "hang_s": 50.0}}
         recovery = Run.open(run.path).config.recovery
         assert (recovery.budgets.crash, recovery.max_restarts_without_progress, recovery.hang_s) == (7, 8, 50)
+
+
+def test_the_identity_of_a_config_does_not_depend_on_the_name_of_long_documents() -> None:
+    tokenizer = {"kind": "file", "path": "/tmp/tokenizer.json"}
+    for name in ("long_dialogues", "long_documents"):
+        data = {"source": "/tmp/a.jsonl", "records": "prompts", "tokenizer": tokenizer, name: "truncate"}
+        config = parse_config({"run": {"name": "x"}, "train": {"steps": 3}, "data": data}, "x")
+        assert hash_config(config) == HASH_WITH_LONG_DIALOGUES
+        identity = compute_identity(config, SimpleNamespace(train=[]))  # type: ignore[arg-type]
+        assert identity["config"]["data.long_dialogues"] == "truncate", "checkpoints contain the former name"
+
+
+@pytest.mark.parametrize("mode", ["split", "drop"])
+def test_a_run_with_long_dialogues_continues_and_gets_values_that_its_code_reads(tmp_path: Path, mode: str) -> None:
+    config_file = write_config(tmp_path)
+    overrides = ["data.records=prompts"]
+    run = Run.create(load_config(config_file, [*overrides, f"data.long_dialogues={mode}"]))
+    present_mode = "cut" if mode == "split" else mode
+    assert run.config.data.long_documents == present_mode
+    values = dump_values(load_run_config(run.config_file))
+    assert values["data"].pop("long_documents") == present_mode and values["data"].pop("packing") == "cut"
+    values["data"]["long_dialogues"] = mode
+    run.config_file.write_text(dump_yaml(values))
+    older_run = Run.open(run.path)
+    assert older_run.config == run.config and hash_config(older_run.config) == hash_config(run.config)
+    corrected_config = load_config(config_file, [*overrides, f"data.long_documents={present_mode}", "train.steps=5"])
+    assert Run.preview(corrected_config).corrections == {"train.steps": "30 → 5"}
+    Run.create(corrected_config)
+    Run.open(run.path).apply_overrides(["data.long_documents=cut", "train.steps=6"])
+    submitted, changed = (json.loads(line) for line in run.changes_file.read_text().splitlines())
+    assert submitted["submitted"]["data"]["long_dialogues"] == mode
+    assert not {"long_documents", "packing"} & submitted["submitted"]["data"].keys()
+    if mode == "drop":
+        assert changed["set"]["data"] == {"long_dialogues": "split"}
+    assert Run.open(run.path).config.data.long_documents == "cut"
 
 
 def test_a_corrected_run_of_older_code_gets_values_that_its_code_reads(tmp_path: Path) -> None:

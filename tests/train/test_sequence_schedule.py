@@ -262,6 +262,7 @@ def test_a_converted_count_is_the_smallest_with_all_tokens(count: int, length: i
         ({"train": {"sequence_schedule": [SCHEDULE[0], {"from_step": 5, "length": 16}]}}, "larger"),
         ({"train": {"sequence_schedule": SCHEDULE}, "data": {"sequence_length": 64}}, r"64.*80"),
         ({"train": {"sequence_schedule": SCHEDULE}, "data": {"records": "prompts"}}, "packed"),
+        ({"train": {"sequence_schedule": SCHEDULE}, "data": {"packing": "best_fit"}}, "packed"),
         ({"train": {"sequence_schedule": SCHEDULE}, "model": {"target": "my.Model"}}, "decoder"),
     ],
 )
