@@ -108,7 +108,7 @@ def train_one_by_one(config: Config) -> list[tuple[float, float]]:
 
 
 def get_expected_steps(config: Config) -> list[tuple[float, float]]:
-    """Return the result of `train_one_by_one`, which is computed once for each model, kind of data and `train.steps`."""
+    """Return the result of `train_one_by_one`, which is computed once for each model, kind of data, and length."""
     key = f"{config.model!r} {config.data!r} {config.train.steps}"
     if key not in _expected_steps:
         _expected_steps[key] = train_one_by_one(config)
