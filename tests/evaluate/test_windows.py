@@ -47,7 +47,8 @@ def make_held_out(folder: Path, part_sizes: list[tuple[str, int]], limit: int | 
         for name, group in groupby(part_sizes, key=lambda part: part[0])
     ]
     manifest: Any = SimpleNamespace(held_out=entries, parts=parts if parts[1:] else (), vocab_size=4000, eos_id=0)
-    run: Any = SimpleNamespace(data_dir=folder, config=SimpleNamespace(data=SimpleNamespace(sequence_length=8, has_loss_mask=False)))
+    data = SimpleNamespace(sequence_length=8, has_loss_mask=False)
+    run: Any = SimpleNamespace(data_dir=folder, config=SimpleNamespace(data=data))
     task: Any = SimpleNamespace()
     return TextHeldOut(run, task, manifest, limit, torch.device("cpu"))
 
