@@ -80,7 +80,7 @@ class ShardWriter:
         self._window = window
         self._eos_id = eos_id
         self._packer = BestFitPacker(window) if packs and window is not None else None
-        # The piece that ends with the last token of the current file; None without such a piece, for example after
+        # The piece that ends with the last token of the current file; None if there is none, for example after
         # padding.
         self._last_piece: Piece | None = None
         self._padding_tokens = 0

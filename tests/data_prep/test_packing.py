@@ -170,7 +170,7 @@ def write_packed_shards(
 def test_shards_have_each_token_once_and_learn_only_tokens_after_their_predecessor(
     sizes: list[int], length: int, limit: int, has_masks: bool
 ) -> None:
-    # An end-of-text token that is a piece of its own would not show its document.
+    # An end-of-text token that is a separate piece would not show its document.
     sizes = [size + 1 if size > 1 and size % length == 1 else size for size in sizes]
     documents = [make_text(number, size) for number, size in enumerate(sizes)]
     random_bits = np.random.default_rng(len(sizes)).integers
@@ -197,7 +197,7 @@ def test_shards_have_each_token_once_and_learn_only_tokens_after_their_predecess
                 places.append((token // STRIDE - 1, token % STRIDE))
             elif before is not None and before[0] >= 0 and before[1] == sizes[before[0]] - 2:
                 places.append((before[0], before[1] + 1))
-            else:  # A document of one token, or padding. The number of such a document does not matter.
+            else:  # A document of one token, or padding. The number of this document does not matter.
                 is_start = bool(mask[position] & MASK_DOCUMENT_START)
                 short_documents += is_start
                 places.append((-1, 0) if is_start else None)
