@@ -27,11 +27,10 @@ from itertools import islice, product
 from typing import Literal, NamedTuple
 
 from pipeline.base.errors import UserError
+from pipeline.base.ports import MASTER_PORTS
 
 TIME_LEFT_VARIABLE = "SLUICE_TIME_LEFT"
 """The environment variable with the seconds that the job has left (:func:`read_time_limit_s`)."""
-MASTER_PORTS = range(20_000, 30_000)
-"""Rendezvous ports to choose from if no variable sets one."""
 
 _FIRST_SPECIAL_STEP = 4_294_967_290
 """Step IDs from this number on mean batch scripts, salloc shells and extern steps (slurm.h, SLURM_BATCH_SCRIPT …)."""

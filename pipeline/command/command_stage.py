@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 from pipeline.base.dist_env import RankInfo, read_time_limit_s
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.files import read_json, write_json
+from pipeline.base.ports import listen_on_master_port
 from pipeline.base.prctl import become_subreaper, set_parent_death_signal
 from pipeline.base.signals import STOP_SIGNALS, StopFlag
 from pipeline.command.client_files import CLIENT_PATH, ClientFiles
@@ -164,7 +164,7 @@ class CommandModule:
         own_tasks = range(rank_info.rank, section.tasks, rank_info.world_size) if task is None else [task]
         for own_task in own_tasks:
             if not self._is_finished(run, own_task):
-                with socket.create_server(("127.0.0.1", 0)) as server:
+                with listen_on_master_port(1, local=True) as server:
                     port = server.getsockname()[1]  # Other tasks may run on this node at the same time.
                 alone = replace(
                     rank_info, rank=0, world_size=1, local_rank=0, local_world_size=1, master_host="127.0.0.1",

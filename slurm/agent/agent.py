@@ -27,13 +27,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.base.files import raise_open_file_limit
+from pipeline.base.ports import listen_on_master_port
 from pipeline.base.signals import STOP_SIGNALS
 from pipeline.run.directory import Run
 from pipeline.run.events import utc_timestamp
 from pipeline.run.failure import explain_error
 from pipeline.run.stages import load_stage_module
 from slurm.agent.child import Child
-from slurm.agent.messages import SAVE_WAIT_S, Connection, Message, RankTask, connect, listen
+from slurm.agent.messages import SAVE_WAIT_S, Connection, Message, RankTask, connect
 from slurm.agent.oom import count_oom_kills
 from slurm.agent.requeue import requeue_after_loss_of_supervisor
 
@@ -153,7 +154,7 @@ class Agent:
         """Open a free port for rank 0, and report it. If `local`, only this machine can connect."""
         if self._listener is not None:
             self._listener.close()
-        self._listener = listen(backlog, local=local)
+        self._listener = listen_on_master_port(backlog, local=local)
         self._connection.send("listening", port=self._listener.getsockname()[1])
 
     def _fork(self, task: RankTask, previous_savers: Mapping[int, int]) -> int:

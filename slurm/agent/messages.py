@@ -145,20 +145,6 @@ class Connection:
         self._socket.close()
 
 
-def listen(backlog: int, *, local: bool) -> socket.socket:
-    """Return a socket that listens on a free port, over IPv4 and IPv6.
-
-    Args:
-        backlog: how many connections may wait until they are accepted.
-        local: whether only this machine can connect, over IPv4.
-    """
-    if local:
-        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
 def connect(address_file: Path) -> tuple[Connection, str]:
     """Connect to the supervisor. Return the connection and the token.
 

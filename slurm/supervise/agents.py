@@ -31,6 +31,7 @@ from typing import Any
 from pipeline.base.dist_env import TIME_LEFT_VARIABLE, expand_hostlist, make_local_rank_env, read_granted_tasks
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import raise_open_file_limit
+from pipeline.base.ports import listen
 from pipeline.run import stages
 from pipeline.run.code import start_process
 from pipeline.run.directory import Run
@@ -40,7 +41,6 @@ from slurm.agent.messages import (
     Connection,
     Message,
     RankTask,
-    listen,
     write_address_file,
 )
 from slurm.submit.site_environment import get_job_python

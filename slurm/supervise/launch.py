@@ -16,7 +16,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import IO
 
 from pipeline.base.dist_env import make_local_rank_env, read_cpus_per_task
 from pipeline.base.errors import ExitCode, UserError
+from pipeline.base.ports import listen_on_master_port
 from pipeline.base.prctl import set_parent_death_signal
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import Stage
@@ -205,8 +205,8 @@ class LocalLauncher(ProcessLauncher):
 
     def start(self) -> None:
         """Start all ranks."""
-        # Port 0 lets the kernel choose a free port. The backlog has room for all ranks, which connect at the same time.
-        with socket.create_server(("127.0.0.1", 0), backlog=self.rank_count + 8) as listener:
+        # The backlog has room for all ranks, which connect at the same time.
+        with listen_on_master_port(self.rank_count + 8, local=True) as listener:
             port = listener.getsockname()[1]
             for rank in range(self.rank_count):
                 sockets = [listener.fileno()] if rank == 0 else []  # Rank 0 inherits the socket and listens on it.

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.dist_env import (
-    MASTER_PORTS,
     RankInfo,
     expand_hostlist,
     make_local_rank_env,
@@ -20,6 +19,7 @@ from pipeline.base.dist_env import (
     read_time_limit_s,
 )
 from pipeline.base.errors import UserError
+from pipeline.base.ports import MASTER_PORTS
 
 Env = dict[str, str]
 

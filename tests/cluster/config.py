@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipeline.base.ports import MASTER_PORTS
 from tests.cluster.machines import write_file_atomically
 
 CRED_EXPIRE_S = 5
@@ -85,13 +86,13 @@ def find_free_ports() -> dict[str, int]:
     """Return a free TCP port for each daemon.
 
     The ports are below the kernel's range for outgoing connections (from 32768). Otherwise, an outgoing connection
-    could take the port of a node while the node is off.
+    could take the port of a node while the node is off. They are above `MASTER_PORTS`, at which ranks meet.
     """
     ports: dict[str, int] = {}
     with ExitStack() as open_sockets:
         while len(ports) < len(DAEMONS_WITH_PORT):
             probe = open_sockets.enter_context(socket.socket())
-            port = random.SystemRandom().randrange(20000, 32000)
+            port = random.SystemRandom().randrange(MASTER_PORTS.stop, 32768)
             try:
                 probe.bind(("", port))
             except OSError:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pipeline.base.errors import ExitCode
+from pipeline.base.ports import MASTER_PORTS
 from pipeline.config.read import load_config
 from pipeline.run import stages
 from pipeline.run.code import make_code_env
@@ -132,7 +133,7 @@ def test_a_command_finds_its_rank_and_the_stage_is_done(tmp_path: Path, monkeypa
         assert variables["RANK"] == variables["LOCAL_RANK"] == str(rank) and variables["WORLD_SIZE"] == "2"
         assert variables["SLUICE_RUN"] == str(run.path) and variables["SLUICE_STAGE"] == "main"
         assert variables["SLUICE_ATTEMPT"] == "1"
-        assert variables["MASTER_ADDR"] and int(variables["MASTER_PORT"]) > 0
+        assert variables["MASTER_ADDR"] and int(variables["MASTER_PORT"]) in MASTER_PORTS
         assert "script.sh" in lines
     assert run_stage(run)[0] == ExitCode.DONE
     assert len(read_event_lines(run, "main", "started")) == 1, "a stage that is done must not run again"
