@@ -85,10 +85,10 @@ def test_a_script_survives_preemptions_and_a_kill(
     find_rank_processes(path)[2].kill()
     wait_for("the end", lambda: {"done", "failed"} <= {*list_event_names(path, "train")})
     assert [event["cause"] for event in read_event_lines(run, "train", "requeued")] == ["preempted", "preempted"]
-    retries = read_event_lines(run, "train", "retried")
-    assert [event["cause"] for event in retries] == ["crashed"], retries
+    retries, failures = (read_event_lines(run, "train", name) for name in ("retried", "failed"))
+    assert [event["cause"] for event in retries] == ["crashed"], (retries, failures)
     assert len({event["slurm_job"] for event in read_event_lines(run, "train", "started")}) == 1
-    assert read_event_lines(run, "train", "failed")[0]["rank"] == 2
+    assert failures[0]["rank"] == 2
     steps = [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()]
     assert steps == list(range(1, 31))
     report = run_submit(cluster, tmp_path / "disturbed", "report", "runs/commands")
