@@ -12,8 +12,6 @@ K = head size, M = B · T.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -28,27 +26,6 @@ def create_context_group(layout: Layout) -> dist.ProcessGroup:
     groups = [(ranks, new_group(ranks, group_desc="mesh_cp")) for ranks in layout.list_groups("cp")]
     own_group: dist.ProcessGroup = next(group for ranks, group in groups if dist.get_rank() in ranks)
     return own_group
-
-
-class _AllGather(torch.autograd.Function):
-    """Concatenate the tensors of all ranks along dimension 0. The gradient is reduce-scattered."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the gathered tensor."""
-        ctx.group = group
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(tensor, group.size(), group.group_name)
-        result: Tensor = collectives.wait_tensor(gathered)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the part of the summed gradient that belongs to this rank's tensor."""
-        (gradient,) = gradients
-        reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
-            gradient.contiguous(), "sum", ctx.group.size(), ctx.group.group_name
-        )
-        return collectives.wait_tensor(reduced), None
 
 
 class ContextParallel:
@@ -86,7 +63,12 @@ class ContextParallel:
         The gradient of each is the sum over all ranks.
         """
         kv_2BPGK = torch.stack((k_BPGK.to(v_BPGK.dtype), v_BPGK))
-        gathered: Tensor = _AllGather.apply(kv_2BPGK, self._group)  # type: ignore[no-untyped-call]
+        # Torch reduce-scatters the gradient. Inside a torch.autograd.Function, torch.compile would not recompute this
+        # operator: it would save the keys and values of all blocks, even if activations are recomputed.
+        gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(
+            kv_2BPGK, self._group.size(), self._group.group_name
+        )
+        gathered = collectives.wait_tensor(gathered)
         # The ranks, then keys or values, samples, chunks of a rank, and tokens of a chunk.
         gathered = gathered.unflatten(0, (self.size, 2)).unflatten(3, (2, -1))
         chunks = gathered.permute(1, 2, 0, 3, 4, 5, 6).flatten(2, 3)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
 from pipeline.comm import groups
+from pipeline.config.read import load_config
 from pipeline.config.sections import ModelConfig
 from pipeline.data.loader import BatchLoader
 from pipeline.data.manifest import ShardEntry
@@ -283,6 +284,32 @@ def train_on_documents(zero: str) -> None:
     engine = Engine(config, resolve_layout(config, 1, 1, VOCAB), world, DecoderTask(config, VOCAB))
     size = 2 * config.train.micro_batch
     engine.backward({"tokens": make_batches(config)[0][:size].to(world.device)}, 1, write_note)
+
+
+def train_one_rank_of_eight(config_file: str) -> None:
+    """Run two steps of two micro-batches as rank 0 of 8, and note the phases and each peak in bytes.
+
+    Samples consist of documents of 10,000 tokens. Collectives return at once (torch's fake process group).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    config = load_config(Path(config_file), ["train.global_batch=2"])
+    vocab = config.data.tokenizer.vocab_size
+    groups.configure_determinism(config)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    world = groups.World(0, 8, torch.device("cuda", 0), "fake")
+    task = DecoderTask(config, vocab)
+    length = config.data.sequence_length
+    starts_BT = (torch.arange(length) % 10_000 == 0).expand(2, -1)
+    task.document_boundaries = lambda batch: {"starts_BT": starts_BT}  # type: ignore[method-assign]
+    engine = Engine(config, resolve_layout(config), world, task, from_scratch=False)
+    tokens_BT = torch.zeros((2, length + 1), dtype=torch.int64, device=world.device)
+    for step in (1, 2):
+        torch.cuda.reset_peak_memory_stats()
+        engine.backward({"tokens": tokens_BT}, step, write_note)
+        engine.clip_gradients(config.optimizer.clip_norm)
+        engine.update_weights(1.0)
+        write_note(f"peak {torch.cuda.max_memory_allocated()}")
 
 
 def _get_address_range(tensor: torch.Tensor) -> range:

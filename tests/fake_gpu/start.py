@@ -35,11 +35,12 @@ class FakeGpuRunner:
     preload: Path
     folder: Path
 
-    def run_programs(self, *programs: tuple[str, ...], **variables: str) -> list[list[Call]]:
+    def run_programs(self, *programs: tuple[str, ...], timeout: float = 240.0, **variables: str) -> list[list[Call]]:
         """Run programs at the same time, each in its own process.
 
         Args:
             programs: for each process, the name of a function of tests/fake_gpu/programs.py and its arguments.
+            timeout: the limit in seconds.
             variables: further environment variables of all processes.
 
         Returns:
@@ -47,7 +48,7 @@ class FakeGpuRunner:
         """
         logs = [self.folder / f"log-{number}" for number in range(len(programs))]
         commands = [("-W", "ignore", "-m", "tests.fake_gpu.programs", *program) for program in programs]
-        self.run_commands(commands, [{**variables, "FAKE_GPU_LOG": str(log)} for log in logs])
+        self.run_commands(commands, [{**variables, "FAKE_GPU_LOG": str(log)} for log in logs], timeout)
         return [read_log(log) for log in logs]
 
     def run_commands(

@@ -6,6 +6,11 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.gpu import ROOT
+from pipeline.config.read import load_config
+from pipeline.parallel.mesh import resolve_layout
+from planning.memory import estimate_memory, reserved_gpu_bytes
+from planning.timeline import rank_actions
 from tests.fake_gpu.start import Call, FakeGpuRunner, find_calls
 from tests.support.ranks import PORTS
 
@@ -163,3 +168,18 @@ def test_training_on_documents_does_not_wait_for_the_gpu_in_a_micro_batch(gpu_ru
     micro_batches = calls[find_calls(calls, "note", "forward")[0] : find_calls(calls, "note", "reduce")[0]]
     assert len(find_calls(micro_batches, "note", "forward")) == 2
     assert not [call for call in micro_batches if call.name.startswith("sync")]
+
+
+def test_a_rank_trains_on_131072_tokens_within_the_planned_memory(gpu_runner: FakeGpuRunner) -> None:
+    """Rank 0 of 8 of configs/lm-8b-128k.yaml, with 32 compiled blocks, ZeRO 3 and documents kept apart."""
+    config_file = ROOT / "configs/lm-8b-128k.yaml"
+    (calls,) = gpu_runner.run_programs(("train_one_rank_of_eight", str(config_file)), timeout=560.0)
+    peaks = [int(calls[index].arguments[1]) for index in find_calls(calls, "note", "peak")]
+    config = load_config(config_file, ["train.global_batch=2"])
+    layout = resolve_layout(config)
+    planned = estimate_memory(config, layout, 0, config.data.tokenizer.vocab_size, rank_actions(layout)[0])
+    assert peaks[1] == pytest.approx(planned.total, rel=0.05)
+    assert planned.on_gpu(config) + reserved_gpu_bytes(layout) < 79.6 * 2**30
+    forward, reduce = (find_calls(calls, "note", name) for name in ("forward", "reduce"))
+    assert len(forward) == 4
+    assert not [call for call in calls[forward[2] : reduce[1]] if call.name.startswith("sync")]
