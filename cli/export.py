@@ -17,6 +17,7 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that does not exist yet")],
     step: Step = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="data type of the weights")] = "fp32",
+    merge: Annotated[bool, typer.Option("--merge", help="add the adapter to the weights of the model")] = False,
 ) -> None:
     """Export a checkpoint as a folder for transformers: weights (safetensors), config.json and the tokenizer."""
     run = Run.open(run_path)
@@ -26,4 +27,4 @@ def export(
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from pipeline.publish.export import export_checkpoint
 
-    print(export_checkpoint(run, folder.absolute(), step, dtype))
+    print(export_checkpoint(run, folder.absolute(), step, dtype, merge=merge))

@@ -22,6 +22,7 @@ from pipeline.parallel.traffic import (
     list_rank_parameters,
     residual_stream_bytes,
     stored_weight_bytes,
+    weight_bytes,
 )
 from planning.timeline import Action, rank_actions
 
@@ -198,7 +199,11 @@ class _RankEstimate:
         self.cast_bytes = 0
         """Bytes of the copies of a block's weights that autocast makes."""
         if self.is_mixed_precision and self.stored_bytes == 4 and not layout.fsdp:
-            self.cast_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= self.first_trained_block)
+            self.cast_bytes = self._per_block(
+                p.numel
+                for p in self.parameters
+                if p.layer >= self.first_trained_block and weight_bytes(config, p) > self.compute_bytes
+            )
         self.keeps_sharded_gradients = layout.fsdp and (layout.reduce_each_micro_batch or layout.micro_batches == 1)
         self.gradient_bytes = self.stored_bytes * sum(
             p.fsdp_numel(self.fsdp_ranks) if self.keeps_sharded_gradients else p.numel for p in self.trained_parameters
@@ -221,7 +226,7 @@ class _RankEstimate:
         state = self.stored_bytes * trained_values + moments
         peak, replica_state = self._add_replica_state(trained_values, state, peak)
         values = sum(parameter.numel for parameter in self.parameters)
-        weights = self.stored_bytes * sum(parameter.fsdp_numel(self.fsdp_ranks) for parameter in self.parameters)
+        weights = sum(weight_bytes(self.config, each) * each.fsdp_numel(self.fsdp_ranks) for each in self.parameters)
         if self.config.train.evaluate_every is not None:
             # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py). If the model is split,
             # all ranks share one copy. `values` is already divided by pipeline and tensor parallelism.

@@ -44,7 +44,8 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
         "sequence_length": phases[0].length,
     }
     config = config.model_copy(update={"data": config.data.model_copy(update=data_values)})
-    values = config.model_dump(mode="json", include={"data", "model", "train", "optimizer"}, exclude_defaults=True)
+    sections = {"data", "model", "adapter", "train", "optimizer"}
+    values = config.model_dump(mode="json", include=sections, exclude_defaults=True)
     restore_hashed_names(values.get("data", {}))
     metadata = config.metadata.model.model_dump(mode="json", exclude_defaults=True)
     if metadata:  # Earlier versions stored the metadata in the config, so the hash must still include it.
@@ -104,7 +105,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     keys = sorted({**saved_config, **current["config"]})
     old_and_new_values = {key: (saved_config.get(key, "unset"), current["config"].get(key, "unset")) for key in keys}
     changes = "".join(f", {key} {old} → {new}" for key, (old, new) in old_and_new_values.items() if old != new)
-    for key in ("config_hash", "data_hash", "order_version", "source_hash"):
+    for key in ("config_hash", "data_hash", "order_version", "source_hash", "base_hash"):
         if saved.get(key) != current.get(key):
             raise CheckpointError(
                 "checkpoint.other_training",

@@ -179,6 +179,23 @@ class ModelConfig(Section):
         return self.intermediate_size or 64 * math.ceil(self.dim * 8 / 3 / 64)
 
 
+class AdapterConfig(Section):
+    """Train a low-rank addition to each of some linear layers (LoRA, arXiv 2106.09685). All other weights are
+    frozen."""
+
+    kind: Literal["lora"] = "lora"
+    """The kind of adapter."""
+    rank: PositiveInt = 16
+    """Rank of each addition: the width between its two matrices."""
+    alpha: PositiveFloat = 32.0
+    """The addition is multiplied by `alpha / rank`."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout probability on the inputs of the adapters."""
+    targets: list[str] = Field(default_factory=lambda: ["*.q_proj", "*.v_proj"], min_length=1)
+    """Patterns (`*`, `?`, `[…]`) for the names of linear layers that get an adapter, such as `*.mlp.*` or
+    `model.layers.[0-3].*`. The output layer gets none."""
+
+
 # -- parallel ------------------------------------------------------------------------------------------------
 
 
@@ -887,6 +904,8 @@ class Config(Section):
     """The sources, and how documents become shards of tokens."""
     model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
     """The sizes and the initial weights of the model, or a custom model."""
+    adapter: Annotated[AdapterConfig | None, Policy.SWEEPABLE] = None
+    """Train an adapter instead of all weights; null: train all weights."""
     parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
     """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
     train: Annotated[TrainConfig, Policy.SWEEPABLE] = TrainConfig(steps=1)
@@ -1035,7 +1054,7 @@ class Config(Section):
         return self.site.model_copy(update=resources.override(values))
 
 
-_PIPELINE_SECTIONS = ("data", "model", "parallel", "optimizer", "checkpoint", "evaluate", "publish")
+_PIPELINE_SECTIONS = ("data", "model", "adapter", "parallel", "optimizer", "checkpoint", "evaluate", "publish")
 """The sections that only the stages of the pipeline use, in addition to `train`."""
 
 
@@ -1119,6 +1138,8 @@ def _find_conflicts(config: Config) -> Iterator[str]:
             check_unused_keys(data, {"source", "held_out", "verify"}, "it cannot be used with model.target")
     elif "own" in (optimizer.name, optimizer.schedule):
         yield "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also"
+    if config.adapter is not None:
+        yield from _find_adapter_conflicts(config)
     if optimizer.name == "own" and train.precision == "fp16":
         yield "optimizer.name own cannot be combined with train.precision fp16, which skips the first steps: use bf16"
     if train.loss_chunk is not None and model.target is not None:
@@ -1133,6 +1154,16 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "publish is for one run, not for a sweep: remove it, and `export` the best sweep point"
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
+
+
+def _find_adapter_conflicts(config: Config) -> Iterator[str]:
+    """Yield a message for each key that cannot be combined with `adapter`."""
+    if config.model.init_from is None and config.model.target is None:
+        yield "adapter needs trained weights: set model.init_from to the directory of a model"
+    if config.optimizer.freeze:
+        yield "optimizer.freeze cannot be combined with adapter, which freezes all weights: choose adapter.targets"
+    if config.train.precision == "fp8":
+        yield "adapter cannot be combined with train.precision fp8: use bf16"
 
 
 # -- policies ------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
 from pipeline.evaluate.task_files import TaskItem, read_task_file
 from pipeline.model.decoder import IGNORE_INDEX, Decoder, cross_entropy_sum
+from pipeline.model.lora import hash_weights
+from pipeline.model.open_weights import open_initial_weights
 from pipeline.model.task import DTYPES, DecoderTask, Task, make_task
 from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import StopCoordinator
@@ -102,7 +104,14 @@ class Evaluator:
             dtype = DTYPES.get(config.train.precision)
             apply_fsdp(model, task.fsdp_groups(model), mesh, dtype, free_after_forward=True)
         self.model = model.to_empty(device=world.device).eval()
-        task.init_weights(self.model, world.device, sample=False)  # Weights are loaded or copied later.
+        # Checkpoints of an adapter do not contain the weights to which it is added. The trainer copies all weights.
+        needs_base = config.adapter is not None and not self.is_in_training
+        source = open_initial_weights(run, task, self.group, is_first_start=False) if needs_base else None
+        task.init_weights(self.model, world.device, sample=needs_base and source is None)
+        if source is not None:
+            source.copy_into(task.base_weights(self.model))
+        elif needs_base:
+            self.identity["base_hash"] = hash_weights(task.base_weights(self.model), self.group)
         self.batch_size = config.evaluate.batch
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.train.evaluate_sequences if self.is_in_training else config.evaluate.max_sequences
@@ -159,7 +168,7 @@ class Evaluator:
                 self.run.append_event(Damaged(stage="evaluate", step=step, reason=str(error)))
             raise
         check_identity(checkpoint_manifest, self.identity)
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.task.named_weights(self.model)}
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.task.saved_weights(self.model)}
         load_checkpoint(weights, checkpoint, self.group)
         metrics = self.measure(step)
         if metrics is None:

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from pipeline.config.sections import ModelConfig
 from pipeline.config.types import YARN_BETA_FAST, YARN_BETA_SLOW, RopeScaling
 from pipeline.model.attention import KeyRanges
-from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters
+from pipeline.model.spec import EMBEDDING, LM_HEAD, ParameterSpec, block_parameters, is_adapter_name
 from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.tensor_parallel import Replicated, VocabParallelEmbedding
@@ -638,10 +638,10 @@ class Decoder(nn.Module):
 def init_weights(model: Decoder, seed: int | None, std: float, device: torch.device | str = "cpu") -> None:
     """Set all parameters and the rotary tables in place. If a parameter is a DTensor, set only this rank's shard.
 
-    Norm weights are 1 and biases are 0. Other weights are sampled from a normal distribution with mean 0 and standard
-    deviation `std`. Projections that write to the residual stream have the standard deviation std / sqrt(2 * layers),
-    because the stream is the sum of the outputs of 2 * layers such projections (Radford et al., "Language Models are
-    Unsupervised Multitask Learners", 2019, section 2.3).
+    Norm weights are 1, and biases and adapters are 0. Other weights are sampled from a normal distribution with mean 0
+    and standard deviation `std`. Projections that write to the residual stream have the standard deviation std /
+    sqrt(2 * layers), because the stream is the sum of the outputs of 2 * layers such projections (Radford et al.,
+    "Language Models are Unsupervised Multitask Learners", 2019, section 2.3).
 
     Initial weights depend only on the seed, the parameter's name and the position in the parameter. Each parameter is
     sampled separately and whole, by a generator that is seeded with the seed and the name (:func:`parameter_seed`). A
@@ -658,6 +658,9 @@ def init_weights(model: Decoder, seed: int | None, std: float, device: torch.dev
     model.model.rotary.reset()
     residual_std = std / math.sqrt(2 * model.config.layers)
     for name, parameter in model.named_weights():
+        if is_adapter_name(name):
+            parameter.zero_()
+            continue
         if seed is None or parameter.ndim == 1:
             parameter.fill_(0.0 if seed is None or name.endswith(".bias") else 1.0)
             continue

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import add_checksum, sha256_file, translate_read_errors, write_json
@@ -35,9 +35,11 @@ from pipeline.config.hugging_face import (
     read_token_ids,
     read_tokenizer_files,
 )
+from pipeline.config.sections import ModelMetadata
+from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.decoder import local_slices, local_tensor
 from pipeline.model.spec import LM_HEAD
-from pipeline.model.task import Task
+from pipeline.model.task import Task, make_task
 from pipeline.run.directory import Run
 
 TensorSpecs = dict[str, tuple[list[int], str]]
@@ -57,6 +59,12 @@ class OpenWeights:
     write_source: Callable[[], object] = lambda: None
     """Function that writes `source.json` once all files are hashed. All ranks call it after copying their weights."""
 
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, in the type in which it is stored."""
+        with open_inside(self.folder, self.files[name]) as path, safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
     @torch.no_grad()
     def copy_into(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Copy this rank's part of each tensor to its parameter and convert it to the parameter's type.
@@ -71,10 +79,19 @@ class OpenWeights:
                     part.copy_(file.get_slice(name)[local_slices(parameter)])
 
 
-def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> OpenWeights | None:
+def open_initial_weights(
+    run: Run, task: Task, group: dist.ProcessGroup, *, is_first_start: bool = True
+) -> OpenWeights | None:
     """Open the folder with the decoder's initial weights (`model.init_from`); return None if the weights are sampled.
 
-    All ranks of the Gloo `group` must call this. All of them raise UserError if:
+    Args:
+        run: the run.
+        task: builds the model.
+        group: a Gloo group. All its ranks must call this function.
+        is_first_start: whether to hash the files, and to write `source.json` (`OpenWeights.write_source`). Later, it is
+            enough that sizes and modification times of the files are unchanged.
+
+    All ranks raise UserError if:
 
     - the folder has changed since the run was created,
     - a file is not a safetensors file,
@@ -95,27 +112,16 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
 
     def read_headers_of_rank() -> dict[str, TensorSpecs]:
         """Check that the folder has not changed, and read the headers of this rank's share of the weight files."""
-        with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
-            if sha256_file(file) != metadata.init_sha256:
-                raise UserError(
-                    "model.folder_changed",
-                    f"{folder / CONFIG_FILE} has changed since this run was created from it: start a new run",
-                )
-        names = list_weight_files(folder)[rank::world_size]
-        # None: an older version, which did not record this hash, created the run.
-        if metadata.init_files not in (None, hash_weight_stats(folder)):
-            raise UserError(
-                "model.folder_changed",
-                f"{folder}: the size or modification time of a weight file has changed since this run was created from "
-                "it: start a new run",
-            )
-        return {name: read_tensor_specs(folder, name) for name in names}
+        _check_unchanged(folder, metadata)
+        return {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)[rank::world_size]}
 
     specs_by_file: dict[str, TensorSpecs] = {}
     for specs_of_rank in all_gather_results(group, read_headers_of_rank):
         specs_by_file |= specs_of_rank
-    parameters = dict(task.named_weights(task.build(range(model.layers))))
+    parameters = dict(task.base_weights(task.build(range(model.layers))))
     weights = match_tensors(folder, specs_by_file, parameters, is_tied=model.tie_word_embeddings)
+    if not is_first_start:
+        return weights
     threads = ThreadPoolExecutor(4)  # The threads continue while the caller copies the weights.
     pending_hashes = {name: threads.submit(hash_file, name) for name in sorted(specs_by_file)[rank::world_size]}
 
@@ -131,6 +137,57 @@ def open_initial_weights(run: Run, task: Task, group: dist.ProcessGroup) -> Open
         )
 
     return replace(weights, write_source=write_source)
+
+
+def open_unchanged_folder(run: Run, parameters: Mapping[str, nn.Parameter]) -> OpenWeights:
+    """Open the folder in `model.init_from`, in one process.
+
+    Args:
+        run: the run, whose config has `model.init_from`.
+        parameters: the parameters of the whole model without adapters, by name.
+
+    Raises:
+        UserError: as :func:`open_initial_weights` does.
+    """
+    folder = run.config.model.init_from
+    assert folder is not None
+    _check_unchanged(folder, run.config.metadata.model)
+    specs_by_file = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
+    return match_tensors(folder, specs_by_file, parameters, is_tied=run.config.model.tie_word_embeddings)
+
+
+def open_base_weights(run: Run) -> tuple[Callable[[str], Tensor], dict[str, list[int]]]:
+    """Return a function that reads a weight of the model to which a run adds an adapter, and the shapes of all weights.
+
+    Raises UserError as :func:`open_initial_weights` does.
+    """
+    task = make_task(run, load_run_manifest(run))
+    model = task.build(range(run.config.model.layers))
+    parameters = dict(task.base_weights(model))
+    shapes = {name: list(weight.shape) for name, weight in parameters.items()}
+    if run.config.model.target is None:
+        return open_unchanged_folder(run, parameters).read, shapes
+    model.to_empty(device="cpu")
+    task.init_weights(model, torch.device("cpu"))
+    weights = dict(task.base_weights(model))
+    return lambda name: weights[name].detach(), shapes
+
+
+def _check_unchanged(folder: Path, metadata: ModelMetadata) -> None:
+    """Raise UserError if config.json, or size or modification time of a weight file, is not as in `metadata`."""
+    with translate_read_errors(str(folder / CONFIG_FILE)), open_inside(folder, CONFIG_FILE) as file:
+        if sha256_file(file) != metadata.init_sha256:
+            raise UserError(
+                "model.folder_changed",
+                f"{folder / CONFIG_FILE} has changed since this run was created from it: start a new run",
+            )
+    # None: an older version, which did not record this hash, created the run.
+    if metadata.init_files not in (None, hash_weight_stats(folder)):
+        raise UserError(
+            "model.folder_changed",
+            f"{folder}: the size or modification time of a weight file has changed since this run was created from "
+            "it: start a new run",
+        )
 
 
 def _write_source(run: Run, folder: Path, hashes: Mapping[str, str]) -> None:

@@ -9,15 +9,21 @@ description with the built decoder.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from textwrap import shorten
 from typing import NamedTuple
 
-from pipeline.config.sections import ModelConfig
+from pipeline.base.errors import UserError
+from pipeline.config.sections import AdapterConfig, ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 """Name of the output layer's weight. It may be tied to the embedding."""
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
+"""Endings of the names of an adapter's parameters."""
 
 
 class ParameterSpec(NamedTuple):
@@ -64,6 +70,11 @@ class ParameterSpec(NamedTuple):
         return math.ceil(self.shape[0] / ranks) * math.prod(self.shape[1:])
 
 
+def is_adapter_name(name: str) -> bool:
+    """Return whether this is the name of a parameter of an adapter (pipeline/model/lora.py)."""
+    return name.endswith((LORA_A, LORA_B))
+
+
 def query_width(model: ModelConfig) -> int:
     """Return the total width of all query heads."""
     return model.heads * model.head_size
@@ -97,7 +108,35 @@ def block_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     yield ParameterSpec(f"{prefix}.post_attention_layernorm.weight", (model.dim,))
 
 
-def decoder_parameters(model: ModelConfig, vocab_size: int, layers: range | None = None) -> Iterator[ParameterSpec]:
+def list_layers(model: ModelConfig) -> list[str]:
+    """Return the names of the decoder's linear layers that may have adapters: those of the blocks."""
+    parameters = (parameter for layer in range(model.layers) for parameter in block_parameters(model, layer))
+    return [parameter.name.removesuffix(".weight") for parameter in parameters if parameter.is_matrix]
+
+
+def check_targets(adapter: AdapterConfig, layers: Sequence[str]) -> None:
+    """Raise UserError if a pattern of `adapter.targets` matches none of the names `layers`."""
+    for pattern in adapter.targets:
+        if not any(fnmatchcase(layer, pattern) for layer in layers):
+            names = shorten(", ".join(layers), 300, placeholder=" …") or "none"
+            message = f"adapter.targets: {pattern!r} matches no linear layer; the linear layers are {names}"
+            raise UserError("model.no_such_layer", message)
+
+
+def adapter_parameters(model: ModelConfig, adapter: AdapterConfig, layer: int) -> Iterator[ParameterSpec]:
+    """Yield the parameters of the adapters of one block."""
+    for parameter in block_parameters(model, layer):
+        module = parameter.name.removesuffix(".weight")
+        if parameter.is_matrix and any(fnmatchcase(module, pattern) for pattern in adapter.targets):
+            outputs, inputs = parameter.shape
+            tp_dim = parameter.tp_dim
+            yield ParameterSpec(module + LORA_A, (adapter.rank, inputs), 1 if tp_dim == 1 else None)
+            yield ParameterSpec(module + LORA_B, (outputs, adapter.rank), 0 if tp_dim == 0 else None)
+
+
+def decoder_parameters(
+    model: ModelConfig, vocab_size: int, layers: range | None = None, adapter: AdapterConfig | None = None
+) -> Iterator[ParameterSpec]:
     """Yield the parameters of the decoder, or of the model part with the blocks `layers`.
 
     The part with the first block has the embedding. The part with the last block has the last norm and the output
@@ -111,6 +150,8 @@ def decoder_parameters(model: ModelConfig, vocab_size: int, layers: range | None
         yield ParameterSpec(EMBEDDING, (vocab_size, model.dim), 0)
     for layer in layers:
         yield from block_parameters(model, layer)
+        if adapter is not None:
+            yield from adapter_parameters(model, adapter, layer)
     if is_last:
         yield ParameterSpec(FINAL_NORM, (model.dim,))
     if is_last and not (model.tie_word_embeddings and is_first):

@@ -34,6 +34,7 @@ from pipeline.config.user_model import LENGTHS_ARRAY, UNREAD_OPTIONS, UserModel
 from pipeline.data.loader import Batch
 from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, Manifest, SampleManifest
 from pipeline.data.samples import SampleDataset
+from pipeline.model import lora
 from pipeline.model.decoder import (
     IGNORE_INDEX,
     Decoder,
@@ -44,7 +45,7 @@ from pipeline.model.decoder import (
     sample_initial_values,
     write_parameter,
 )
-from pipeline.model.spec import training_flops_per_token
+from pipeline.model.spec import check_targets, is_adapter_name, training_flops_per_token
 from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.mesh import Layout
 from pipeline.run.directory import Run
@@ -121,11 +122,31 @@ class Task(ABC):
 
     @abstractmethod
     def init_weights(self, part: Any, device: torch.device, sample: bool = True) -> None:
-        """Set all initial weights in place. They are sampled on `device`; if `sample` is False, they are 0."""
+        """Set all initial weights in place. They are sampled on `device`; if `sample` is False, they are 0.
+
+        The weights of adapters are 0 (see `init_adapters`).
+        """
 
     @abstractmethod
     def named_weights(self, part: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each parameter with its name in the whole model."""
+
+    def base_weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter that belongs to no adapter, with its name in the whole model."""
+        return ((name, weight) for name, weight in self.named_weights(part) if not is_adapter_name(name))
+
+    def saved_weights(self, part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter that checkpoints contain: those of adapters if there are any, otherwise all."""
+        saves_all = self.config.adapter is None
+        return ((name, weight) for name, weight in self.named_weights(part) if saves_all or is_adapter_name(name))
+
+    @torch.no_grad()
+    def init_adapters(self, part: nn.Module, device: torch.device) -> None:
+        """Set the initial weights of all adapters in place. They are sampled on `device`."""
+        for name, weight in self.named_weights(part):
+            if is_adapter_name(name):
+                generator = torch.Generator(device=device).manual_seed(parameter_seed(self.config.run.seed, name))
+                write_parameter(lora.sample_adapter(name, weight.shape, generator), weight)
 
     def split_micro_batches(self, batch: Batch, size: int) -> Sequence[Batch]:
         """Split the batch into micro-batches of `size` samples."""
@@ -237,6 +258,7 @@ class DecoderTask(Task):
         """Build the part of the decoder that has these blocks, on the `meta` device."""
         with torch.device("meta"):
             part = Decoder(self.config.model, self.vocab_size, self.config.data.sequence_length, layers)
+        lora.add_adapters(part, self.config.adapter, DTYPES.get(self.config.train.precision))
         part.model.context = self.context
         part.compute_dtype = DTYPES.get(self.config.train.precision)
         if part.lm_head is not None and self.config.train.loss_chunk is not None:
@@ -280,7 +302,8 @@ class DecoderTask(Task):
         layer computes the loss without returning logits.
         """
         shard_logits = self.config.parallel.loss_parallel and self.config.train.loss_chunk is None
-        apply_tensor_parallel(part, mesh, sequence_parallel=layout.sequence_parallel, shard_logits=shard_logits)
+        with lora.adapters_set_aside(part, mesh):
+            apply_tensor_parallel(part, mesh, sequence_parallel=layout.sequence_parallel, shard_logits=shard_logits)
 
     def init_weights(self, part: Decoder, device: torch.device, sample: bool = True) -> None:
         """Set all initial weights in place; move the rotary tables to `device`."""
@@ -448,7 +471,11 @@ class CustomModelTask(Task):
     def build(self, layers: range) -> nn.Module:
         """Build the part with these blocks. Raises UserError as :func:`build_user_model` does."""
         part = build_user_model(self.user_model.target, self.user_module, self.options, layers)
-        if (dtype := DTYPES.get(self.config.train.precision)) is not None:
+        dtype = DTYPES.get(self.config.train.precision)
+        if self.config.adapter is not None:
+            check_targets(self.config.adapter, lora.list_layers(part))
+        lora.add_adapters(part, self.config.adapter, dtype)
+        if dtype is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             part.forward = torch.autocast(device, dtype)(part.forward)
         return part
@@ -463,7 +490,8 @@ class CustomModelTask(Task):
 
     def apply_tensor_parallel(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         """Parallelize the part with the user module's `tensor_plan`. Raises UserError if the plan omits a parameter."""
-        parallelize_module(part, mesh, self.user_module.tensor_plan(self.options))
+        with lora.adapters_set_aside(part, mesh):
+            parallelize_module(part, mesh, self.user_module.tensor_plan(self.options))
         for name, parameter in part.named_parameters():
             if not isinstance(parameter, DTensor):
                 raise UserError(
@@ -485,7 +513,7 @@ class CustomModelTask(Task):
                 child._buffers |= {name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()}
                 child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
-            if sample:
+            if sample and not is_adapter_name(name):
                 write_parameter(self._sample_parameter(name, parameter.shape, device), parameter)
             else:
                 parameter.zero_()

@@ -638,6 +638,7 @@ def _find_pipeline_misfits(config: Config, micro_batches: int) -> Iterator[Probl
         conflicts = {
             "train.compile": config.train.compile,
             "optimizer.freeze (torch would lose gradients): use 1f1b or interleaved_1f1b": config.optimizer.freeze,
+            "adapter (torch would lose gradients): use 1f1b or interleaved_1f1b": config.adapter is not None,
             "parallel.activation_checkpointing selective: use full or none": parallel.activation_checkpointing
             == "selective",
             "parallel.zero 3 (torch would lose gradients): use 1 or 2": parallel.zero == 3,

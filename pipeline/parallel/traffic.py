@@ -19,9 +19,14 @@ from pipeline.model.spec import (
     FINAL_NORM,
     LM_HEAD,
     ParameterSpec,
+    adapter_parameters,
     block_parameters,
+    check_targets,
+    count_block_parameters,
     decoder_parameters,
+    is_adapter_name,
     key_value_width,
+    list_layers,
 )
 from pipeline.parallel.mesh import Layout
 
@@ -29,7 +34,7 @@ from pipeline.parallel.mesh import Layout
 def list_rank_parameters(config: Config, layout: Layout, pp_rank: int, vocab: int) -> Iterator[ParameterSpec]:
     """Yield the parameters of a rank at position `pp_rank` of the pipeline, as tensor parallelism shards them."""
     for stage in layout.stages_on_pipeline_rank(pp_rank):
-        for parameter in decoder_parameters(config.model, vocab, layout.stage_layers[stage]):
+        for parameter in decoder_parameters(config.model, vocab, layout.stage_layers[stage], config.adapter):
             yield parameter.local_shard(layout.tp)
 
 
@@ -47,12 +52,12 @@ class AxisTraffic(NamedTuple):
 
 
 class TrainedParameters(NamedTuple):
-    """The parameters that are trained: all parameters that `optimizer.freeze` does not match."""
+    """The parameters that are trained: those of adapters, or all parameters that `optimizer.freeze` does not match."""
 
     names: frozenset[str]
     """Names of the trained parameters."""
     block_shares: tuple[float, ...]
-    """For each block, the share of its elements that is trained."""
+    """For each block, the number of its trained elements, divided by the number of its elements without adapters."""
     first_block: int
     """The first block that needs a backward pass.
 
@@ -62,8 +67,21 @@ class TrainedParameters(NamedTuple):
 
 
 def find_trained_parameters(config: Config) -> TrainedParameters:
-    """Return which parameters of the decoder are trained. The result does not depend on the layout."""
-    sizes = tuple((p.name.removeprefix("model.layers.0"), p.numel) for p in block_parameters(config.model, 0))
+    """Return which parameters of the decoder are trained. The result does not depend on the layout.
+
+    Raises UserError if a pattern of `adapter.targets` matches no layer.
+    """
+    model = config.model
+    if config.adapter is not None:
+        check_targets(config.adapter, list_layers(model))
+        blocks = [list(adapter_parameters(model, config.adapter, layer)) for layer in range(model.layers)]
+        total = count_block_parameters(model)
+        return TrainedParameters(
+            names=frozenset(parameter.name for block in blocks for parameter in block),
+            block_shares=tuple(sum(parameter.numel for parameter in block) / total for block in blocks),
+            first_block=next((layer for layer, block in enumerate(blocks) if block), model.layers + 1),
+        )
+    sizes = tuple((p.name.removeprefix("model.layers.0"), p.numel) for p in block_parameters(model, 0))
     return _find_trained(tuple(config.optimizer.freeze), config.model.layers, sizes)
 
 
@@ -90,6 +108,17 @@ def _find_trained(freeze: tuple[str, ...], layers: int, sizes: tuple[tuple[str, 
 def stored_weight_bytes(config: Config) -> int:
     """Return the bytes per element in which weights are stored between steps; their gradients have the same type."""
     return 2 if config.optimizer.state.master == "none" else 4
+
+
+def weight_bytes(config: Config, parameter: ParameterSpec) -> int:
+    """Return the bytes per element in which a parameter is stored between steps.
+
+    With adapters, the matrices of the blocks are stored in the type in which they are multiplied.
+    """
+    is_frozen_matrix = parameter.is_matrix_in_block and not is_adapter_name(parameter.name)
+    if config.adapter is not None and is_frozen_matrix and config.train.precision != "fp32":
+        return 2
+    return stored_weight_bytes(config)
 
 
 def residual_stream_bytes(config: Config, layout: Layout) -> int:

@@ -58,7 +58,8 @@ def write_card(run: Run, folder: Path, step: int, result: Mapping[str, Any] | No
     metrics = {} if result is None else get_metrics_without_errors(result)
     front_matter: dict[str, Any] = {"license": settings.license} if settings.license else {}
     if config.model.target is None:
-        front_matter |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+        library = "transformers" if config.adapter is None else "peft"
+        front_matter |= {"library_name": library, "pipeline_tag": "text-generation"}
     # The name of the base model on the Hub is known only if `init_from` is a folder of the Hub's cache.
     if match := re.search(r"models--([^/]+)--([^/]+)", str(config.model.init_from)):
         front_matter["base_model"] = "/".join(match.groups())

@@ -3,6 +3,10 @@
     model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json      (not for custom models)
 
+The checkpoint of an adapter is written in peft's format, unless it is merged into the weights of the model:
+
+    adapter_model.safetensors, adapter_config.json, tokenizer.json, tokenizer_config.json
+
 One process without a GPU or process group reads and writes a few tensors at a time. Memory therefore does not grow with
 the model. Meanwhile, another thread verifies the hashes of the checkpoint. The files are written to a temporary folder.
 If all hashes are right and all files are synced, this folder is renamed to DIR. A killed export leaves only a folder
@@ -15,12 +19,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeline.base.errors import UserError
@@ -41,7 +47,9 @@ from pipeline.config.hugging_face import (
 from pipeline.data.manifest import Manifest
 from pipeline.data.special_tokens import load_tokenizer
 from pipeline.data.verify_shards import load_run_manifest
-from pipeline.model.spec import EMBEDDING
+from pipeline.model import lora
+from pipeline.model.open_weights import open_base_weights
+from pipeline.model.spec import EMBEDDING, LORA_A, LORA_B
 from pipeline.run.directory import Run
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -50,9 +58,16 @@ TYPES = {"fp32": (torch.float32, "F32", "float32"), "bf16": (torch.bfloat16, "BF
 """Value of the option `--dtype` → the torch data type, and its names in safetensors and in config.json."""
 _PREFIX = "model."
 """Prefix of the names of weights in a checkpoint."""
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+"""Prefix of the names of weights in `ADAPTER_FILE`."""
+
+Read = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
+"""A function that yields the weights with these names, in the same order."""
 
 
-def export_checkpoint(run: Run, folder: Path, step: str | None, dtype: str) -> str:
+def export_checkpoint(run: Run, folder: Path, step: str | None, dtype: str, *, merge: bool = False) -> str:
     """Export one checkpoint to a new folder and return a description of the result.
 
     Args:
@@ -60,6 +75,7 @@ def export_checkpoint(run: Run, folder: Path, step: str | None, dtype: str) -> s
         folder: the new folder.
         step: the step of the checkpoint; None for the newest checkpoint.
         dtype: a key of `TYPES`.
+        merge: whether to add the adapter of the checkpoint to the weights of the model.
 
     Raises:
         UserError: if `folder` exists, or if no supported model family has the features of this model.
@@ -67,11 +83,13 @@ def export_checkpoint(run: Run, folder: Path, step: str | None, dtype: str) -> s
     """
     if folder.exists():
         raise UserError("export.folder_exists", f"{folder} exists already: name a new folder, or remove it")
+    if merge and run.config.adapter is None:
+        raise UserError("cli.conflict", f"--merge: {run.name} trains no adapter, but all weights: remove --merge")
     with create_folder_atomically(folder) as temporary:
-        return f"{folder}: {write_model_files(run, temporary, step, dtype)}"
+        return f"{folder}: {write_model_files(run, temporary, step, dtype, merge=merge)}"
 
 
-def write_model_files(run: Run, folder: Path, step: str | None, dtype: str) -> str:
+def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, merge: bool = False) -> str:
     """Write the exported files to an existing empty folder and return a description of the result.
 
     The other arguments and the errors are as in `export_checkpoint`.
@@ -84,12 +102,23 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str) -> s
         if isinstance(metadata, TensorStorageMetadata) and name.startswith(_PREFIX)
     }
     notes: Sequence[str] = ()
+    read: Read = partial(_read_checkpoint, checkpoint)
+    single_file, prefix = SINGLE_WEIGHTS_FILE, ""
     with ThreadPoolExecutor(1) as executor:
         verification = executor.submit(verify_checkpoint_files, checkpoint, manifest)  # takes as long as the export
         try:
+            if merge:
+                shapes, read = _merge_adapter(run, shapes, read)
+            elif run.config.adapter is not None:
+                single_file, prefix = ADAPTER_FILE, _PEFT_PREFIX
+                write_json(folder / ADAPTER_CONFIG, _build_adapter_config(run, shapes))
             if run.config.model.target is None:
-                notes = _write_config_and_tokenizer(run, folder, shapes[EMBEDDING][0], dtype)
-            total_bytes = _write_weights(folder, shapes, checkpoint, dtype)
+                vocab_size = run.config.model.vocab_size or shapes[EMBEDDING][0]
+                notes = _write_config_and_tokenizer(run, folder, vocab_size, dtype)
+            if run.config.adapter is not None and not merge:  # peft would load a model from this folder.
+                for name in (CONFIG_FILE, GENERATION_CONFIG):
+                    (folder / name).unlink(missing_ok=True)
+            total_bytes = _write_weights(folder, shapes, read, dtype, single_file, prefix)
         finally:
             verification.result()  # if the checkpoint is damaged, this error explains any other error
     summary = f"{len(shapes)} tensors, {total_bytes:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
@@ -144,8 +173,74 @@ def _make_compatible(text: str) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Path, dtype: str) -> int:
-    """Write the files of weights and, if there are several files, their index. Return the bytes of all weights."""
+def _read_checkpoint(checkpoint: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint with these names."""
+    for name, tensor in iterate_tensors(checkpoint, [_PREFIX + name for name in names]):
+        yield name.removeprefix(_PREFIX), tensor
+
+
+def _merge_adapter(run: Run, shapes: Mapping[str, list[int]], read: Read) -> tuple[dict[str, list[int]], Read]:
+    """Return the shapes of the weights of the model, and a function that reads them with the adapter added.
+
+    Args:
+        run: the run.
+        shapes: the shapes of the weights of the adapter.
+        read: yields the weights of the adapter.
+    """
+    adapter = run.config.adapter
+    assert adapter is not None
+    read_base, base_shapes = open_base_weights(run)
+
+    def read_merged(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the merged weights with these names."""
+        for name in names:
+            weight = read_base(name)
+            matrices = [name.removesuffix(".weight") + ending for ending in (LORA_A, LORA_B)]
+            if matrices[0] in shapes:
+                (_, a_RI), (_, b_OR) = read(matrices)
+                weight = lora.merge(weight, a_RI, b_OR, adapter)
+            yield name, weight
+
+    return base_shapes, read_merged
+
+
+def _build_adapter_config(run: Run, names: Iterable[str]) -> dict[str, Any]:
+    """Return the content of peft's adapter_config.json.
+
+    Args:
+        run: the run.
+        names: the names of the weights of the adapter.
+    """
+    adapter = run.config.adapter
+    assert adapter is not None
+    modules = sorted({name.removesuffix(LORA_A) for name in names if name.endswith(LORA_A)}, key=_natural_sort_key)
+    # peft adds adapters to all layers whose names end with one of `target_modules`.
+    ends = sorted({module.rpartition(".")[2] for module in modules})
+    if run.config.model.target is not None or len(modules) != len(ends) * run.config.model.layers:
+        ends = modules
+    base = run.config.model.init_from
+    alpha = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if run.config.model.target is None else None,
+        "base_model_name_or_path": None if base is None else str(base), "r": adapter.rank, "lora_alpha": alpha,
+        "lora_dropout": adapter.dropout, "target_modules": ends, "bias": "none", "fan_in_fan_out": False,
+        "inference_mode": True, "modules_to_save": None,
+    }  # fmt: skip
+
+
+def _write_weights(
+    folder: Path, shapes: Mapping[str, list[int]], read: Read, dtype: str, single_file: str, prefix: str
+) -> int:
+    """Write the files of weights and, if there are several files, their index. Return the bytes of all weights.
+
+    Args:
+        folder: the folder.
+        shapes: name → shape.
+        read: yields the weights.
+        dtype: a key of `TYPES`.
+        single_file: the name of the file if there is only one.
+        prefix: what precedes each name in the files.
+    """
     torch_dtype, safetensors_dtype, _ = TYPES[dtype]
     sizes = {name: torch_dtype.itemsize * torch.Size(shape).numel() for name, shape in shapes.items()}
     names_by_file: list[list[str]] = [[]]  # for each file, the names of its tensors
@@ -156,12 +251,11 @@ def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Pa
     count = len(names_by_file)
     total_bytes = sum(sizes.values())
     files = [
-        f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else SINGLE_WEIGHTS_FILE
-        for number in range(1, count + 1)
+        f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else single_file for number in range(1, count + 1)
     ]
     for file, names in zip(files, names_by_file, strict=True):
         tensors = {name: (safetensors_dtype, shapes[name], sizes[name]) for name in names}
-        _write_weights_file(folder / file, tensors, checkpoint, torch_dtype)
+        _write_weights_file(folder / file, tensors, read, torch_dtype, prefix)
     if count > 1:
         weight_map = {name: file for file, names in zip(files, names_by_file, strict=True) for name in names}
         write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
@@ -169,7 +263,7 @@ def _write_weights(folder: Path, shapes: Mapping[str, list[int]], checkpoint: Pa
 
 
 def _write_weights_file(
-    file: Path, tensors: Mapping[str, tuple[str, list[int], int]], checkpoint: Path, dtype: torch.dtype
+    file: Path, tensors: Mapping[str, tuple[str, list[int], int]], read: Read, dtype: torch.dtype, prefix: str
 ) -> None:
     """Write one safetensors file: the length of the header (8 bytes, little-endian), the header (JSON) and the tensors.
 
@@ -177,20 +271,21 @@ def _write_weights_file(
 
     Args:
         file: the new file.
-        tensors: name without `_PREFIX` → data type in safetensors, shape, and size in bytes.
-        checkpoint: the folder of the checkpoint.
+        tensors: name → data type in safetensors, shape, and size in bytes.
+        read: yields the tensors.
         dtype: the type to which tensors are converted.
+        prefix: what precedes each name in the file.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (safetensors_dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": safetensors_dtype, "shape": shape, "data_offsets": [end, end + size]}
+        header[prefix + name] = {"dtype": safetensors_dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
     header_bytes = json.dumps(header, separators=(",", ":")).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)  # spaces align the tensors to 8 bytes
     with open(file, "wb") as stream:
         stream.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
-        for _, tensor in iterate_tensors(checkpoint, [_PREFIX + name for name in tensors]):
+        for _, tensor in read(list(tensors)):
             stream.write(tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
         stream.flush()
         os.fsync(stream.fileno())

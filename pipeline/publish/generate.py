@@ -48,7 +48,8 @@ from pipeline.data.special_tokens import (
 )
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.decoder import Decoder, init_weights
-from pipeline.model.open_weights import match_tensors, read_tensor_specs
+from pipeline.model.lora import add_adapters
+from pipeline.model.open_weights import match_tensors, open_unchanged_folder, read_tensor_specs
 from pipeline.model.spec import EMBEDDING
 from pipeline.run.directory import Run
 
@@ -177,11 +178,19 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
     assert isinstance(manifest, Manifest)
     ids, end_of_turn_ids = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _find_template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
-    tensors = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-    vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
-    model = _allocate(_build_decoder(run.config.model, vocab_size, ids, max_tokens), run.config.model)
-    weights = {f"model.{name}": weight.detach() for name, weight in model.named_weights()}
-    load_checkpoint(weights, checkpoint, group=None)
+    vocab_size = run.config.model.vocab_size
+    if vocab_size is None:
+        tensors = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+        vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
+    model = _build_decoder(run.config.model, vocab_size, ids, max_tokens)
+    base = dict(model.named_weights())
+    add_adapters(model, run.config.adapter)
+    _allocate(model, run.config.model)
+    saved = dict(model.named_weights())
+    if run.config.adapter is not None:  # The checkpoint has only the adapter.
+        open_unchanged_folder(run, base).copy_into((name, saved[name]) for name in base)
+        saved = {name: weight for name, weight in saved.items() if name not in base}
+    load_checkpoint({f"model.{name}": weight.detach() for name, weight in saved.items()}, checkpoint, group=None)
     return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *end_of_turn_ids], ids
 
 

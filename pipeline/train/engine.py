@@ -202,9 +202,13 @@ class Engine:
             )
         # `task.build` creates the parameters on the meta device, without memory. Now each rank allocates its shards.
         part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
-        task.init_weights(part, self.world.device, self._needs_initial_weights and source is None)
+        # Checkpoints do not contain the weights to which adapters are added. A custom model samples them again.
+        samples_again = config.adapter is not None and config.model.target is not None
+        task.init_weights(part, self.world.device, source is None and (self._needs_initial_weights or samples_again))
         if source is not None:
-            source.copy_into(task.named_weights(part))
+            source.copy_into(task.base_weights(part))
+        if self._needs_initial_weights:
+            task.init_adapters(part, self.world.device)
         return part
 
     def reset_shapes(self) -> None:
@@ -469,7 +473,8 @@ class Engine:
     def state_dict(self) -> StateDict:
         """Return this rank's weights and optimizer state, by names that do not depend on the layout.
 
-        The tensors are not copies: to load a checkpoint, fill them in place.
+        With adapters, only their weights are returned. The tensors are not copies: to load a checkpoint, fill them in
+        place.
         """
         state: StateDict = {}
         # An optimizer of the user creates its state in its first step. A checkpoint can only be loaded into existing
@@ -478,7 +483,7 @@ class Engine:
             initialize_custom_state(self.optimizer)
             self._has_placeholder_state = True
         for part in self.parts:
-            for name, parameter in self.task.named_weights(part):
+            for name, parameter in self.task.saved_weights(part):
                 # In a V schedule, a rank has the first and the last stage, which both have the tied embedding.
                 if f"model.{name}" not in state:
                     state[f"model.{name}"] = parameter.detach()
@@ -511,7 +516,9 @@ class Engine:
             model: the target, on all ranks. Its parameters may be sharded.
             group: a Gloo group of all ranks.
         """
-        state, _ = self.checkpoint_state()
+        base = [weight for part in self.parts for weight in self.task.base_weights(part)]
+        state = {f"model.{name}": parameter.detach() for name, parameter in base}
+        state |= self.checkpoint_state()[0]
         sending_ranks: dict[str, int] = {}
         if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts the parameter to all ranks.
             names_by_rank = all_gather_results(group, lambda: list(state))

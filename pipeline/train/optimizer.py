@@ -674,17 +674,23 @@ def compute_total_norm(gradients: list[Tensor]) -> Tensor:
 def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
     """Return the names of all frozen parameters of the full model, including parameters that only other ranks have.
 
+    If the model has adapters, all other parameters are frozen.
+
     Args:
         patterns: the config key `optimizer.freeze`: names of parameters, with wildcards as in `fnmatch`.
         task: builds the model.
 
     Raises:
-        UserError: if a pattern matches no parameter, or if every parameter matches a pattern.
+        UserError: if a pattern matches no parameter, or if no parameter would be trained.
     """
-    if not patterns:
+    has_adapters = task.config.adapter is not None
+    if not patterns and not has_adapters:
         return set()
-    all_layers = range(task.config.model.layers)
-    return _match_patterns(patterns, [name for name, _ in task.named_weights(task.build(all_layers))])
+    model = task.build(range(task.config.model.layers))
+    names = [name for name, _ in task.named_weights(model)]
+    if has_adapters:
+        return {name for name, _ in task.base_weights(model)}
+    return _match_patterns(patterns, names)
 
 
 def check_freeze(patterns_json: str, model_json: str) -> None:

@@ -13,6 +13,7 @@ from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step, read_early_stop
 from pipeline.data.manifest import count_training_steps, format_amount_read, format_training_length
+from pipeline.model.spec import check_targets, list_layers
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import call_in_child_process
 from pipeline.run.directory import Run
@@ -104,14 +105,17 @@ def resume_note(run: Run) -> str | None:
 
 
 def check_inputs(run: Run) -> None:
-    """Raise UserError if a pattern of `optimizer.freeze` matches no parameter of the decoder, or if all are frozen.
+    """Raise UserError if a pattern of `optimizer.freeze` or of `adapter.targets` has no effect, or if all is frozen.
 
     A child process checks the patterns, because this process must not import torch. If the user's module defines the
     model, nothing is checked here.
     """
-    if run.config.optimizer.freeze and run.user_model is None:
-        patterns = json.dumps(run.config.optimizer.freeze)
-        model = run.config.model.model_dump_json()
+    config = run.config
+    if config.adapter is not None and run.user_model is None:
+        check_targets(config.adapter, list_layers(config.model))
+    if config.optimizer.freeze and run.user_model is None:
+        patterns = json.dumps(config.optimizer.freeze)
+        model = config.model.model_dump_json()
         call_in_child_process("pipeline.train.optimizer", "check_freeze", patterns, model)
 
 

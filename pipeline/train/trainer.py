@@ -52,6 +52,7 @@ from pipeline.data.sample_order import (
 from pipeline.data.samples import DocumentEnds, MappedDataset, SampleDataset, TokenDataset
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
+from pipeline.model.lora import hash_weights
 from pipeline.model.open_weights import open_initial_weights
 from pipeline.model.spec import count_windows
 from pipeline.model.task import DecoderTask, make_task
@@ -262,7 +263,10 @@ class Trainer:
         source = None
         if from_scratch:
             groups.all_gather_results(self.checkpointer.group, self._check_no_checkpoint_is_missing)
-            source = open_initial_weights(self.run, self.task, self.checkpointer.group)
+        if (
+            from_scratch or self.config.adapter is not None
+        ):  # Checkpoints of an adapter do not contain the open weights.
+            source = open_initial_weights(self.run, self.task, self.checkpointer.group, is_first_start=from_scratch)
         engine = Engine(
             self.config,
             self.layout,
@@ -276,6 +280,9 @@ class Trainer:
             source.write_source()
         # The hash of the open weights is known only now, because `write_source` has just written it to the run.
         self.checkpointer.manifest_entries |= compute_source_identity(self.run)
+        if self.config.adapter is not None and self.config.model.target is not None:
+            base = (weight for part in engine.parts for weight in self.task.base_weights(part))
+            self.checkpointer.manifest_entries["base_hash"] = hash_weights(base, self.checkpointer.group)
         return engine
 
     def _check_no_checkpoint_is_missing(self) -> None:

@@ -1044,7 +1044,7 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         ),
         (Policy.INCREASABLE, "train.steps train.epochs"),
         (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.verify"),
-        (Policy.SWEEPABLE, "run.seed model train optimizer checkpoint evaluate parameters"),
+        (Policy.SWEEPABLE, "run.seed model adapter train optimizer checkpoint evaluate parameters"),
         (Policy.NOT_SWEEPABLE, "model.target train.sequence_schedule train.threads"),
         (Policy.SHELL, "site.setup"),
         (Policy.SECRET_VALUE, "track.webhook.url"),

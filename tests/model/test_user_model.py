@@ -24,12 +24,14 @@ from hypothesis import strategies as st
 
 from examples import make_images
 from pipeline.base.dist_env import RankInfo
-from pipeline.base.errors import ExitCode, InputError, UserError
+from pipeline.base.errors import CheckpointError, ExitCode, InputError, UserError
 from pipeline.base.files import add_checksum, read_jsonl
 from pipeline.checkpoint.catalog import checkpoint_name
+from pipeline.checkpoint.identity import check_identity
 from pipeline.config.read import load_config
 from pipeline.config.user_model import UNREAD_OPTIONS, find_user_model, resolve_user_model
 from pipeline.data.sample_order import assign_to_ranks
+from pipeline.model.open_weights import open_base_weights
 from pipeline.publish.export import export_checkpoint
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
@@ -482,6 +484,44 @@ def test_another_model_can_start_from_exported_weights(series_folder: Path) -> N
     assert set(run_ranks(2, run_stage_on_rank, second_run.path, "evaluate")) == {ExitCode.DONE}
     second_result = json.loads(next(second_run.evaluation_dir.iterdir()).read_text())
     assert second_result["loss"] == pytest.approx(result["loss"], rel=1e-6)
+
+
+def test_adapters_of_a_custom_model_are_the_same_on_every_layout_and_after_a_stop(image_folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    adapter = "adapter={rank: 2, alpha: 8, targets: ['*']}"
+    run = create_prepared_run(image_folder, "adapted", adapter, "train.evaluate_every=5")
+    steps = train_run(run, 1)
+    assert steps[-1][1] < steps[0][1]
+    layouts = {"zero": "parallel.zero=3", "tensor": "parallel.tensor=2", "pipeline": "parallel.pipeline=2"}
+    for name, override in layouts.items():
+        other_run = create_prepared_run(image_folder, f"adapted-{name}", adapter, override, ranks=2)
+        check_equal_steps(train_run(other_run, 2), [step[1:3] for step in steps], name)
+    stopped_run = create_prepared_run(image_folder, "adapted-stopped", adapter, "train.evaluate_every=5")
+    interrupt_training(stopped_run, 1, signal.SIGUSR1, 3, [0])
+    train_run(stopped_run, 1)
+    assert compute_run_digest(stopped_run) == compute_run_digest(run)
+
+    assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
+    result = json.loads(next(run.evaluation_dir.iterdir()).read_text())
+    assert result["loss"] == pytest.approx([*read_jsonl(run.metrics_file)][-1]["held_out_loss"], rel=1e-6)
+    export_checkpoint(run, image_folder / "adapter", None, "fp32")
+    export_checkpoint(run, image_folder / "merged", None, "fp32", merge=True)
+    weights = load_file(image_folder / "adapter/adapter_model.safetensors")
+    merged = load_file(image_folder / "merged/model.safetensors")
+    read_base, shapes = open_base_weights(run)
+    assert merged.keys() == shapes.keys()
+    for name, weight in merged.items():
+        layer = "base_model.model." + name.removesuffix(".weight")
+        difference = weight - read_base(name)
+        if f"{layer}.lora_A.weight" not in weights:
+            assert not difference.any()
+            continue
+        expected = 4 * weights[f"{layer}.lora_B.weight"] @ weights[f"{layer}.lora_A.weight"]
+        assert expected.abs().max() > 1e-3 and (difference - expected).abs().max() < 1e-6
+    manifest = json.loads((run.checkpoints_dir / "step-00000010/manifest.json").read_text())
+    with pytest.raises(CheckpointError, match="base_hash"):
+        check_identity(manifest, {**manifest, "base_hash": "other initial weights"})
 
 
 def test_the_sampler_assigns_a_global_batch_to_ranks_with_balanced_lengths(series_folder: Path) -> None:

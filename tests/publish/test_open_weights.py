@@ -374,7 +374,7 @@ def test_damaged_or_malicious_folders_are_rejected_by_all_ranks(tmp_path: Path) 
     assert not (tmp_path / "executed").exists()
 
 
-def make_run_from_model(folder: Path, name: str, source: Path, steps: int) -> Run:
+def make_run_from_model(folder: Path, name: str, source: Path, steps: int, *overrides: str) -> Run:
     """Create a run that starts from the open model `source`, and run its prepare and shard stages."""
     text = CONFIG.format(name=name, root=folder / "runs", source=write_corpus(folder), steps=steps)
     model = "model: {dim: 32, layers: 2, heads: 4, kv_heads: 2, dropout: 0.1}"
@@ -386,17 +386,22 @@ def make_run_from_model(folder: Path, name: str, source: Path, steps: int) -> Ru
     )
     assert text.count(str(source)) == 1 and "constant" in text
     (folder / f"{name}.yaml").write_text(text)
-    run = Run.create(load_config(folder / f"{name}.yaml"))
+    run = Run.create(load_config(folder / f"{name}.yaml", overrides))
     for stage in ("prepare", "shard"):
         load_stage_module(run, stage).run_stage(run, make_rank_info(0, 1, 1), {}, PassiveStopFlag())
     return run
 
 
+def save_model_with_tokenizer(folder: Path) -> None:
+    """Save a random model whose tokenizer knows the words of the test corpus."""
+    save_random_model(folder, "qwen3", vocab_size=320, **FAMILIES["qwen3"])  # more embeddings than token IDs
+    (folder / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 300, "<|end|>"))
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<|end|>"})
+
+
 def test_run_resumes_after_the_folder_of_its_open_model_was_removed(tmp_path: Path) -> None:
     source = tmp_path / "models--some--open/snapshots/0123"  # the path of a snapshot in the cache of the Hub
-    save_random_model(source, "qwen3", vocab_size=320, **FAMILIES["qwen3"])  # more embeddings than token IDs
-    (source / "tokenizer.json").write_text(train_bpe([" ".join(WORDS)], 300, "<|end|>"))
-    write_json(source / "tokenizer_config.json", {"eos_token": "<|end|>"})
+    save_model_with_tokenizer(source)
     write_json(source / "generation_config.json", {"eos_token_id": [0, 7]})
     uninterrupted_run = make_run_from_model(tmp_path, "uninterrupted", source, 8)
     run = make_run_from_model(tmp_path, "run", source, 4)

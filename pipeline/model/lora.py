@@ -1,0 +1,171 @@
+"""LoRA: train a low-rank addition to each of some linear layers, whose own weights stay frozen.
+
+A layer with the weight W computes `x Wᵀ + (alpha / rank) · x Aᵀ Bᵀ` with A of shape (rank, in) and B of shape (out,
+rank). B starts at 0, so the model starts as without adapters (Hu et al., arXiv 2106.09685, section 4.1). A starts as in
+peft: uniform in ±1/√in. The parameters are named `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
+
+With tensor parallelism, the adapter is split like its layer: B by rows if W is split by rows, A by columns if W is
+split by columns. The other matrix is replicated, and no message is added.
+
+Names of tensors end with their shape: I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from pipeline.base.files import sha256_json
+from pipeline.comm.groups import all_gather_results
+from pipeline.config.sections import AdapterConfig
+from pipeline.model.decoder import full_tensor
+from pipeline.model.spec import LORA_A
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter. It takes the parameters of `linear`, which keep their names.
+
+    Args:
+        linear: the layer.
+        adapter: the config of the adapter.
+    """
+
+    def __init__(self, linear: nn.Linear, adapter: AdapterConfig) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale = adapter.alpha / adapter.rank
+        self.dropout = adapter.dropout
+        device = linear.weight.device
+        self.lora_A = nn.Linear(self.in_features, adapter.rank, bias=False, device=device)
+        self.lora_B = nn.Linear(adapter.rank, self.out_features, bias=False, device=device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output of the layer plus that of the adapter. Shapes (…, I) → (…, O)."""
+        output: Tensor = F.linear(input, self.weight, self.bias)
+        return output + self._compute_addition(input)
+
+    def _compute_addition(self, x: Tensor) -> Tensor:
+        """Return the output of the adapter."""
+        a_RI, b_OR = self.lora_A.weight, self.lora_B.weight
+        if not isinstance(x, DTensor):
+            return F.linear(F.linear(self._drop_some(x), a_RI), b_OR) * self.scale
+        # Each rank multiplies its own parts. DTensor would first sum the products with A over the ranks.
+        assert isinstance(a_RI, DTensor) and isinstance(b_OR, DTensor)
+        placement: Placement = Replicate()
+        x_placements = a_placements = b_placements = None
+        if b_OR.placements[0].is_shard(0):  # Each rank computes some outputs, so it has a part of each gradient.
+            placement = Shard(x.ndim - 1)
+            x_placements = a_placements = [Partial()]
+        elif a_RI.placements[0].is_shard(1):  # Each rank has some inputs, so it computes a part of each sum.
+            placement = Partial()
+            b_placements = [Partial()]
+        local_x = x.to_local(grad_placements=x_placements)
+        a_RI, b_OR = a_RI.to_local(grad_placements=a_placements), b_OR.to_local(grad_placements=b_placements)
+        addition = F.linear(F.linear(self._drop_some(local_x), a_RI), b_OR) * self.scale
+        return DTensor.from_local(addition, x.device_mesh, [placement], run_check=False)
+
+    def _drop_some(self, x: Tensor) -> Tensor:
+        """Apply dropout to the input of the adapter."""
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+def list_layers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers that may have adapters."""
+    # Other classes derived from nn.Linear, such as the output layer of the decoder, have their own `forward`.
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear]
+
+
+def add_adapters(model: nn.Module, adapter: AdapterConfig | None, dtype: torch.dtype | None = None) -> None:
+    """Replace the linear layers of `model` whose names match a pattern of `adapter.targets`.
+
+    Args:
+        model: the model.
+        adapter: the config of the adapters; None: change nothing.
+        dtype: the type in which autocast multiplies the weights of linear layers. These are also stored in it, except
+            those of adapters, which are trained. This halves their memory, and changes no result. None: change no type.
+    """
+    if adapter is None:
+        return
+    for name in list_layers(model):
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        if dtype is not None:
+            module.weight.data = module.weight.data.to(dtype)
+        if any(fnmatchcase(name, pattern) for pattern in adapter.targets):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, LoraLinear(module, adapter))
+
+
+@contextmanager
+def adapters_set_aside(model: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """Remove all adapters while `model` is parallelized in the block. Then split each like its layer.
+
+    torch's styles for linear layers would split the parameters of the adapter like those of the layer.
+    """
+    adapters = []
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            adapters.append((module, module.lora_A, module.lora_B))
+            del module.lora_A, module.lora_B
+    yield
+    for module, lora_a, lora_b in adapters:
+        weight = module.weight
+        placement = weight.placements[0] if isinstance(weight, DTensor) else Replicate()
+        _distribute(lora_a, mesh, Shard(1) if placement.is_shard(1) else Replicate())
+        _distribute(lora_b, mesh, Shard(0) if placement.is_shard(0) else Replicate())
+        module.lora_A, module.lora_B = lora_a, lora_b
+
+
+def _distribute(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make the weight a DTensor."""
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [placement]))
+
+
+@torch.no_grad()
+def hash_weights(weights: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup) -> str:
+    """Return the SHA-256 of the weights of all ranks, which does not depend on the layout.
+
+    Args:
+        weights: the names and weights of this rank.
+        group: a Gloo group of all ranks, which must all call this function.
+    """
+    own_hashes = {}
+    for name, weight in weights:
+        values = full_tensor(weight).cpu().contiguous().view(-1).view(torch.uint8)
+        own_hashes[name] = hashlib.sha256(values.numpy().data).hexdigest()
+    hashes: dict[str, str] = {}
+    for hashes_of_rank in all_gather_results(group, lambda: own_hashes):
+        hashes |= hashes_of_rank
+    return sha256_json(hashes)
+
+
+@torch.no_grad()
+def sample_adapter(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Return the initial values of a whole parameter of an adapter (fp32), on the device of `generator`.
+
+    Args:
+        name: the name of the parameter.
+        shape: (R, I) or (O, R).
+        generator: the random generator.
+    """
+    values = torch.zeros(shape, dtype=torch.float32, device=generator.device)
+    if name.endswith(LORA_A):
+        bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_ with a = √5, as in peft
+        values.uniform_(-bound, bound, generator=generator)
+    return values
+
+
+def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, adapter: AdapterConfig) -> Tensor:
+    """Return the weight of a layer that computes the same without its adapter (fp32)."""
+    return weight_OI.float() + (b_OR.float() @ a_RI.float()) * (adapter.alpha / adapter.rank)
