@@ -26,7 +26,7 @@ from pipeline.run.machines import sum_gpu_energy_kwh
 from pipeline.run.metrics import is_step_line
 
 PLOT_FILE = "loss.svg"
-_SHOWN_SECTIONS = ("model", "data", "train", "optimizer", "parallel")
+_SHOWN_SECTIONS = ("model", "adapter", "data", "train", "optimizer", "parallel")
 """Sections of the config that a card shows. These sections do not describe the machine."""
 _PATH_KEYS: dict[str, Any] = {
     "data": {"source": True, "tokenizer": {"path"}, "mixture": {"sources": {"__all__": {"source"}}}},
