@@ -31,7 +31,6 @@ from pipeline.checkpoint.identity import check_identity
 from pipeline.config.read import load_config
 from pipeline.config.user_model import UNREAD_OPTIONS, find_user_model, resolve_user_model
 from pipeline.data.sample_order import assign_to_ranks
-from pipeline.model.open_weights import open_base_weights
 from pipeline.publish.export import export_checkpoint
 from pipeline.run.code import CODE_ROOT as ROOT
 from pipeline.run.directory import Run
@@ -486,6 +485,20 @@ def test_another_model_can_start_from_exported_weights(series_folder: Path) -> N
     assert second_result["loss"] == pytest.approx(result["loss"], rel=1e-6)
 
 
+def export_adapter_on_rank(_: RankInfo, path: Path, folder: Path) -> dict[str, Any]:
+    """Export the adapter, and the model with it. Return the arrays of the model without it.
+
+    This runs in another process than the test, which has imported the package of the module from another folder.
+    """
+    from pipeline.model.open_weights import open_base_weights
+
+    run = Run.open(path)
+    export_checkpoint(run, folder / "adapter", None, "fp32")
+    export_checkpoint(run, folder / "merged", None, "fp32", merge=True)
+    read_base, shapes = open_base_weights(run)
+    return {name: read_base(name).numpy() for name in shapes}
+
+
 def test_adapters_of_a_custom_model_are_the_same_on_every_layout_and_after_a_stop(image_folder: Path) -> None:
     from safetensors.torch import load_file
 
@@ -505,15 +518,13 @@ def test_adapters_of_a_custom_model_are_the_same_on_every_layout_and_after_a_sto
     assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.iterdir()).read_text())
     assert result["loss"] == pytest.approx([*read_jsonl(run.metrics_file)][-1]["held_out_loss"], rel=1e-6)
-    export_checkpoint(run, image_folder / "adapter", None, "fp32")
-    export_checkpoint(run, image_folder / "merged", None, "fp32", merge=True)
+    (base,) = run_ranks(1, export_adapter_on_rank, run.path, image_folder)
     weights = load_file(image_folder / "adapter/adapter_model.safetensors")
     merged = load_file(image_folder / "merged/model.safetensors")
-    read_base, shapes = open_base_weights(run)
-    assert merged.keys() == shapes.keys()
+    assert merged.keys() == base.keys()
     for name, weight in merged.items():
         layer = "base_model.model." + name.removesuffix(".weight")
-        difference = weight - read_base(name)
+        difference = weight - base[name]
         if f"{layer}.lora_A.weight" not in weights:
             assert not difference.any()
             continue
