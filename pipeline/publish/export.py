@@ -114,10 +114,9 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, m
                 write_json(folder / ADAPTER_CONFIG, _build_adapter_config(run, shapes))
             if run.config.model.target is None:
                 vocab_size = run.config.model.vocab_size or shapes[EMBEDDING][0]
-                notes = _write_config_and_tokenizer(run, folder, vocab_size, dtype)
-            if run.config.adapter is not None and not merge:  # peft would load a model from this folder.
-                for name in (CONFIG_FILE, GENERATION_CONFIG):
-                    (folder / name).unlink(missing_ok=True)
+                # The folder of an adapter contains no model, so it has no config.json.
+                has_model = merge or run.config.adapter is None
+                notes = _write_config_and_tokenizer(run, folder, vocab_size, dtype, has_model=has_model)
             total_bytes = _write_weights(folder, shapes, read, dtype, single_file, prefix)
         finally:
             verification.result()  # if the checkpoint is damaged, this error explains any other error
@@ -125,11 +124,13 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, m
     return "\n".join([summary, *notes])
 
 
-def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: str) -> Sequence[str]:
+def _write_config_and_tokenizer(
+    run: Run, folder: Path, vocab_size: int, dtype: str, *, has_model: bool
+) -> Sequence[str]:
     """Write the files other than weights for a decoder, and return notes for the user.
 
-    These files are config.json, generation_config.json, the files of the tokenizer and, if there is one, the chat
-    template.
+    These files are config.json and generation_config.json if `has_model`, the files of the tokenizer and, if there is
+    one, the chat template.
     """
     config = run.config
     manifest = load_run_manifest(run)
@@ -137,18 +138,19 @@ def _write_config_and_tokenizer(run: Run, folder: Path, vocab_size: int, dtype: 
     length = config.data.sequence_length
     eos_token = config.data.tokenizer.eos_token
     tokens = find_model_tokens(run, manifest, load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token))
-    config_json = build_config_json(
-        config.model, config.metadata.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2]
-    )
-    write_json(folder / CONFIG_FILE, dict(sorted({**config_json, **tokens.ids}.items())))
-    token_ids = {key: value for key, value in tokens.ids.items() if value is not None}
-    write_json(folder / GENERATION_CONFIG, {**token_ids, "transformers_version": TRANSFORMERS_VERSION})
+    if has_model:
+        config_json = build_config_json(
+            config.model, config.metadata.model, vocab_size, length, tokens.ids["eos_token_id"], TYPES[dtype][2]
+        )
+        write_json(folder / CONFIG_FILE, dict(sorted({**config_json, **tokens.ids}.items())))
+        token_ids = {key: value for key, value in tokens.ids.items() if value is not None}
+        write_json(folder / GENERATION_CONFIG, {**token_ids, "transformers_version": TRANSFORMERS_VERSION})
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "eos_token": tokens.eos_token}
     write_json(folder / "tokenizer_config.json", {**settings, **tokens.texts, "clean_up_tokenization_spaces": False})
     # The files of the initial model's tokenizer replace files of the same names that were written above.
     side_files = read_source(run).get("along", {})
     for name in TOKENIZER_SIDE_FILES:
-        if name in side_files:
+        if name in side_files and (has_model or name != GENERATION_CONFIG):
             write_atomic(folder / name, _make_compatible(tokens.update_side_file(name, side_files[name])))
     if tokens.chat_template is not None:
         write_atomic(folder / "chat_template.jinja", tokens.chat_template)

@@ -272,7 +272,8 @@ def test_a_stopped_run_is_exact_and_its_exports_compute_the_same(tmp_path: Path)
     assert result["loss"] == pytest.approx(held_out_losses[7], rel=1e-6) != held_out_losses[3]
 
     export_checkpoint(run, tmp_path / "adapter", None, "fp32")
-    assert {file.name for file in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "tokenizer.json"}
+    names = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     export_checkpoint(run, tmp_path / "merged", None, "fp32", merge=True)
     tokens_BT = torch.arange(32)[None] * 7 % 256
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
