@@ -113,8 +113,8 @@ def import_and_save(path: Path, results: dict[str, float]) -> None:
     from pipeline.checkpoint.identity import compute_source_identity
     from pipeline.comm import groups
     from pipeline.data.verify_shards import load_run_manifest
+    from pipeline.model.make_task import make_task
     from pipeline.model.open_weights import open_initial_weights
-    from pipeline.model.task import make_task
     from pipeline.run.directory import Run
     from tests.support.ranks import PORTS, make_rank_info
 

@@ -418,7 +418,7 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
     contents += "".join(f", {phase.length} from step {phase.from_step}" for phase in later)
     tokens = " to ".join(f"{train.global_batch * phase.length:,}" for phase in (first, *later[-1:]))
     unit = f"sequences ({tokens} tokens)"
-    architecture = f"{model.layers} layers, dim {model.dim}, {model.heads} heads ({model.num_kv_heads} kv)"
+    architecture = model.describe()
     if custom_model is not None:
         contents = ", ".join(custom_model.arrays)
         unit = "samples"

@@ -405,7 +405,7 @@ def check_request(config: Config, out: Path, machine_file: Path | None) -> Machi
             "plan.file_exists" if out.exists() else "plan.no_such_folder",
             make_printable(f"--out {out}: name a file that does not exist yet, in an existing folder"),
         )
-    if config.model.target is not None or config.train.precision == "fp8" or config.data.has_loss_mask:
+    if config.model.other_model_key is not None or config.train.precision == "fp8" or config.data.has_loss_mask:
         raise UserError(
             "plan.unsupported_model",
             "calibration supports the decoder on text in fp32, bf16 or fp16, but not model.target, fp8 or prompts",

@@ -222,7 +222,7 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
     for point in make_point_configs(config) if differs_by_point else [config]:
         layout = resolve_layout(point)
         vocab = point.model.vocab_size or point.data.tokenizer.vocab_size
-        if point.model.target is None and point.model.layers > _MAX_ESTIMATED_LAYERS:
+        if point.model.other_model_key is None and point.model.layers > _MAX_ESTIMATED_LAYERS:
             verdicts = [MemoryVerdict("host", False, f"does not fit: model.layers is {point.model.layers:,}")]
         else:
             verdicts = [
@@ -258,8 +258,8 @@ def _check_gpu_memory(config: Config, layout: Layout, vocab: int, machine: str |
         return
     if not sizes:
         return
-    if config.model.target is not None:
-        yield MemoryVerdict(kind, True, "not estimated for model.target")
+    if (key := config.model.other_model_key) is not None:
+        yield MemoryVerdict(kind, True, f"not estimated for {key}")
         return
     if needs_torch(layout):
         message = f"not estimated here for parallel.schedule {layout.schedule}: run `plan CONFIG`"
@@ -313,8 +313,8 @@ def list_gpu_sizes(config: Config, machine: str | None = None) -> list[tuple[str
 
 
 def _check_host_memory(config: Config, layout: Layout, vocab: int, executor: Executor) -> Iterator[MemoryVerdict]:
-    """Yield the verdict on host memory. Yield nothing for a custom model, because its size is unknown."""
-    if config.model.target is not None:
+    """Yield the verdict on host memory. Yield nothing for a model other than the decoder: its size is unknown."""
+    if config.model.other_model_key is not None:
         return
     if executor == "slurm":
         site = config.resolve_site("train")

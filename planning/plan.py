@@ -71,7 +71,7 @@ def vocab_size(config: Config) -> int:
 
 
 def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[str]:
-    """Yield the lines of the plan. Memory, communication and speed are left out for a custom model.
+    """Yield the lines of the plan. Memory, communication and speed are left out for models other than the decoder.
 
     Args:
         config: The config.
@@ -104,6 +104,10 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
         yield ""
         yield from _describe_schedule(layout)
     yield ""
+    if config.model.backend == "transformers":
+        yield f"{config.model.describe()}: memory and communication are not estimated"
+        yield f"parameters {_count_transformers_parameters(config):,}"
+        return
     if custom_model is not None:
         yield f"{custom_model.target}: memory and communication are not estimated"
         yield f"{'pp':>5} {'parameters':>15}" + (", before tensor parallelism" if layout.tp > 1 else "")
@@ -118,6 +122,13 @@ def describe_plan(config: Config, machine: Machine | None = None) -> Iterator[st
     if machine is not None:
         yield ""
         yield from describe_prediction(config, layout, vocab, machine)
+
+
+def _count_transformers_parameters(config: Config) -> int:
+    """Return the number of parameters of a model that transformers builds, without adapters."""
+    from pipeline.model.transformers_model import build_model
+
+    return sum(parameter.numel() for parameter in build_model(config.model).parameters())
 
 
 def _describe_mesh(layout: Layout) -> Iterator[str]:
@@ -239,8 +250,8 @@ def describe_best_layouts(
     Raises:
         UserError: If the model is custom, `nodes` is invalid, no layout fits, or the new file exists already.
     """
-    if config.model.target is not None:
-        raise UserError("plan.unsupported_model", "--best supports only the decoder, not model.target")
+    if (key := config.model.other_model_key) is not None:
+        raise UserError("plan.unsupported_model", f"--best supports only the decoder, not {key}")
     vocab = vocab_size(config)
     configured = predict_configured_layout(config, machine, vocab) if problem is None else None
     node_counts = parse_node_counts(nodes or str(config.stages.train.max_nodes))
@@ -298,8 +309,8 @@ def compute_plan_figures(config: Config, machine: Machine | None) -> PlanFigures
 
     Raises UserError if the model is custom, or if the machine does not support the precision.
     """
-    if config.model.target is not None:
-        raise UserError("plan.unsupported_model", "--html supports only the decoder, not model.target")
+    if (key := config.model.other_model_key) is not None:
+        raise UserError("plan.unsupported_model", f"--html supports only the decoder, not {key}")
     layout = resolve_layout(config)
     vocab = vocab_size(config)
     work = workload_from_config(config, layout, vocab)

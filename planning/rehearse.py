@@ -430,8 +430,8 @@ def rehearse_rank(
             "plan.no_such_rank",
             f"--rehearse {rank}: ranks are numbered from 0 to {world_size - 1} (stages.train: nodes × tasks_per_node)",
         )
-    if config.model.target is not None:
-        raise UserError("plan.unsupported_model", "--rehearse supports only the decoder, not model.target")
+    if (key := config.model.other_model_key) is not None:
+        raise UserError("plan.unsupported_model", f"--rehearse supports only the decoder, not {key}")
     if config.optimizer.state.master == "none":
         raise UserError(
             "plan.unsupported_option",

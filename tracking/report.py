@@ -268,7 +268,7 @@ def _summarize(
     model = run.config.model
     stage = run.config.metrics_stage
     train = stages.load_stage_module(run, stage)
-    descriptions = [model.target or f"a decoder of {model.layers} layers, {model.dim} wide, {model.heads} heads"]
+    descriptions = [model.describe()]
     if not run.config.has_pipeline:
         descriptions = [run.config.stages.commands[stage].command]
     if run.config.sweep is None:

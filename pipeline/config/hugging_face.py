@@ -8,6 +8,9 @@ If `model.init_from` is set, config.json sets the section `model` when the confi
 values and a hash of config.json, and does not derive them from the folder again. A key of config.json that the decoder
 does not support is an error, because ignoring it would silently train another model. Keys and defaults follow the
 configuration classes of transformers 4.57 and 5.23. The login node imports this module, so it does not import torch.
+
+The package transformers builds models of all other families (`model.backend: transformers`). It is imported only for
+such a model. Nothing from the folder is executed.
 """
 
 from __future__ import annotations
@@ -127,7 +130,7 @@ def _fill_from_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     folders = [folder for folder in [model.get("init_from"), *swept_folders] if isinstance(folder, str)]
     if not folders or model.get("target") is not None or model.get("init_sha256") is not None:
         return dict(values)
-    sections = {folder: read_model_section(Path(folder)) for folder in folders}
+    sections = {folder: read_model_section(Path(folder), model.get("backend")) for folder in folders}
     for folder, section in sections.items():
         _check_not_contradicted(folder, section, model, grids)
     new_values = {**values, "model": {**model, "init_from": folders[0], **sections[folders[0]]}}
@@ -170,22 +173,44 @@ def _check_not_contradicted(
             )
 
 
-def read_model_section(folder: Path) -> dict[str, Any]:
+def read_model_section(folder: Path, backend: str | None = None) -> dict[str, Any]:
     """Return the values that a folder sets in the section `model`, including metadata (`ModelMetadata`).
 
-    Raises ModelFolderError if config.json cannot be read, if the decoder does not support the model, or if the files
-    with the weights are missing.
+    Args:
+        folder: the folder.
+        backend: the key `model.backend`; None if the config does not set it.
+
+    Raises:
+        ModelFolderError: if config.json cannot be read, if the backend does not support the model, or if the files
+            with the weights are missing.
     """
     try:
         with open_inside(folder, CONFIG_FILE) as file:
             content = file.read_bytes()
-        section = parse_model_config(parse_json_or_none(content))
+        parsed_content = parse_json_or_none(content)
+        if uses_transformers(parsed_content, backend):
+            section = parse_transformers_config(parsed_content)
+        else:
+            section = parse_model_config(parsed_content)
     except OSError as error:
         message = f"{folder / CONFIG_FILE}: cannot read it: {error.strerror}; name a folder with the files of a model"
         raise ModelFolderError("model.unreadable_folder", message) from error
     except (ValueError, TypeError) as error:  # TypeError: the value of a key is a list instead of a name
         raise ModelFolderError("model.unsupported_config", f"{folder / CONFIG_FILE}: {error}") from error
     return {**section, "init_sha256": hashlib.sha256(content).hexdigest(), "init_files": hash_weight_stats(folder)}
+
+
+def uses_transformers(content: Any, backend: str | None) -> bool:
+    """Return True if transformers builds the model that the content of a config.json describes.
+
+    Args:
+        content: the parsed content.
+        backend: the key `model.backend`; None if the config does not set it.
+    """
+    if backend is not None:
+        return backend == "transformers"
+    family = content.get("model_type") if isinstance(content, dict) else None
+    return isinstance(family, str) and family not in FAMILIES
 
 
 def make_model_config(section: Mapping[str, Any]) -> ModelConfig:
@@ -312,6 +337,64 @@ def parse_model_config(content: Any) -> dict[str, Any]:
     return section
 
 
+def parse_transformers_config(content: Any) -> dict[str, Any]:
+    """Return the section `model`, including metadata, for a model that transformers builds.
+
+    Args:
+        content: the parsed content of a config.json.
+
+    Raises:
+        ValueError: if the installed transformers has no causal language model for the content, or Sluice cannot train
+            the model.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("the content is not a JSON object: download the folder again")
+    family = content.get("model_type")
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as error:
+        raise ValueError(
+            f"model_type {json.dumps(family)} needs the package transformers ({error}): install "
+            f"'sluice[transformers]', or use a model of type {', '.join(FAMILIES)}"
+        ) from None
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) if isinstance(family, str) else None
+    if architecture is None:
+        raise ValueError(
+            f"model_type {json.dumps(family)} is not supported; supported are {', '.join(FAMILIES)}, and the causal "
+            "language models of the installed transformers"
+        )
+    if (content.get("architectures") or [architecture]) != [architecture] or not is_text_model(architecture):
+        architectures = json.dumps(content.get("architectures") or [architecture])
+        raise ValueError(f"architectures {architectures}: only causal language models of text can be trained")
+    if content.get("quantization_config") is not None:
+        raise ValueError("quantization_config is not supported: use the model with weights in bf16 or fp32")
+    if content.get("output_router_logits"):
+        raise ValueError("output_router_logits true is not supported, because it adds a loss: set it to false")
+    try:
+        hf_config = AutoConfig.for_model(**content)
+        sizes = {name: getattr(hf_config, name) for name in ("num_hidden_layers", "vocab_size")}
+    except Exception as error:  # The classes of transformers raise errors of many types.
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"transformers cannot read it: {type(error).__name__}: {first_line}") from error
+    for name, value in sizes.items():
+        if type(value) is not int or not 0 < value <= _MAX_VALUES["vocab_size"]:
+            raise ValueError(f"{name} {json.dumps(value)} is not the size of a model")
+    longest = getattr(hf_config, "max_position_embeddings", None)
+    return {
+        "backend": "transformers",
+        "options": {**content, "architectures": [architecture]},
+        "layers": sizes["num_hidden_layers"],
+        "vocab_size": sizes["vocab_size"],
+        "max_position_embeddings": longest if type(longest) is int and longest > 0 else None,
+    }
+
+
+def is_text_model(architecture: str) -> bool:
+    """Return True if the class of transformers is a language model of text, and not also of images or sound."""
+    return not architecture.endswith("ForConditionalGeneration")
+
+
 def _check_model_section(section: Mapping[str, Any]) -> None:
     """Raise ValueError, which names the key of config.json, if a value has the wrong type or is out of range."""
     for section_class in (ModelConfig, ModelMetadata):
@@ -363,7 +446,10 @@ def build_config_json(
     eos_id: int | list[int],
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the content of a config.json for a trained decoder, in a form that transformers 4 and 5 can read.
+    """Return the content of a config.json for a trained language model.
+
+    For the decoder, transformers 4 and 5 can read it. For a model of transformers, it is the content of the folder from
+    which training started, with the new type.
 
     Args:
         model: the section `model`.
@@ -376,6 +462,9 @@ def build_config_json(
     Raises:
         UserError: if no supported model family has this combination of features.
     """
+    if model.backend == "transformers":
+        type_key = "dtype" if "dtype" in model.options else "torch_dtype"
+        return dict(sorted({**model.options, type_key: dtype}.items()))
     family = "qwen3" if model.qk_norm else "qwen2" if model.attention_bias == "qkv" else "llama"
     if family == "llama" and model.sliding_window is not None:
         family = "mistral"

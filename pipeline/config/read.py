@@ -233,6 +233,12 @@ def parse_config(values: Mapping[str, Any], where: str, checks_sizes: bool = Tru
             raise _make_config_error(errors, values, where)
         if config.model.target is not None:
             check_unused_keys(metadata.model, set(), "with model.target, use options")
+        longest = metadata.model.max_position_embeddings
+        if config.model.backend == "transformers" and longest and config.data.sequence_length > longest:
+            raise ValueError(
+                f"data.sequence_length ({config.data.sequence_length}) is more than max_position_embeddings "
+                f"({longest}) in config.json of model.init_from: shorten the sequences"
+            )
         if config.has_pipeline:
             check_layout(config, checks_sizes)
         if (

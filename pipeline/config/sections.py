@@ -73,18 +73,25 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """A decoder like Llama, with keys named after Hugging Face's `LlamaConfig`, or a custom model."""
+    """A decoder like Llama, with keys named after Hugging Face's `LlamaConfig`, a model of the package transformers, or
+    a custom model."""
 
     init_from: Annotated[FilePath | None, Policy.PATH, Policy.NOT_IN_IDENTITY] = None
     """Directory with an open model in Hugging Face's format (config.json, safetensors, tokenizer). Training starts from
     its weights. Its config.json sets this section, and its tokenizer sets `data.tokenizer`. null: the initial weights
     are random."""
+    backend: Literal["decoder", "transformers"] | None = None
+    """What builds the model: `decoder`, Sluice's own, or `transformers`, the package with this name. `transformers` has
+    more families, but the model cannot be split (`parallel.tensor`, `parallel.pipeline`, `parallel.context`), and it
+    needs `init_from`. null: `decoder`, or `transformers` if only transformers has the family of the model in
+    `init_from`."""
 
     target: Annotated[str | None, Policy.NOT_SWEEPABLE] = None
     """Python module that defines a custom model, such as `my_package.my_model` (docs/models.md). Of the other keys in
     this section, only `options`, `layers` and `initializer_range` then have an effect. null: use the decoder."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the custom model: any keys and values, passed to its functions unchanged."""
+    """Options of the custom model: any keys and values, passed to its functions unchanged. With the backend
+    `transformers`, `init_from` sets this key: the content of config.json."""
     dim: PositiveInt = 256
     """Width of the residual stream (`hidden_size`)."""
     layers: PositiveInt = 4
@@ -128,6 +135,21 @@ class ModelConfig(Section):
         """The options that the functions of a custom model receive: `options` and `layers`."""
         return {**self.options, "layers": self.layers}
 
+    @property
+    def other_model_key(self) -> str | None:
+        """The key that replaces Sluice's decoder by another model, with its value; None if the decoder is trained."""
+        if self.target is not None:
+            return f"model.target {self.target}"
+        return "model.backend transformers" if self.backend == "transformers" else None
+
+    def describe(self) -> str:
+        """Return the kind of the model and its sizes, as text."""
+        if self.target is not None:
+            return self.target
+        if self.backend == "transformers":
+            return f"{self.options['architectures'][0]} of transformers, {self.layers} layers"
+        return f"a decoder of {self.layers} layers, {self.dim} wide, {self.heads} heads ({self.num_kv_heads} kv)"
+
     @model_validator(mode="after")
     def _check_sizes(self) -> ModelConfig:
         """Raise ValueError if keys of this section contradict each other, or a value cannot be used."""
@@ -140,10 +162,18 @@ class ModelConfig(Section):
         if self.target is not None:
             if not all(part.isidentifier() for part in self.target.split(".")):
                 raise ValueError(f"target ({self.target}) is not a name of a Python module such as my_package.my_model")
+            if self.backend is not None:
+                raise ValueError(f"backend ({self.backend}) is for language models: remove it, or target")
             if "layers" in self.options:
                 raise ValueError("options.layers is model.layers: set that key instead")
             used_keys = {"target", "options", "layers", "initializer_range"}
             check_unused_keys(self, used_keys, "with model.target, use options")
+            return self
+        if self.backend == "transformers":
+            if self.init_from is None or not self.options:
+                raise ValueError("backend transformers needs init_from: set it to the directory of a model")
+            used_keys = {"init_from", "backend", "options", "layers", "vocab_size"}
+            check_unused_keys(self, used_keys, "with model.backend transformers, config.json of init_from sets it")
             return self
         if self.options:
             raise ValueError("options are for a custom model: set target to its module")
@@ -1142,8 +1172,10 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield from _find_adapter_conflicts(config)
     if optimizer.name == "own" and train.precision == "fp16":
         yield "optimizer.name own cannot be combined with train.precision fp16, which skips the first steps: use bf16"
-    if train.loss_chunk is not None and model.target is not None:
-        yield "train.loss_chunk needs the decoder: remove it, because model.target is set"
+    if train.loss_chunk is not None and model.other_model_key is not None:
+        yield f"train.loss_chunk needs the decoder: remove it, because of {model.other_model_key}"
+    if train.precision == "fp8" and model.backend == "transformers":
+        yield "train.precision fp8 cannot be combined with model.backend transformers: use bf16"
     if train.loss_chunk is not None and train.precision == "fp16":
         yield "train.loss_chunk cannot be combined with train.precision fp16, which scales gradients: use bf16"
     if optimizer.state.master == "none" and train.precision not in ("bf16", "fp8"):

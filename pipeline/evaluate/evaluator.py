@@ -44,8 +44,9 @@ from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result,
 from pipeline.evaluate.task_files import TaskItem, read_task_file
 from pipeline.model.decoder import IGNORE_INDEX, Decoder, cross_entropy_sum
 from pipeline.model.lora import hash_weights
+from pipeline.model.make_task import make_task
 from pipeline.model.open_weights import open_initial_weights
-from pipeline.model.task import DTYPES, DecoderTask, Task, make_task
+from pipeline.model.task import DTYPES, Task, TokenTask
 from pipeline.parallel.data_parallel import apply_fsdp
 from pipeline.resilience.stop import StopCoordinator
 from pipeline.resilience.watchdog import Watchdog
@@ -116,15 +117,18 @@ class Evaluator:
         self.held_out: TextHeldOut | SampleHeldOut
         limit = config.train.evaluate_sequences if self.is_in_training else config.evaluate.max_sequences
         if isinstance(manifest, Manifest):
-            assert isinstance(task, DecoderTask)
+            assert isinstance(task, TokenTask)
             window_bytes = 4 * config.data.sequence_length * task.vocab_size
             self.batch_size = min(self.batch_size, max(1, LOGITS_BYTES // window_bytes))
-            if window_bytes > LOGITS_BYTES:
-                assert isinstance(model, Decoder) and model.lm_head is not None
+            # Only the decoder can compute the loss of a long window in chunks.
+            computes_loss_in_chunks = False
+            if window_bytes > LOGITS_BYTES and isinstance(model, Decoder):
+                assert model.lm_head is not None
+                computes_loss_in_chunks = True
                 model.lm_head.chunk = max(1, LOGITS_BYTES // (4 * task.vocab_size))
                 model.lm_head.compute_dtype = model.compute_dtype
             self.held_out = TextHeldOut(
-                run, task, manifest, limit, world.device, computes_loss_in_chunks=window_bytes > LOGITS_BYTES
+                run, task, manifest, limit, world.device, computes_loss_in_chunks=computes_loss_in_chunks
             )
         else:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
@@ -297,7 +301,7 @@ class TextHeldOut:
     def __init__(
         self,
         run: Run,
-        task: DecoderTask,
+        task: TokenTask,
         manifest: Manifest,
         limit: int | None,
         device: torch.device,

@@ -32,14 +32,14 @@ def apply_activation_checkpointing(block: nn.Module, kind: str) -> None:
         return
     original_forward = block.forward
 
-    def forward(*inputs: Any) -> Any:
+    def forward(*inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
-            return original_forward(*inputs)
+            return original_forward(*inputs, **keywords)
         options: dict[str, Any] = {}
         if kind == "selective":
             # As `context_fn`, torch.compile accepts a function of a module, but no closure.
             options["context_fn"] = _create_contexts
-        return checkpoint.checkpoint(original_forward, *inputs, use_reentrant=False, **options)
+        return checkpoint.checkpoint(original_forward, *inputs, use_reentrant=False, **options, **keywords)
 
     block.forward = forward
 

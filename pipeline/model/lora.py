@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,9 +82,13 @@ class LoraLinear(nn.Linear):
 
 
 def list_layers(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that may have adapters."""
-    # Other classes derived from nn.Linear, such as the output layer of the decoder, have their own `forward`.
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    """Return the names of the linear layers that may have adapters: all except the output layer of a language model."""
+    # Other classes derived from nn.Linear, such as the output layer of the decoder, have their own `forward`. Models of
+    # transformers have a method that returns their output layer.
+    get_output_layer: Any = getattr(model, "get_output_embeddings", lambda: None)
+    output_layer = get_output_layer()
+    modules = model.named_modules()
+    return [name for name, module in modules if type(module) is nn.Linear and module is not output_layer]
 
 
 def add_adapters(model: nn.Module, adapter: AdapterConfig | None, dtype: torch.dtype | None = None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,18 +36,37 @@ from pipeline.config.hugging_face import (
     read_token_ids,
     read_tokenizer_files,
 )
-from pipeline.config.sections import ModelMetadata
+from pipeline.config.sections import ModelConfig, ModelMetadata
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.decoder import local_slices, local_tensor
+from pipeline.model.make_task import make_task
 from pipeline.model.spec import LM_HEAD
-from pipeline.model.task import Task, make_task
+from pipeline.model.task import Task
+from pipeline.model.transformers_model import STORED_TYPES, PretrainedWeights
 from pipeline.run.directory import Run
 
 TensorSpecs = dict[str, tuple[list[int], str]]
 """Shape and safetensors dtype of each tensor, by name."""
-_SUPPORTED_TYPES = ("F64", "F32", "F16", "BF16")
 _UNUSED_SUFFIX = ".rotary_emb.inv_freq"
 """Suffix of a table that older Llama models store with their weights, although it follows from the config."""
+
+
+class WeightSource(Protocol):
+    """Weights from which training starts."""
+
+    @property
+    def write_source(self) -> Callable[[], object]:
+        """Function that writes `source.json` once all files are hashed. All ranks call it after copying weights."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole weight, in one process."""
+
+    def copy_into(self, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Copy this rank's part of each weight to its parameter. All ranks must call this function.
+
+        Args:
+            weights: parameters with their names in the whole model.
+        """
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ class OpenWeights:
     files: Mapping[str, str]
     """Name of the file that contains each tensor."""
     write_source: Callable[[], object] = lambda: None
-    """Function that writes `source.json` once all files are hashed. All ranks call it after copying their weights."""
+    """See `WeightSource`."""
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in the type in which it is stored."""
@@ -81,8 +101,8 @@ class OpenWeights:
 
 def open_initial_weights(
     run: Run, task: Task, group: dist.ProcessGroup, *, is_first_start: bool = True
-) -> OpenWeights | None:
-    """Open the folder with the decoder's initial weights (`model.init_from`); return None if the weights are sampled.
+) -> WeightSource | None:
+    """Open the folder with the initial weights (`model.init_from`); return None if the weights are sampled.
 
     Args:
         run: the run.
@@ -119,7 +139,7 @@ def open_initial_weights(
     for specs_of_rank in all_gather_results(group, read_headers_of_rank):
         specs_by_file |= specs_of_rank
     parameters = dict(task.base_weights(task.build(range(model.layers))))
-    weights = match_tensors(folder, specs_by_file, parameters, is_tied=model.tie_word_embeddings)
+    weights = _match_folder(model, specs_by_file, parameters, group)
     if not is_first_start:
         return weights
     threads = ThreadPoolExecutor(4)  # The threads continue while the caller copies the weights.
@@ -139,7 +159,7 @@ def open_initial_weights(
     return replace(weights, write_source=write_source)
 
 
-def open_unchanged_folder(run: Run, parameters: Mapping[str, nn.Parameter]) -> OpenWeights:
+def open_unchanged_folder(run: Run, parameters: Mapping[str, nn.Parameter]) -> WeightSource:
     """Open the folder in `model.init_from`, in one process.
 
     Args:
@@ -149,11 +169,46 @@ def open_unchanged_folder(run: Run, parameters: Mapping[str, nn.Parameter]) -> O
     Raises:
         UserError: as :func:`open_initial_weights` does.
     """
-    folder = run.config.model.init_from
+    assert run.config.model.init_from is not None
+    _check_unchanged(run.config.model.init_from, run.config.metadata.model)
+    return open_folder(run.config.model, parameters)
+
+
+def open_folder(model: ModelConfig, parameters: Mapping[str, nn.Parameter]) -> WeightSource:
+    """Open the folder `model.init_from`, in one process.
+
+    Args:
+        model: the section `model`.
+        parameters: the parameters of the whole model without adapters, by name.
+
+    Raises:
+        UserError: if a tensor does not match the parameters, as :func:`open_initial_weights` does.
+    """
+    folder = model.init_from
     assert folder is not None
-    _check_unchanged(folder, run.config.metadata.model)
     specs_by_file = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
-    return match_tensors(folder, specs_by_file, parameters, is_tied=run.config.model.tie_word_embeddings)
+    return _match_folder(model, specs_by_file, parameters, None)
+
+
+def _match_folder(
+    model: ModelConfig,
+    specs_by_file: Mapping[str, TensorSpecs],
+    parameters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup | None,
+) -> OpenWeights | PretrainedWeights:
+    """Return the weights of the folder `model.init_from`, read by Sluice or by transformers.
+
+    Args:
+        model: the section `model`.
+        specs_by_file: the tensors of each file.
+        parameters: the parameters of the whole model without adapters, by name.
+        group: a Gloo group of all ranks; None for one process.
+    """
+    folder = model.init_from
+    assert folder is not None
+    if model.backend == "transformers":
+        return PretrainedWeights(model, _collect_types(folder, specs_by_file), group)
+    return match_tensors(folder, specs_by_file, parameters, is_tied=model.tie_word_embeddings)
 
 
 def open_base_weights(run: Run) -> tuple[Callable[[str], Tensor], dict[str, list[int]]]:
@@ -224,6 +279,26 @@ def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
         ) from error
 
 
+def _collect_types(folder: Path, specs_by_file: Mapping[str, TensorSpecs]) -> frozenset[str]:
+    """Return the types of all tensors. Raise UserError if a type is not supported."""
+    types: dict[str, str] = {}
+    for specs in specs_by_file.values():
+        types |= {dtype: name for name, (_, dtype) in specs.items()}
+    for dtype, name in types.items():
+        _check_type(folder, name, dtype)
+    return frozenset(types)
+
+
+def _check_type(folder: Path, name: str, dtype: str | None) -> None:
+    """Raise UserError unless the type of the tensor `name` is supported."""
+    if dtype not in STORED_TYPES:
+        raise UserError(
+            "model.wrong_type",
+            f"{folder}: tensor {name} has type {dtype}, but only {', '.join(STORED_TYPES)} are supported: use a "
+            "version of the model with one of these types",
+        )
+
+
 def match_tensors(
     folder: Path, specs: Mapping[str, TensorSpecs], parameters: Mapping[str, nn.Parameter], *, is_tied: bool
 ) -> OpenWeights:
@@ -261,12 +336,7 @@ def match_tensors(
                 "model.wrong_shape",
                 f"{folder}: tensor {name} has shape {shape}, but {CONFIG_FILE} requires {list(parameter.shape)}",
             )
-        if dtype not in _SUPPORTED_TYPES:
-            raise UserError(
-                "model.wrong_type",
-                f"{folder}: tensor {name} has type {dtype}, but only {', '.join(_SUPPORTED_TYPES)} are supported: "
-                "use a version of the model with one of these types",
-            )
+        _check_type(folder, name, dtype)
     unexpected = sorted(name for name in tensors.keys() - parameters.keys() if not name.endswith(_UNUSED_SUFFIX))
     if unexpected and not (is_tied and unexpected == [LM_HEAD]):
         raise UserError(

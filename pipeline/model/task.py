@@ -2,8 +2,9 @@
 
 The engine composes the parallelisms, the trainer runs the loop and the evaluator sums results. All of them use a
 `Task` to build, parallelize and initialize the model, to read a batch and to compute the loss. A batch is a dict of
-arrays from the data loader. `DecoderTask` trains the decoder on tokens. `CustomModelTask` trains a model of the user's
-module on arrays.
+arrays from the data loader. `DecoderTask` trains the decoder on tokens, `TransformersTask`
+(pipeline/model/transformers_task.py) another language model. `CustomModelTask` trains a model of the user's module on
+arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pipeline.base.errors import UserError, make_printable
 from pipeline.config.sections import Config
 from pipeline.config.user_model import LENGTHS_ARRAY, UNREAD_OPTIONS, UserModel
 from pipeline.data.loader import Batch
-from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, Manifest, SampleManifest
+from pipeline.data.manifest import MASK_DOCUMENT_START, MASK_LEARNED, SampleManifest
 from pipeline.data.samples import SampleDataset
 from pipeline.model import lora
 from pipeline.model.decoder import (
@@ -196,6 +197,13 @@ class Task(ABC):
         """Return additional sums that an evaluation reports, by name."""
         return {}
 
+    def check_model(self, part: nn.Module, device: torch.device) -> None:
+        """Raise UserError if the model, with its weights, does not compute what this task expects.
+
+        Call this once, before training starts. All ranks must call it.
+        """
+        return
+
     def smallest_batch(self, device: torch.device) -> Batch:
         """Return the smallest batch of zeros that a forward pass accepts.
 
@@ -209,8 +217,8 @@ class Task(ABC):
         }
 
 
-class DecoderTask(Task):
-    """Next-token prediction with the decoder of pipeline/model/decoder.py.
+class TokenTask(Task):
+    """Next-token prediction with a language model.
 
     A batch has `tokens` (int64, shape (B, sequence_length + 1)) and, if the shards have a mask, `mask` (uint8, the same
     shape). Prompts and dialogues always have a mask. Text that is packed by best fit has a mask only in training.
@@ -229,8 +237,6 @@ class DecoderTask(Task):
     def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, eos_starts_next: bool = False) -> None:
         super().__init__(config)
         self.vocab_size = config.model.vocab_size or vocab_size
-        self.context: ContextParallel | None = None
-        """How sequences are split over ranks; None if this rank has whole sequences."""
         self.eos_id = eos_id
         self._eos_starts_next = eos_starts_next
         self._skips_first_tokens = config.data.document_mask and not config.data.has_loss_mask and not eos_starts_next
@@ -241,14 +247,93 @@ class DecoderTask(Task):
         """Compute the losses of sequences of `length` tokens, at most `data.sequence_length`, from now on."""
         self.sequence_length = length
         self.units_per_step = self.config.train.global_batch * length
-        self.flops_per_unit = training_flops_per_token(self.config.model, self.vocab_size, length)
+        self.flops_per_unit = self.count_flops_per_token(length)
         self.sample_shapes = {"tokens": ((length + 1,), "int64")}
         if self.config.data.has_training_mask:
             self.sample_shapes = {**self.sample_shapes, "mask": ((length + 1,), "uint8")}
 
+    def count_flops_per_token(self, sequence_length: int) -> int:
+        """Return the floating-point operations of forward and backward for one token; 0 if unknown."""
+        return 0
+
     def count_units(self, steps: int) -> int:
         """Return the number of tokens of the first `steps` steps."""
         return self.config.count_tokens(steps)
+
+    def count_loss_entries(self, batch: Batch) -> Tensor | None:
+        """Return the number of tokens with a loss (int64 scalar); None if all tokens have a loss."""
+        if self._all_tokens_have_loss(batch):
+            return None
+        return (self._whole_next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
+
+    def _all_tokens_have_loss(self, batch: Batch) -> bool:
+        """Return whether every token of the batch has a loss."""
+        return "mask" not in batch and not self._skips_first_tokens
+
+    def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Return the token ids without the last token: int64, shape (B, T); with context parallelism, this rank's."""
+        return (self._select_tokens(batch["tokens"][:, :-1]),)
+
+    def _select_tokens(self, x_BT: Tensor) -> Tensor:
+        """Return this rank's part of whole sequences."""
+        return x_BT
+
+    def next_tokens(self, batch: Batch) -> Tensor:
+        """Return the token that follows each input of this rank: int64; IGNORE_INDEX for tokens without a loss."""
+        return self._select_tokens(self._whole_next_tokens(batch))
+
+    def _whole_next_tokens(self, batch: Batch) -> Tensor:
+        """Return the token that follows each token: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
+
+        The mask says which tokens have a loss: in prompts and dialogues those of responses, in packed text all tokens
+        except padding and some first tokens (data_prep/packing.py). For text with `data.document_mask`, the first token
+        of a document has no loss, unless it also ends the previous document.
+        """
+        tokens = batch["tokens"]
+        targets_BT = tokens[:, 1:]
+        if "mask" in batch:
+            targets_BT = targets_BT.where((batch["mask"][:, 1:] & MASK_LEARNED).ne(0), IGNORE_INDEX)
+        if self._skips_first_tokens:
+            targets_BT = targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
+        return targets_BT
+
+    def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
+        """Return `starts_BT` (bool, True at the first token of each document) if `data.document_mask` is set."""
+        if not self.config.data.document_mask:
+            return {}
+        if "mask" in batch:
+            mask_BT = batch["mask"][:, :-1]
+            starts_BT = (mask_BT & MASK_DOCUMENT_START).ne(0)
+            if self._eos_starts_next and not self.config.data.has_loss_mask:
+                # The end-of-text token before the first token of a packed text starts this text. Such a first token is
+                # learned. The first token of the sample has no token before it.
+                moved_BT = mask_BT.eq(MASK_DOCUMENT_START | MASK_LEARNED)
+                moved_BT[:, :1] = False
+                starts_BT = (starts_BT & ~moved_BT) | moved_BT.roll(-1, dims=1)
+        elif self._eos_starts_next:
+            starts_BT = batch["tokens"][:, :-1].eq(self.eos_id)
+        else:
+            # A document starts after each end token. roll() moves the last token to the front. This has no effect,
+            # because the first token of a sample always starts a document (see TokenPositions).
+            starts_BT = batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)
+        return {"starts_BT": starts_BT.cpu()}
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the cross-entropy summed over tokens: an fp32 scalar."""
+        return cross_entropy_sum(outputs, self.next_tokens(batch))
+
+
+class DecoderTask(TokenTask):
+    """Next-token prediction with the decoder of pipeline/model/decoder.py. The arguments are those of `TokenTask`."""
+
+    def __init__(self, config: Config, vocab_size: int, eos_id: int = -1, eos_starts_next: bool = False) -> None:
+        self.context: ContextParallel | None = None
+        """How sequences are split over ranks; None if this rank has whole sequences."""
+        super().__init__(config, vocab_size, eos_id, eos_starts_next)
+
+    def count_flops_per_token(self, sequence_length: int) -> int:
+        """Return the floating-point operations of forward and backward for one token."""
+        return training_flops_per_token(self.config.model, self.vocab_size, sequence_length)
 
     def split_sequences(self, context: ContextParallel) -> None:
         """Use only this rank's tokens of each sequence. Keys and values of the others are gathered."""
@@ -315,20 +400,6 @@ class DecoderTask(Task):
         """Yield each parameter with its name in the whole model."""
         yield from part.named_weights()
 
-    def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return the number of tokens with a loss (int64 scalar); None if all tokens have a loss."""
-        if self._all_tokens_have_loss(batch):
-            return None
-        return (self._whole_next_tokens(batch) != IGNORE_INDEX).sum(dtype=torch.int64)
-
-    def _all_tokens_have_loss(self, batch: Batch) -> bool:
-        """Return whether every token of the batch has a loss."""
-        return "mask" not in batch and not self._skips_first_tokens
-
-    def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Return the token ids without the last token: int64, shape (B, T); with context parallelism, this rank's."""
-        return (self._select_tokens(batch["tokens"][:, :-1]),)
-
     def _select_tokens(self, x_BT: Tensor) -> Tensor:
         """Return this rank's part of whole sequences."""
         return x_BT if self.context is None else self.context.select(x_BT)
@@ -337,52 +408,12 @@ class DecoderTask(Task):
         """Return the targets if the output layer computes the loss in chunks (`train.loss_chunk`)."""
         return {} if self.config.train.loss_chunk is None else {"targets_BT": self.next_tokens(batch)}
 
-    def next_tokens(self, batch: Batch) -> Tensor:
-        """Return the token that follows each input of this rank: int64; IGNORE_INDEX for tokens without a loss."""
-        return self._select_tokens(self._whole_next_tokens(batch))
-
-    def _whole_next_tokens(self, batch: Batch) -> Tensor:
-        """Return the token that follows each token: int64, shape (B, T); IGNORE_INDEX for tokens without a loss.
-
-        The mask says which tokens have a loss: in prompts and dialogues those of responses, in packed text all tokens
-        except padding and some first tokens (data_prep/packing.py). For text with `data.document_mask`, the first token
-        of a document has no loss, unless it also ends the previous document.
-        """
-        tokens = batch["tokens"]
-        targets_BT = tokens[:, 1:]
-        if "mask" in batch:
-            targets_BT = targets_BT.where((batch["mask"][:, 1:] & MASK_LEARNED).ne(0), IGNORE_INDEX)
-        if self._skips_first_tokens:
-            targets_BT = targets_BT.where(tokens[:, :-1].ne(self.eos_id), IGNORE_INDEX)
-        return targets_BT
-
-    def document_boundaries(self, batch: Batch) -> dict[str, Tensor]:
-        """Return `starts_BT` (bool, True at the first token of each document) if `data.document_mask` is set."""
-        if not self.config.data.document_mask:
-            return {}
-        if "mask" in batch:
-            mask_BT = batch["mask"][:, :-1]
-            starts_BT = (mask_BT & MASK_DOCUMENT_START).ne(0)
-            if self._eos_starts_next and not self.config.data.has_loss_mask:
-                # The end-of-text token before the first token of a packed text starts this text. Such a first token is
-                # learned. The first token of the sample has no token before it.
-                moved_BT = mask_BT.eq(MASK_DOCUMENT_START | MASK_LEARNED)
-                moved_BT[:, :1] = False
-                starts_BT = (starts_BT & ~moved_BT) | moved_BT.roll(-1, dims=1)
-        elif self._eos_starts_next:
-            starts_BT = batch["tokens"][:, :-1].eq(self.eos_id)
-        else:
-            # A document starts after each end token. roll() moves the last token to the front. This has no effect,
-            # because the first token of a sample always starts a document (see TokenPositions).
-            starts_BT = batch["tokens"][:, :-1].roll(1, dims=1).eq(self.eos_id)
-        return {"starts_BT": starts_BT.cpu()}
-
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over tokens: an fp32 scalar."""
         if outputs.ndim == 0:  # The output layer has computed the loss, because it received `loss_inputs`.
             loss: Tensor = outputs
             return loss
-        return cross_entropy_sum(outputs, self.next_tokens(batch))
+        return super().loss(outputs, batch)
 
 
 @dataclass
@@ -885,14 +916,3 @@ def try_user_model(target: str, *options: str) -> None:
 def _get_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are registered on the module itself, not on its children."""
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-
-
-def make_task(run: Run, manifest: Manifest | SampleManifest) -> Task:
-    """Return the task of a run: for tokens a `DecoderTask`, for arrays a `CustomModelTask`.
-
-    Raises UserError if the user's module cannot be imported, or if its `transform` does not return the expected arrays.
-    """
-    if isinstance(manifest, Manifest):
-        return DecoderTask(run.config, manifest.vocab_size, manifest.eos_id, manifest.eos_starts_next)
-    assert run.user_model is not None
-    return CustomModelTask(run, run.user_model, run.user_model.load(run.code_dir), manifest)

@@ -489,7 +489,7 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
 def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: int | None) -> Iterator[Problem]:
     """Yield the configured sizes that do not fit the model, the batch or `world_size` ranks.
 
-    If the number of ranks or the batch does not fit, only this problem is yielded.
+    If the model cannot be split, or the number of ranks or the batch does not fit, only this problem is yielded.
     """
     train = config.train
     parallel = config.parallel
@@ -497,6 +497,15 @@ def _find_misfits(config: Config, world_size: int, per_node: int, vocab_size: in
     tp = parallel.tensor
     axis_sizes = _get_axis_sizes(config)
     ranks_per_replica = math.prod(axis_sizes.values())
+    if config.model.backend == "transformers" and ranks_per_replica > 1:
+        for axis, size in axis_sizes.items():
+            if size > 1:
+                yield Problem(
+                    "config.conflict",
+                    f"parallel.{AXIS_KEYS[axis]} ({size}) cannot split a model that transformers builds (model.backend "
+                    "transformers): set it to 1, and use data parallelism with parallel.zero 1 to 3",
+                )
+        return
     ranks = ranks_per_replica
     sizes = " × ".join(f"parallel.{AXIS_KEYS[axis]} ({size})" for axis, size in axis_sizes.items())
     if parallel.data != "auto":
@@ -684,10 +693,10 @@ def _suggest_layouts(config: Config, world_size: int, per_node: int, vocab_size:
     """Return up to three layouts of `world_size` ranks that fit, the most similar first, as text.
 
     If no layout fits, the text says so. No suggestion splits a custom model, because only its author knows whether it
-    can be split.
+    can be split, or a model of transformers.
     """
     candidates = []
-    largest_size = _MAX_SUGGESTED_SIZE if config.model.target is None else 1
+    largest_size = _MAX_SUGGESTED_SIZE if config.model.other_model_key is None else 1
     sizes = [n for n in range(1, largest_size + 1) if world_size % n == 0]
     context = config.parallel.context
     contexts = [n for n in range(1, context + 1) if context % n == 0]

@@ -8,9 +8,10 @@ The checkpoint of an adapter is written in peft's format, unless it is merged in
     adapter_model.safetensors, adapter_config.json, tokenizer.json, tokenizer_config.json
 
 One process without a GPU or process group reads and writes a few tensors at a time. Memory therefore does not grow with
-the model. Meanwhile, another thread verifies the hashes of the checkpoint. The files are written to a temporary folder.
-If all hashes are right and all files are synced, this folder is renamed to DIR. A killed export leaves only a folder
-`.DIR.….tmp`. Two exports of the same checkpoint have the same bytes.
+the model, except if transformers has built the model (`model.backend`) and therefore also writes it. Meanwhile, another
+thread verifies the hashes of the checkpoint. The files are written to a temporary folder. If all hashes are right and
+all files are synced, this folder is renamed to DIR. A killed export leaves only a folder `.DIR.….tmp`. Two exports of
+the same checkpoint have the same bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model import lora
 from pipeline.model.open_weights import open_base_weights
 from pipeline.model.spec import EMBEDDING, LORA_A, LORA_B
+from pipeline.model.transformers_model import save_weights
 from pipeline.run.directory import Run
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -117,7 +119,12 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, m
                 # The folder of an adapter contains no model, so it has no config.json.
                 has_model = merge or run.config.adapter is None
                 notes = _write_config_and_tokenizer(run, folder, vocab_size, dtype, has_model=has_model)
-            total_bytes = _write_weights(folder, shapes, read, dtype, single_file, prefix)
+            if run.config.model.backend == "transformers" and not prefix:
+                total_bytes = save_weights(
+                    run.config.model, read(list(shapes)), TYPES[dtype][0], folder, MAX_FILE_BYTES
+                )
+            else:
+                total_bytes = _write_weights(folder, shapes, read, dtype, single_file, prefix)
         finally:
             verification.result()  # if the checkpoint is damaged, this error explains any other error
     summary = f"{len(shapes)} tensors, {total_bytes:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
@@ -218,7 +225,7 @@ def _build_adapter_config(run: Run, names: Iterable[str]) -> dict[str, Any]:
     modules = sorted({name.removesuffix(LORA_A) for name in names if name.endswith(LORA_A)}, key=_natural_sort_key)
     # peft adds adapters to all layers whose names end with one of `target_modules`.
     ends = sorted({module.rpartition(".")[2] for module in modules})
-    if run.config.model.target is not None or len(modules) != len(ends) * run.config.model.layers:
+    if run.config.model.other_model_key is not None or len(modules) != len(ends) * run.config.model.layers:
         ends = modules
     base = run.config.model.init_from
     alpha = int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha

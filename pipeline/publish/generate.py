@@ -29,7 +29,6 @@ from pipeline.checkpoint.model_tokens import find_model_tokens
 from pipeline.config.hugging_face import (
     CONFIG_FILE,
     TOKENIZER_FILE,
-    list_weight_files,
     make_model_config,
     open_inside,
     read_inside,
@@ -49,12 +48,15 @@ from pipeline.data.special_tokens import (
 from pipeline.data.verify_shards import load_run_manifest
 from pipeline.model.decoder import Decoder, init_weights
 from pipeline.model.lora import add_adapters
-from pipeline.model.open_weights import match_tensors, open_unchanged_folder, read_tensor_specs
+from pipeline.model.open_weights import open_folder, open_unchanged_folder
 from pipeline.model.spec import EMBEDDING
+from pipeline.model.transformers_model import TransformersModel, build_model
 from pipeline.run.directory import Run
 
-LoadedModel = tuple[Decoder, Tokenizer, list[int], list[int]]
-"""The decoder with its weights, the tokenizer, the IDs of tokens that end a text, and the token IDs of the prompt."""
+LanguageModel = Decoder | TransformersModel
+"""The model that generates a text."""
+LoadedModel = tuple[LanguageModel, Tokenizer, list[int], list[int]]
+"""The model with its weights, the tokenizer, the IDs of tokens that end a text, and the token IDs of the prompt."""
 Prompt = str | Sequence[Mapping[str, str]]
 """A text to continue, or the messages of a dialogue to answer."""
 
@@ -138,30 +140,45 @@ def choose_token(logits_V: Tensor, temperature: float, top_p: float, generator: 
 
 @torch.inference_mode()
 def generate_tokens(
-    model: Decoder, ids: Sequence[int], max_tokens: int, end_ids: Sequence[int], choose: Callable[[Tensor], int]
+    model: LanguageModel, ids: Sequence[int], max_tokens: int, end_ids: Sequence[int], choose: Callable[[Tensor], int]
 ) -> list[int]:
     """Return the IDs of at most `max_tokens` new tokens. The last ID may be in `end_ids`.
 
     Args:
-        model: the decoder.
+        model: the language model.
         ids: the token IDs of the prompt.
         max_tokens: the maximum number of new tokens.
         end_ids: the IDs of tokens that end generation.
         choose: a function that returns the ID of the next token, given its logits (fp32, shape (V,)).
     """
     device = next(model.parameters()).device
-    for block in model.model.blocks:
-        attention = block.self_attn
-        kv_heads = attention.k_proj.out_features // attention.head_size
-        empty_cache = torch.empty((1, kv_heads, 0, attention.head_size))
-        attention.past = empty_cache.to(device), empty_cache.to(device)
+    predict = model.predict_next if isinstance(model, TransformersModel) else _start_cache(model)
     new_ids: list[int] = []
-    assert model.lm_head is not None
     while len(new_ids) < max_tokens and not (new_ids and new_ids[-1] in end_ids):
         # The first forward pass has the whole prompt. Each later pass has only the newest token.
         input_BT = torch.tensor([new_ids[-1:] or list(ids)], device=device)
-        new_ids.append(choose(model.lm_head(model.model(input_BT)[:, -1])[0]))
+        new_ids.append(choose(predict(input_BT)[0]))
     return new_ids
+
+
+def _start_cache(model: Decoder) -> Callable[[Tensor], Tensor]:
+    """Return a function from the next inputs (int64, (B, T)) to the logits of the next token (fp32, (B, V)).
+
+    The model remembers keys and values of earlier inputs.
+    """
+    for block in model.model.blocks:
+        attention = block.self_attn
+        kv_heads = attention.k_proj.out_features // attention.head_size
+        empty_cache = torch.empty((1, kv_heads, 0, attention.head_size), device=attention.k_proj.weight.device)
+        attention.past = empty_cache, empty_cache
+    output_layer = model.lm_head
+    assert output_layer is not None
+
+    def predict(input_BT: Tensor) -> Tensor:
+        logits_BV: Tensor = output_layer(model.model(input_BT)[:, -1])
+        return logits_BV
+
+    return predict
 
 
 def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
@@ -182,9 +199,9 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
     if vocab_size is None:
         tensors = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
         vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
-    model = _build_decoder(run.config.model, vocab_size, ids, max_tokens)
+    model = _build_model(run.config.model, vocab_size, ids, max_tokens)
     base = dict(model.named_weights())
-    add_adapters(model, run.config.adapter)
+    add_adapters(model.model if isinstance(model, TransformersModel) else model, run.config.adapter)
     _allocate(model, run.config.model)
     saved = dict(model.named_weights())
     if run.config.adapter is not None:  # The checkpoint has only the adapter.
@@ -198,7 +215,7 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int
     """Load a model folder in Hugging Face's format and encode the prompt. The result is as in `_load_run`."""
     if step is not None:
         raise UserError("cli.conflict", f"--step: {folder} is not a run and has no checkpoints: remove --step")
-    config = make_model_config(read_model_section(folder))
+    config = make_model_config({**read_model_section(folder), "init_from": folder})
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
     bos_ids, _ = get_added_tokens(tokenizer)
@@ -206,9 +223,8 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int
         tokenizer, prompt, bos_ids, lambda: _find_template_in_files(read_tokenizer_files(folder), f"{folder}")
     )
     # `vocab_size` is never None, because config.json requires this key.
-    model = _build_decoder(config, config.vocab_size or 0, ids, max_tokens)
-    specs = {name: read_tensor_specs(folder, name) for name in list_weight_files(folder)}
-    weights = match_tensors(folder, specs, dict(model.named_weights()), is_tied=config.tie_word_embeddings)
+    model = _build_model(config, config.vocab_size or 0, ids, max_tokens)
+    weights = open_folder(config, dict(model.named_weights()))
     weights.copy_into(_allocate(model, config).named_weights())
     end_ids = _find_end_ids(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder))
     return model, tokenizer, [*end_ids, *end_of_turn_ids], ids
@@ -283,8 +299,8 @@ def _find_end_ids(config: Any, files: Mapping[str, str]) -> list[Any]:
     return []
 
 
-def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_tokens: int) -> Decoder:
-    """Return the decoder, built on the meta device.
+def _build_model(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_tokens: int) -> LanguageModel:
+    """Return the model, built on the meta device.
 
     Raises UserError if the prompt is empty, or has token IDs outside the vocabulary.
     """
@@ -295,12 +311,18 @@ def _build_decoder(config: ModelConfig, vocab_size: int, ids: Sequence[int], max
             f"the prompt has {len(ids)} tokens, but it needs at least one, and all ids must be below {vocab_size}, the "
             "vocabulary size of the model: change the prompt",
         )
+    if config.backend == "transformers":
+        return TransformersModel(build_model(config))
     with torch.device("meta"):
         return Decoder(config, vocab_size, length)
 
 
-def _allocate(model: Decoder, config: ModelConfig) -> Decoder:
-    """Allocate the memory of a decoder that was built on the meta device, set its weights to 0, and return it."""
-    model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu").eval()
-    init_weights(model, None, config.initializer_range)
+def _allocate(model: LanguageModel, config: ModelConfig) -> LanguageModel:
+    """Allocate the memory of a model that was built on the meta device, and return it. The decoder's weights are 0."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to_empty(device=device).eval()
+    if isinstance(model, TransformersModel):
+        model.restore_after_allocation(device)
+    else:
+        init_weights(model, None, config.initializer_range)
     return model

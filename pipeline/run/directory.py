@@ -624,7 +624,8 @@ class Run:
         the model is only compiled.
 
         Returns:
-            A list with a note if the model never reads some of `model.options`; otherwise an empty list.
+            A list with a note if the model never reads some of `model.options`, or if transformers builds it; otherwise
+            an empty list.
 
         Raises:
             UserError: if the model does not compile, or cannot be imported or built.
@@ -640,6 +641,8 @@ class Run:
             if unread_keys := try_code(self.code_dir, model, options, config.run.root.name):
                 names = ", ".join(f"model.options.{key}" for key in unread_keys)
                 return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
+        if config.model.backend == "transformers":
+            return [f"note: the model is {config.model.describe()} (model.backend transformers)"]
         return []
 
     def copy_code(self) -> None:

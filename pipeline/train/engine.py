@@ -31,7 +31,7 @@ from pipeline.config.sections import Config
 from pipeline.data.loader import Batch
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
-from pipeline.model.open_weights import OpenWeights
+from pipeline.model.open_weights import WeightSource
 from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Task
 from pipeline.parallel import data_parallel, float8
@@ -90,7 +90,7 @@ class Engine:
         compute_timer: AbstractContextManager[None] | None = None,
         *,
         from_scratch: bool = True,
-        source: OpenWeights | None = None,
+        source: WeightSource | None = None,
     ) -> None:
         self.compute_timer: AbstractContextManager[None] = compute_timer or nullcontext()
         self.config = config
@@ -164,8 +164,10 @@ class Engine:
                 hook = self.replica_sync = GradientHook(parallel.hook, trainable, config.run.seed)
                 hook.register(ddp)
             self._rebuild_buckets()
+        if from_scratch:
+            task.check_model(self.parts[0], world.device)
 
-    def _build_part(self, layers: range, mesh: DeviceMesh | None, source: OpenWeights | None) -> nn.Module:
+    def _build_part(self, layers: range, mesh: DeviceMesh | None, source: WeightSource | None) -> nn.Module:
         """Build the part of the model that consists of these layers, with this rank's shard of each weight.
 
         Args:

@@ -26,6 +26,7 @@ from pipeline.config.sections import ModelConfig, OptimizerConfig
 from pipeline.config.types import INT8_BLOCK, StateConfig
 from pipeline.model.decoder import Decoder, full_tensor, local_tensor, select_local_part, write_parameter
 from pipeline.model.task import Task
+from pipeline.model.transformers_model import build_model
 
 _CHUNK_SIZE = 1 << 24
 """Number of entries that `LeanAdamW` updates together without torch.compile. Each entry needs about 40 bytes of
@@ -694,16 +695,20 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
 
 
 def check_freeze(patterns_json: str, model_json: str) -> None:
-    """Raise UserError if a pattern matches no parameter of the decoder, or if every parameter matches a pattern.
+    """Raise UserError if a pattern matches no parameter of a language model, or if every parameter matches a pattern.
 
     Args:
         patterns_json: the config key `optimizer.freeze`, as JSON.
         model_json: the config section `model`, as JSON.
     """
-    with torch.device("meta"):
-        # The names of the parameters depend neither on the vocabulary size nor on the sequence length.
-        decoder = Decoder(ModelConfig.model_validate_json(model_json), vocab_size=1, sequence_length=1)
-    _match_patterns(json.loads(patterns_json), [name for name, _ in decoder.named_weights()])
+    model = ModelConfig.model_validate_json(model_json)
+    if model.backend == "transformers":
+        names = [name for name, _ in build_model(model).named_parameters()]
+    else:
+        with torch.device("meta"):
+            # The names of the parameters depend neither on the vocabulary size nor on the sequence length.
+            names = [name for name, _ in Decoder(model, vocab_size=1, sequence_length=1).named_weights()]
+    _match_patterns(json.loads(patterns_json), names)
 
 
 def _match_patterns(patterns: Sequence[str], names: Collection[str]) -> set[str]:

@@ -107,11 +107,16 @@ def resume_note(run: Run) -> str | None:
 def check_inputs(run: Run) -> None:
     """Raise UserError if a pattern of `optimizer.freeze` or of `adapter.targets` has no effect, or if all is frozen.
 
-    A child process checks the patterns, because this process must not import torch. If the user's module defines the
-    model, nothing is checked here.
+    Also raise UserError if transformers cannot build the model. A child process performs the checks that need torch. If
+    the user's module defines the model, nothing is checked here.
     """
     config = run.config
-    if config.adapter is not None and run.user_model is None:
+    if config.model.backend == "transformers":
+        adapter = "null" if config.adapter is None else config.adapter.model_dump_json()
+        call_in_child_process(
+            "pipeline.model.transformers_task", "check_config", config.model.model_dump_json(), adapter
+        )
+    elif config.adapter is not None and run.user_model is None:
         check_targets(config.adapter, list_layers(config.model))
     if config.optimizer.freeze and run.user_model is None:
         patterns = json.dumps(config.optimizer.freeze)
@@ -128,6 +133,9 @@ def preload(run: Run) -> None:
 
     # The first optimizer step of a rank would import this module.
     importlib.import_module("torch._dynamo")
+    if run.config.model.backend == "transformers":
+        importlib.import_module("pipeline.model.transformers_task")
+        importlib.import_module("transformers.models.auto.modeling_auto")
     if run.config.train.compile:
         importlib.import_module("torch._inductor.compile_fx")
 

@@ -53,9 +53,10 @@ from pipeline.data.samples import DocumentEnds, MappedDataset, SampleDataset, To
 from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.model.lora import hash_weights
+from pipeline.model.make_task import make_task
 from pipeline.model.open_weights import open_initial_weights
 from pipeline.model.spec import count_windows
-from pipeline.model.task import DecoderTask, make_task
+from pipeline.model.task import DecoderTask, TokenTask
 from pipeline.parallel.mesh import describe_layout_identity, resolve_layout
 from pipeline.parallel.traffic import count_traffic
 from pipeline.resilience.guard import BadStepGuard
@@ -292,7 +293,7 @@ class Trainer:
 
     def _set_sequence_length(self, length: int) -> None:
         """Train on sequences of `length` tokens from the next step on. All ranks must call this method together."""
-        if not isinstance(self.task, DecoderTask) or length == self.task.sequence_length:
+        if not isinstance(self.task, TokenTask) or length == self.task.sequence_length:
             return
         self.deadline.expect_longer_steps((length / self.task.sequence_length) ** 2)
         self.task.set_sequence_length(length)

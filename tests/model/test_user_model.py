@@ -124,7 +124,7 @@ def train_in_plain_torch(_: RankInfo, path: Path, steps: int) -> list[tuple[floa
 
     from pipeline.data.sample_order import compute_index_range, permute
     from pipeline.data.verify_shards import load_run_manifest
-    from pipeline.model.task import make_task
+    from pipeline.model.make_task import make_task
     from pipeline.train.lr_schedule import compute_learning_rate
 
     run = Run.open(path)

@@ -61,12 +61,19 @@ def make_config(folder: Path, ranks: int, train: dict[str, Any] | None = None, *
     )  # fmt: skip
 
 
+def make_language_task(config: Config) -> Any:
+    """Return the task of the backend of the config."""
+    from pipeline.model.task import DecoderTask
+    from pipeline.model.transformers_task import TransformersTask
+
+    return (TransformersTask if config.model.backend == "transformers" else DecoderTask)(config, VOCAB)
+
+
 def train_adapters(rank_info: RankInfo, path: Path, configs: list[Config]) -> list[tuple[Steps, dict[str, Any]]]:
     """Train with each config on this rank. Return the steps, and the arrays of the state by name."""
     from pipeline.comm import groups
     from pipeline.model.decoder import full_tensor
     from pipeline.model.open_weights import open_initial_weights
-    from pipeline.model.task import DecoderTask
     from pipeline.train.engine import Engine
 
     groups.configure_determinism(configs[0])
@@ -74,7 +81,7 @@ def train_adapters(rank_info: RankInfo, path: Path, configs: list[Config]) -> li
     results = []
     for config in configs:
         layout = resolve_layout(config, world.size, rank_info.local_world_size)
-        task = DecoderTask(config, VOCAB)
+        task = make_language_task(config)
         source = open_initial_weights(Run(path, config), task, groups.new_control_group())
         engine = Engine(config, layout, world, task, source=source)
         batches = make_batches(config)
@@ -95,13 +102,11 @@ def make_peft_model(model: Any, config: Config) -> Any:
     """Return peft's model with the same adapters and the same initial values."""
     from peft import LoraConfig, get_peft_model
 
-    from pipeline.model.task import DecoderTask
-
     assert config.adapter is not None
     targets = [pattern.removeprefix("*.") for pattern in config.adapter.targets]
     settings = LoraConfig(r=config.adapter.rank, lora_alpha=config.adapter.alpha, target_modules=targets)
     peft_model = get_peft_model(model, settings)
-    task = DecoderTask(config, VOCAB)
+    task = make_language_task(config)
     decoder = task.build(range(config.model.layers)).to_empty(device="cpu")
     task.init_adapters(decoder, torch.device("cpu"))
     weights = dict(task.saved_weights(decoder))
@@ -151,10 +156,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[Steps, dict[str, Any]]:
+    """Train with peft on the config of one rank. Return the result of `train_with_peft`."""
+    return train_with_peft(folder, make_config(folder, 1))
+
+
+def train_with_peft(folder: Path, config: Config) -> tuple[Steps, dict[str, Any]]:
     """Train with peft. Return the steps, and the trained arrays by the names of Sluice."""
     from transformers import AutoModelForCausalLM
 
-    config = make_config(folder, 1)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     peft_model = make_peft_model(model, config)
     steps = train_peft_model(peft_model, config)
