@@ -19,6 +19,7 @@ from pipeline.parallel.mesh import SPLIT_BACKWARD, Layout
 from pipeline.parallel.traffic import (
     find_cross_rank_stages,
     find_trained_parameters,
+    is_quantized,
     list_rank_parameters,
     residual_stream_bytes,
     stored_weight_bytes,
@@ -190,9 +191,9 @@ class _RankEstimate:
         self.table_bytes = vocab * config.model.dim // layout.tp * self.compute_bytes
         """Bytes of the embedding, or of the output layer, in the precision of products."""
 
-        trained_names, _, self.first_trained_block = find_trained_parameters(config)
+        self.trained_names, _, self.first_trained_block = find_trained_parameters(config)
         self.parameters = list(list_rank_parameters(config, layout, pp_rank, vocab))
-        self.trained_parameters = [parameter for parameter in self.parameters if parameter.name in trained_names]
+        self.trained_parameters = [parameter for parameter in self.parameters if parameter.name in self.trained_names]
         self.block_count = sum(len(layout.stage_layers[stage]) for stage in self.stages)
         self.block_weight_bytes = self._per_block(p.numel for p in self.parameters if p.layer >= 0)
         """Bytes of a block's weights in the precision of products, on average."""
@@ -226,12 +227,16 @@ class _RankEstimate:
         state = self.stored_bytes * trained_values + moments
         peak, replica_state = self._add_replica_state(trained_values, state, peak)
         values = sum(parameter.numel for parameter in self.parameters)
-        weights = sum(weight_bytes(self.config, each) * each.fsdp_numel(self.fsdp_ranks) for each in self.parameters)
+        weights = round(
+            sum(weight_bytes(self.config, each) * each.fsdp_numel(self.fsdp_ranks) for each in self.parameters)
+        )
         if self.config.train.evaluate_every is not None:
-            # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py). If the model is split,
-            # all ranks share one copy. `values` is already divided by pipeline and tensor parallelism.
+            # The evaluator keeps a copy of the weights in fp32 (pipeline/evaluate/evaluator.py), but shares quantized
+            # weights. If the model is split, all ranks share one copy. The numbers of elements are already divided by
+            # pipeline and tensor parallelism.
             is_split = self.layout.zero == 3 or self.layout.pp * self.layout.tp > 1
-            weights += 4 * (values // (self.layout.gradient_ranks if is_split else 1))
+            copied_values = sum(each.numel for each in self.parameters if not is_quantized(self.config, each))
+            weights += 4 * (copied_values // (self.layout.gradient_ranks if is_split else 1))
         return RankMemory(
             parameters=values,
             weights=weights,
@@ -271,9 +276,16 @@ class _RankEstimate:
             streams = 2
             whole = 2 + casts
             split_width = attention + query + 4 * model.ffn_size
+            if self.config.adapter is not None:
+                # A product with a frozen weight does not save its input. Norms do not save what their weights need.
+                trained_layers = {name.split(".")[-3] for name in self.trained_names}
+                groups = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})  # layers with the same input
+                counts = [len(trained_layers & layers) for layers in groups]
+                whole = sum(counts) if has_casts else sum(map(bool, counts))  # Each adapter casts its input.
+                split_width -= 0 if "down_proj" in trained_layers else model.ffn_size
         norm_bytes = 0  # per value of a token's hidden state
         # On a CPU, torch computes a norm in several operators, which save more tensors.
-        if self.on_cpu and checkpointing == "none":
+        if self.on_cpu and checkpointing == "none" and self.config.adapter is None:
             norm_bytes = 2 * 4 + 2 * (4 - self.stream_value_bytes)
         per_token = self.stream_value_bytes * streams + self.compute_bytes * sums + norm_bytes
         per_token = per_token * model.dim // self.sequence_shards
@@ -330,6 +342,8 @@ class _RankEstimate:
         if self.checkpointing == "selective":
             saved_width = query_width(model) + key_value_width(model) + 2 * model.ffn_size
             size -= self.compute_bytes * self.tokens * saved_width // self.layout.tp
+        # A quantized weight is dequantized for each product. torchao needs about ten bytes per element for this.
+        size += 10 * max((each.numel for each in self.parameters if is_quantized(self.config, each)), default=0)
         if self.layout.cp > 1:  # The gradients of all keys and values, before and after their reduction.
             width = 2 * key_value_width(model) // self.layout.tp
             size += self.compute_bytes * self.tokens * (self.layout.cp + 1) * width

@@ -432,6 +432,8 @@ def rehearse_rank(
         )
     if (key := config.model.other_model_key) is not None:
         raise UserError("plan.unsupported_model", f"--rehearse supports only the decoder, not {key}")
+    if config.adapter is not None and config.adapter.base is not None:
+        raise UserError("plan.unsupported_option", "--rehearse does not support adapter.base: remove it")
     if config.optimizer.state.master == "none":
         raise UserError(
             "plan.unsupported_option",

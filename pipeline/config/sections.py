@@ -224,6 +224,9 @@ class AdapterConfig(Section):
     targets: list[str] = Field(default_factory=lambda: ["*.q_proj", "*.v_proj"], min_length=1)
     """Patterns (`*`, `?`, `[…]`) for the names of linear layers that get an adapter, such as `*.mlp.*` or
     `model.layers.[0-3].*`. The output layer gets none."""
+    base: Literal["nf4"] | None = None
+    """How the frozen weights of linear layers are stored: `nf4`, in about 4 bits (QLoRA, arXiv 2305.14314; needs
+    torchao, and data parallelism without ZeRO), or null, in the type in which they are multiplied."""
 
 
 # -- parallel ------------------------------------------------------------------------------------------------
@@ -1196,6 +1199,16 @@ def _find_adapter_conflicts(config: Config) -> Iterator[str]:
         yield "optimizer.freeze cannot be combined with adapter, which freezes all weights: choose adapter.targets"
     if config.train.precision == "fp8":
         yield "adapter cannot be combined with train.precision fp8: use bf16"
+    if (base := config.adapter.base if config.adapter else None) is not None:
+        parallel = config.parallel
+        sizes = {"pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor}
+        splits = [f"parallel.{key} {size}" for key, size in sizes.items() if size > 1]
+        splits += [f"parallel.zero {parallel.zero}"] if parallel.zero else []
+        splits += ["parallel.offload"] if parallel.offload else []
+        if splits:
+            yield f"adapter.base {base} needs data parallelism without ZeRO: remove {', '.join(splits)}"
+        if config.model.target is not None:
+            yield f"adapter.base {base} is for language models: remove it, because model.target is set"
 
 
 # -- policies ------------------------------------------------------------------------------------------------

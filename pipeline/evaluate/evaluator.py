@@ -43,7 +43,7 @@ from pipeline.data.verify_shards import verify_shards
 from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
 from pipeline.evaluate.task_files import TaskItem, read_task_file
 from pipeline.model.decoder import IGNORE_INDEX, Decoder, cross_entropy_sum
-from pipeline.model.lora import hash_weights
+from pipeline.model.lora import allocate, hash_weights, quantize_copied
 from pipeline.model.make_task import make_task
 from pipeline.model.open_weights import open_initial_weights
 from pipeline.model.task import DTYPES, Task, TokenTask
@@ -104,13 +104,14 @@ class Evaluator:
             mesh = init_device_mesh(world.device.type, (world.size,))
             dtype = DTYPES.get(config.train.precision)
             apply_fsdp(model, task.fsdp_groups(model), mesh, dtype, free_after_forward=True)
-        self.model = model.to_empty(device=world.device).eval()
+        allocate(model, world.device)
+        self.model = model.eval()
         # Checkpoints of an adapter do not contain the weights to which it is added. The trainer copies all weights.
         needs_base = config.adapter is not None and not self.is_in_training
         source = open_initial_weights(run, task, self.group, is_first_start=False) if needs_base else None
         task.init_weights(self.model, world.device, sample=needs_base and source is None)
         if source is not None:
-            source.copy_into(task.base_weights(self.model))
+            source.copy_into(quantize_copied(self.model, task.base_weights(self.model), world.device))
         elif needs_base:
             self.identity["base_hash"] = hash_weights(task.base_weights(self.model), self.group)
         self.batch_size = config.evaluate.batch

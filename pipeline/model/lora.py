@@ -7,6 +7,10 @@ peft: uniform in ±1/√in. The parameters are named `….q_proj.lora_A.weight` 
 With tensor parallelism, the adapter is split like its layer: B by rows if W is split by rows, A by columns if W is
 split by columns. The other matrix is replicated, and no message is added.
 
+With `adapter.base: nf4`, the weights of all linear layers of the blocks are quantized by torchao when they are copied
+into the model (QLoRA; Dettmers et al., arXiv 2305.14314, section 3). Each product dequantizes its weight. The quantized
+weights are the same in each start, because they are computed from the same values.
+
 Names of tensors end with their shape: I inputs, O outputs, R rank.
 """
 
@@ -17,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,25 +30,42 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from pipeline.base.errors import UserError
 from pipeline.base.files import sha256_json
 from pipeline.comm.groups import all_gather_results
 from pipeline.config.sections import AdapterConfig
 from pipeline.model.decoder import full_tensor
-from pipeline.model.spec import LORA_A
+from pipeline.model.spec import LORA_A, NF4_BLOCK, NF4_SCALE_BLOCK
 
 
-class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. It takes the parameters of `linear`, which keep their names.
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight may be quantized. It takes the parameters of `linear`, which keep their names.
 
     Args:
         linear: the layer.
-        adapter: the config of the adapter.
+        adapter: the config of the adapters.
     """
 
     def __init__(self, linear: nn.Linear, adapter: AdapterConfig) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
+        self.is_quantized = adapter.base is not None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the output of the layer. Shapes (…, I) → (…, O)."""
+        if self.is_quantized and torch.is_autocast_enabled(input.device.type):
+            # Autocast does not see the product, because torchao replaces it.
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        output: Tensor = F.linear(input, self.weight, self.bias)
+        return output
+
+
+class LoraLinear(FrozenLinear):
+    """A linear layer with an adapter. The arguments are those of `FrozenLinear`."""
+
+    def __init__(self, linear: nn.Linear, adapter: AdapterConfig) -> None:
+        super().__init__(linear, adapter)
         self.scale = adapter.alpha / adapter.rank
         self.dropout = adapter.dropout
         device = linear.weight.device
@@ -53,8 +74,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the layer plus that of the adapter. Shapes (…, I) → (…, O)."""
-        output: Tensor = F.linear(input, self.weight, self.bias)
-        return output + self._compute_addition(input)
+        return super().forward(input) + self._compute_addition(input)
 
     def _compute_addition(self, x: Tensor) -> Tensor:
         """Return the output of the adapter."""
@@ -107,9 +127,81 @@ def add_adapters(model: nn.Module, adapter: AdapterConfig | None, dtype: torch.d
         assert isinstance(module, nn.Linear)
         if dtype is not None:
             module.weight.data = module.weight.data.to(dtype)
-        if any(fnmatchcase(name, pattern) for pattern in adapter.targets):
+        has_adapter = any(fnmatchcase(name, pattern) for pattern in adapter.targets)
+        if has_adapter or adapter.base is not None:
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, LoraLinear(module, adapter))
+            new_module = LoraLinear(module, adapter) if has_adapter else FrozenLinear(module, adapter)
+            setattr(model.get_submodule(parent), attribute, new_module)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters of a model on the meta device, except weights that will be quantized."""
+    set_aside = [(module, module.weight) for module in list_quantized(model)]
+    for module, _ in set_aside:
+        module.weight = None  # type: ignore[assignment]
+    model.to_empty(device=device)
+    for module, weight in set_aside:
+        module.weight = weight
+
+
+def quantize_copied(
+    model: nn.Module, weights: Iterable[tuple[str, nn.Parameter]], device: torch.device
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the weights for a function that copies values into them. Quantize each after its values are copied.
+
+    Only one weight at a time is not quantized, so the model never takes the memory of its whole weights.
+
+    Args:
+        model: the model, after :func:`allocate`.
+        weights: all weights of the model that do not belong to adapters, with their names.
+        device: the device of the quantized weights.
+    """
+    modules = {id(module.weight): module for module in list_quantized(model)}
+    for name, weight in list(weights):
+        if (module := modules.get(id(weight))) is None:
+            yield name, weight
+            continue
+        values = nn.Parameter(torch.empty_like(weight, device=device), requires_grad=False)
+        yield name, values
+        module.weight = nn.Parameter(quantize(name, values.detach()), requires_grad=False)
+
+
+def quantize(name: str, values: Tensor) -> Tensor:
+    """Return a quantized copy of a weight (torchao's NF4Tensor, with blocks of 64 elements).
+
+    Args:
+        name: the name of the weight.
+        values: the weight, on its device and in the type in which it is multiplied.
+
+    Raises:
+        UserError: if torchao is missing, or the number of elements is no multiple of the block size.
+    """
+    try:
+        from torchao.quantization import NF4Tensor
+    except ImportError as error:
+        raise UserError(
+            "model.no_torchao",
+            f"adapter.base nf4 needs torchao 0.18 or later: {error}; install 'sluice[nf4]', or remove the key",
+        ) from error
+    blocks, remainder = divmod(values.numel(), NF4_BLOCK)
+    if remainder:
+        raise UserError(
+            "model.indivisible_weight",
+            f"adapter.base nf4: {name} has {values.numel()} elements, which is no multiple of {NF4_BLOCK}: remove the "
+            "key",
+        )
+    return cast(Tensor, NF4Tensor.from_tensor(values, NF4_BLOCK, math.gcd(blocks, NF4_SCALE_BLOCK)))
+
+
+def share_quantized(source: nn.Module, target: nn.Module) -> None:
+    """Let another model with the same modules use the quantized weights of `source`, without a copy."""
+    for module, target_module in zip(list_quantized(source), list_quantized(target), strict=True):
+        target_module.weight = module.weight
+
+
+def list_quantized(model: nn.Module) -> list[FrozenLinear]:
+    """Return the layers whose weights are quantized."""
+    return [module for module in model.modules() if isinstance(module, FrozenLinear) and module.is_quantized]
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from pipeline.config.hugging_face import (
 )
 from pipeline.config.sections import ModelConfig, ModelMetadata
 from pipeline.data.verify_shards import load_run_manifest
+from pipeline.model import lora
 from pipeline.model.decoder import local_slices, local_tensor
 from pipeline.model.make_task import make_task
 from pipeline.model.spec import LM_HEAD
@@ -214,14 +215,22 @@ def _match_folder(
 def open_base_weights(run: Run) -> tuple[Callable[[str], Tensor], dict[str, list[int]]]:
     """Return a function that reads a weight of the model to which a run adds an adapter, and the shapes of all weights.
 
-    Raises UserError as :func:`open_initial_weights` does.
+    If training uses quantized weights, the function returns their values. Raises UserError as
+    :func:`open_initial_weights` does.
     """
     task = make_task(run, load_run_manifest(run))
     model = task.build(range(run.config.model.layers))
     parameters = dict(task.base_weights(model))
     shapes = {name: list(weight.shape) for name, weight in parameters.items()}
     if run.config.model.target is None:
-        return open_unchanged_folder(run, parameters).read, shapes
+        source = open_unchanged_folder(run, parameters)
+        quantized_weights = {id(module.weight) for module in lora.list_quantized(model)}
+
+        def read(name: str) -> Tensor:
+            values, weight = source.read(name), parameters[name]
+            return lora.quantize(name, values.to(weight.dtype)).float() if id(weight) in quantized_weights else values
+
+        return read, shapes
     model.to_empty(device="cpu")
     task.init_weights(model, torch.device("cpu"))
     weights = dict(task.base_weights(model))

@@ -24,6 +24,10 @@ LM_HEAD = "lm_head.weight"
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
 """Endings of the names of an adapter's parameters."""
+NF4_BLOCK = 64
+"""Number of elements of a weight in NF4 that share a scale."""
+NF4_SCALE_BLOCK = 256
+"""Number of scales that share a factor. The scales are stored in 8 bits."""
 
 
 class ParameterSpec(NamedTuple):

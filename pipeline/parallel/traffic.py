@@ -18,6 +18,8 @@ from pipeline.model.spec import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
+    NF4_BLOCK,
+    NF4_SCALE_BLOCK,
     ParameterSpec,
     adapter_parameters,
     block_parameters,
@@ -110,15 +112,25 @@ def stored_weight_bytes(config: Config) -> int:
     return 2 if config.optimizer.state.master == "none" else 4
 
 
-def weight_bytes(config: Config, parameter: ParameterSpec) -> int:
+def is_quantized(config: Config, parameter: ParameterSpec) -> bool:
+    """Return whether a parameter is stored in NF4 (pipeline/model/lora.py)."""
+    has_quantized_matrices = config.adapter is not None and config.adapter.base is not None
+    return has_quantized_matrices and parameter.is_matrix_in_block and not is_adapter_name(parameter.name)
+
+
+def weight_bytes(config: Config, parameter: ParameterSpec) -> float:
     """Return the bytes per element in which a parameter is stored between steps.
 
-    With adapters, the matrices of the blocks are stored in the type in which they are multiplied.
+    With adapters, the matrices of the blocks are stored in the type in which they are multiplied, or in NF4: 4 bits per
+    element, 8 bits per block of elements, and one value in the type of products per block of blocks.
     """
     is_frozen_matrix = parameter.is_matrix_in_block and not is_adapter_name(parameter.name)
-    if config.adapter is not None and is_frozen_matrix and config.train.precision != "fp32":
-        return 2
-    return stored_weight_bytes(config)
+    if config.adapter is None or not is_frozen_matrix:
+        return stored_weight_bytes(config)
+    product_bytes = 4 if config.train.precision == "fp32" else 2
+    if config.adapter.base == "nf4":
+        return 1 / 2 + (1 + product_bytes / NF4_SCALE_BLOCK) / NF4_BLOCK
+    return min(product_bytes, stored_weight_bytes(config))
 
 
 def residual_stream_bytes(config: Config, layout: Layout) -> int:

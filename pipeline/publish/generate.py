@@ -46,10 +46,11 @@ from pipeline.data.special_tokens import (
     load_tokenizer,
 )
 from pipeline.data.verify_shards import load_run_manifest
+from pipeline.model import lora
 from pipeline.model.decoder import Decoder, init_weights
-from pipeline.model.lora import add_adapters
 from pipeline.model.open_weights import open_folder, open_unchanged_folder
 from pipeline.model.spec import EMBEDDING
+from pipeline.model.task import DTYPES
 from pipeline.model.transformers_model import TransformersModel, build_model
 from pipeline.run.directory import Run
 
@@ -201,11 +202,15 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
         vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
     model = _build_model(run.config.model, vocab_size, ids, max_tokens)
     base = dict(model.named_weights())
-    add_adapters(model.model if isinstance(model, TransformersModel) else model, run.config.adapter)
-    _allocate(model, run.config.model)
+    if (adapter := run.config.adapter) is not None:
+        # Weights that are quantized must have the type from which they were quantized in training.
+        dtype = None if adapter.base is None else DTYPES.get(run.config.train.precision)
+        lora.add_adapters(model.model if isinstance(model, TransformersModel) else model, adapter, dtype)
+    device = _allocate(model, run.config.model)
     saved = dict(model.named_weights())
-    if run.config.adapter is not None:  # The checkpoint has only the adapter.
-        open_unchanged_folder(run, base).copy_into((name, saved[name]) for name in base)
+    if adapter is not None:  # The checkpoint has only the adapter.
+        weights = [(name, saved[name]) for name in base]
+        open_unchanged_folder(run, base).copy_into(lora.quantize_copied(model, weights, device))
         saved = {name: weight for name, weight in saved.items() if name not in base}
     load_checkpoint({f"model.{name}": weight.detach() for name, weight in saved.items()}, checkpoint, group=None)
     return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *end_of_turn_ids], ids
@@ -225,7 +230,8 @@ def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int
     # `vocab_size` is never None, because config.json requires this key.
     model = _build_model(config, config.vocab_size or 0, ids, max_tokens)
     weights = open_folder(config, dict(model.named_weights()))
-    weights.copy_into(_allocate(model, config).named_weights())
+    _allocate(model, config)
+    weights.copy_into(model.named_weights())
     end_ids = _find_end_ids(read_inside(folder, CONFIG_FILE), read_tokenizer_files(folder))
     return model, tokenizer, [*end_ids, *end_of_turn_ids], ids
 
@@ -317,12 +323,13 @@ def _build_model(config: ModelConfig, vocab_size: int, ids: Sequence[int], max_t
         return Decoder(config, vocab_size, length)
 
 
-def _allocate(model: LanguageModel, config: ModelConfig) -> LanguageModel:
-    """Allocate the memory of a model that was built on the meta device, and return it. The decoder's weights are 0."""
+def _allocate(model: LanguageModel, config: ModelConfig) -> torch.device:
+    """Allocate the memory of a model that was built on the meta device, and return the device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to_empty(device=device).eval()
+    lora.allocate(model, device)
+    model.eval()
     if isinstance(model, TransformersModel):
         model.restore_after_allocation(device)
     else:
         init_weights(model, None, config.initializer_range)
-    return model
+    return device

@@ -29,6 +29,7 @@ from pipeline.checkpoint.checkpointer import StateDict
 from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.data.loader import Batch
+from pipeline.model import lora
 from pipeline.model.activation_checkpointing import apply_activation_checkpointing
 from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, write_parameter
 from pipeline.model.open_weights import WeightSource
@@ -203,12 +204,12 @@ class Engine:
                 offload=config.parallel.offload,
             )
         # `task.build` creates the parameters on the meta device, without memory. Now each rank allocates its shards.
-        part.to_empty(device="cpu" if config.parallel.offload else self.world.device)
+        lora.allocate(part, torch.device("cpu") if config.parallel.offload else self.world.device)
         # Checkpoints do not contain the weights to which adapters are added. A custom model samples them again.
         samples_again = config.adapter is not None and config.model.target is not None
         task.init_weights(part, self.world.device, source is None and (self._needs_initial_weights or samples_again))
         if source is not None:
-            source.copy_into(task.base_weights(part))
+            source.copy_into(lora.quantize_copied(part, task.base_weights(part), self.world.device))
         if self._needs_initial_weights:
             task.init_adapters(part, self.world.device)
         return part
@@ -518,6 +519,8 @@ class Engine:
             model: the target, on all ranks. Its parameters may be sharded.
             group: a Gloo group of all ranks.
         """
+        lora.share_quantized(self.parts[0], model)  # If there are quantized weights, the model has one part.
+        shared_weights = {id(module.weight) for module in lora.list_quantized(model)}
         base = [weight for part in self.parts for weight in self.task.base_weights(part)]
         state = {f"model.{name}": parameter.detach() for name, parameter in base}
         state |= self.checkpoint_state()[0]
@@ -527,6 +530,8 @@ class Engine:
             for rank, names in reversed(list(enumerate(names_by_rank))):
                 sending_ranks |= dict.fromkeys(names, rank)
         for name, parameter in self.task.named_weights(model):
+            if id(parameter) in shared_weights:
+                continue
             key = f"model.{name}"
             if key in state:
                 values = full_tensor(state[key].to(self.world.device)).float().contiguous()
