@@ -63,7 +63,8 @@ class RankMemory:
     """Weights that FSDP gathers during a step. Without FSDP: the low-precision copies that autocast makes."""
     gradients: int
     optimizer: int
-    """Moments, and the state of replicas: residuals of gradient compression, or local SGD's outer optimizer."""
+    """Moments, the moving averages of weights (`train.ema`), and the state of replicas: residuals of gradient
+    compression, or local SGD's outer optimizer."""
     activations: int
     """All other memory at the peak of a step, estimated."""
 
@@ -224,7 +225,8 @@ class _RankEstimate:
         moments = sum(self._moment_bytes(parameter) for parameter in self.trained_parameters)
         # During the update, this rank has the gradients of its shards and temporary tensors, but no activations.
         peak = max(peak, self.stored_bytes * trained_values + self._update_bytes())
-        state = self.stored_bytes * trained_values + moments
+        averages = self._average_bytes()
+        state = self.stored_bytes * trained_values + moments + averages
         peak, replica_state = self._add_replica_state(trained_values, state, peak)
         values = sum(parameter.numel for parameter in self.parameters)
         weights = round(
@@ -242,7 +244,7 @@ class _RankEstimate:
             weights=weights,
             gathered=gathered,
             gradients=self.gradient_bytes,
-            optimizer=moments + replica_state,
+            optimizer=moments + averages + replica_state,
             activations=max(0, peak - self.gradient_bytes - gathered),
         )
 
@@ -458,6 +460,14 @@ class _RankEstimate:
             return 4 * count  # A single moment is in fp32.
         bytes_per_moment = 2 if optimizer.state.moments == "bf16" else 4
         return 2 * bytes_per_moment * count
+
+    def _average_bytes(self) -> int:
+        """Return the bytes of the moving averages of the trained weights (`train.ema`) on this rank, which are fp32."""
+        if self.config.train.ema is None:
+            return 0
+        # In a V schedule, a rank has two copies of a tied embedding, and one average of it.
+        values_by_name = {each.name: each.fsdp_numel(self.fsdp_ranks) for each in self.trained_parameters}
+        return 4 * sum(values_by_name.values())
 
     def _update_bytes(self) -> int:
         """Return the bytes of temporary tensors when the optimizer updates its largest parameter."""

@@ -371,6 +371,8 @@ def run_counted_step(engine: Any, account: TensorAccount, step: int, batch: dict
     for state in engine.optimizer.state.values():
         for tensor in state.values():
             account.set_kind("optimizer", tensor)
+    for average in engine.ema.averages.values() if engine.ema else ():
+        account.set_kind("optimizer", average)
 
 
 class Progress:

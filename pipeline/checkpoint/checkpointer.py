@@ -7,7 +7,8 @@ A save has two parts. With `checkpoint.mode: async`, they run in a background th
    savers (pipeline/checkpoint/saver.py), the savers do this, and the thread of the rank only waits for them.
 
 A restore loads the newest checkpoint whose files match their hashes. The state is a flat dict of tensors with names
-that do not depend on the layout: `model.<parameter>` and `optimizer.<parameter>.<state>`.
+that do not depend on the layout: `model.<parameter>`, `optimizer.<parameter>.<state>` and, with `train.ema`,
+`ema.<parameter>`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.writer import CheckpointWriter, explain_save_error
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
 from pipeline.run.directory import Run
+
+WEIGHT_PREFIX = "model."
+"""Prefix of the names of weights in a checkpoint."""
+EMA_PREFIX = "ema."
+"""Prefix of the names of the moving averages of weights (`train.ema`) in a checkpoint."""
 
 
 class Checkpointer:
@@ -323,9 +329,9 @@ def load_checkpoint(state: StateDict, checkpoint: Path, group: dist.ProcessGroup
 def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
     """Return the SHA-256 of weights and optimizer state as 64 hex digits. The hash does not depend on the layout.
 
-    The hash covers the tensors `model.…` and `optimizer.…`, in the order of their names. For each tensor, it covers a
-    line with name, dtype and shape, and then the bytes of the tensor. State that differs between data-parallel replicas
-    is stored under other names, and is not covered.
+    The hash covers the tensors `model.…`, `optimizer.…` and `ema.…`, in the order of their names. For each tensor, it
+    covers a line with name, dtype and shape, and then the bytes of the tensor. State that differs between data-parallel
+    replicas is stored under other names, and is not covered.
 
     Args:
         checkpoint: the directory of the checkpoint.
@@ -335,13 +341,29 @@ def compute_digest(checkpoint: Path, *, batch_bytes: int = 1 << 29) -> str:
     names = sorted(
         name
         for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.startswith(("model.", "optimizer."))
+        if isinstance(entry, TensorStorageMetadata) and name.startswith((WEIGHT_PREFIX, "optimizer.", EMA_PREFIX))
     )
     digest = hashlib.sha256()
     for name, tensor in iterate_tensors(checkpoint, names, batch_bytes=batch_bytes):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def find_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, tuple[str, torch.Size]]:
+    """Return the name in the checkpoint and the shape of each weight, by its name in the model.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        averaged: whether to use the moving average of each weight that has one (`train.ema`).
+    """
+    metadata = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
+    weights: dict[str, tuple[str, torch.Size]] = {}
+    for prefix in (WEIGHT_PREFIX, EMA_PREFIX) if averaged else (WEIGHT_PREFIX,):  # Averages replace weights.
+        for name, entry in metadata.items():
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix):
+                weights[name.removeprefix(prefix)] = name, entry.size
+    return weights
 
 
 def iterate_tensors(

@@ -331,6 +331,17 @@ class LengthConfig(Section):
     """Number of tokens in a training sample."""
 
 
+class EmaConfig(Section):
+    """An exponential moving average of the trained weights. `resume` cannot change these keys after the first
+    checkpoint."""
+
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
+    """Factor of the previous average. The new weights have the factor `1 - decay`. The initial weights still have the
+    factor `decay` to the power of the number of updates."""
+    every_steps: PositiveInt = 1
+    """Number of optimizer steps between two updates of the average. A skipped step does not update the average."""
+
+
 class TrainConfig(Section):
     """The training loop."""
 
@@ -369,6 +380,9 @@ class TrainConfig(Section):
     """Number of tokens for which logits, loss and gradient are computed at a time. This saves memory, because the
     logits of a whole micro-batch are never stored. The key changes the last digits of the result. Good values for large
     vocabularies are 1024 to 4096. null: all tokens at once."""
+    ema: EmaConfig | None = None
+    """An exponential moving average of the trained weights in fp32. Evaluations also measure its loss (`ema_loss`), and
+    `export --ema` writes it (docs/averaging.md). null: no average."""
     balance: Annotated[bool, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = True
     """With `data.document_mask`, assign the samples of each global batch to ranks so that all ranks have about the same
     work in attention. false: in the order of the samples. Batches are not balanced with `parallel.local_sgd` and with

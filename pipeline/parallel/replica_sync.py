@@ -309,8 +309,8 @@ class LocalSgd(ReplicaSync):
 
     **Checkpoints.** A stop between two averages must not change the result. A checkpoint therefore stores the weights
     and the optimizer state of each replica (`replica.R.…`), and θ and the momentum (`outer.…`). The same number of
-    replicas resumes bit-identically. The tensors `model.…` and `optimizer.…` of the checkpoint are means over the
-    replicas. The digest covers these means, evaluation uses them, and a different number of replicas resumes from
+    replicas resumes bit-identically. The tensors `model.…`, `optimizer.…` and `ema.…` of the checkpoint are means over
+    the replicas. The digest covers these means, evaluation uses them, and a different number of replicas resumes from
     them. A save averages copies of the tensors, so it never changes the replicas.
 
     Args:

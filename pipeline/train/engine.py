@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from pipeline.checkpoint.checkpointer import StateDict
+from pipeline.checkpoint.checkpointer import EMA_PREFIX, WEIGHT_PREFIX, StateDict
 from pipeline.comm.groups import World, all_gather_results
 from pipeline.config.sections import Config
 from pipeline.data.loader import Batch
@@ -40,6 +40,7 @@ from pipeline.parallel.context_parallel import ContextParallel, create_context_g
 from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
+from pipeline.train.ema import WeightAverage
 from pipeline.train.optimizer import (
     LeanAdamW,
     LossScaler,
@@ -133,6 +134,13 @@ class Engine:
             self.optimizer = make_optimizer(
                 nn.ModuleList(self.parts), config.optimizer, world.device, blocks, rounding_seeds, config.train.compile
             )
+        self.ema: WeightAverage | None = None
+        """The moving average of this rank's weights; None without `train.ema`."""
+        if config.train.ema is not None:
+            saved_weights = (each for part in self.parts for each in task.saved_weights(part))
+            self.ema = WeightAverage(config.train.ema, saved_weights)
+        self._step = 0
+        """The number of the latest step whose backward pass has started."""
         self._has_placeholder_state = False
         """Whether the state of a custom optimizer has arbitrary values. `state_dict` creates this state, so that a
         checkpoint can be loaded into its tensors."""
@@ -252,6 +260,7 @@ class Engine:
             # The sum counts the batch of a data-parallel replica once for each of its ranks.
             dist.all_reduce(entries)
             self._loss_entries = max(1, int(entries.item()) // self.layout.ranks_per_replica)
+        self._step = step
         self.replica_sync.begin_step(step)
         with loss_parallel() if self._has_sharded_logits else nullcontext():
             run_micro_batches = self._run_pipeline if self._pipeline else self._accumulate_gradients
@@ -416,7 +425,7 @@ class Engine:
         return sum_of_squares.sqrt().float()
 
     def update_weights(self, norm: float, *, is_good: bool = True) -> None:
-        """Perform one optimizer step and clear the gradients.
+        """Perform one optimizer step, clear the gradients and update the moving average of the weights.
 
         Args:
             norm: the norm that `clip_gradients` returned. With fp16, the weights do not change if the norm is not
@@ -428,6 +437,8 @@ class Engine:
             self.optimizer.step()
         data_parallel.clear_gradients(self.model, self.optimizer)
         self.replica_sync.end_step(is_applied)
+        if is_applied and self.ema is not None:
+            self.ema.update(self._step)
 
     def _rebuild_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.
@@ -474,7 +485,7 @@ class Engine:
     # -- state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """Return this rank's weights and optimizer state, by names that do not depend on the layout.
+        """Return this rank's weights, optimizer state and averages, by names that do not depend on the layout.
 
         With adapters, only their weights are returned. The tensors are not copies: to load a checkpoint, fill them in
         place.
@@ -488,10 +499,12 @@ class Engine:
         for part in self.parts:
             for name, parameter in self.task.saved_weights(part):
                 # In a V schedule, a rank has the first and the last stage, which both have the tied embedding.
-                if f"model.{name}" not in state:
-                    state[f"model.{name}"] = parameter.detach()
+                if f"{WEIGHT_PREFIX}{name}" not in state:
+                    state[f"{WEIGHT_PREFIX}{name}"] = parameter.detach()
                     for key, value in self.optimizer.state.get(parameter, {}).items():
                         state[f"optimizer.{name}.{key}"] = value
+        if self.ema is not None:
+            state |= {f"{EMA_PREFIX}{name}": average for name, average in self.ema.averages.items()}
         return state
 
     def reset_custom_optimizer(self) -> None:
@@ -510,7 +523,7 @@ class Engine:
         return self.replica_sync.checkpoint_state(self.state_dict()), self.replica_sync.describe_state()
 
     @torch.no_grad()
-    def copy_weights_to(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def copy_weights_to(self, model: nn.Module, group: dist.ProcessGroup, *, averaged: bool = False) -> None:
         """Copy the weights that a checkpoint would contain now to another model. All ranks must call this method.
 
         Only one parameter at a time is gathered in memory.
@@ -518,12 +531,16 @@ class Engine:
         Args:
             model: the target, on all ranks. Its parameters may be sharded.
             group: a Gloo group of all ranks.
+            averaged: whether to copy the moving averages of the trained weights (`train.ema`) instead of these weights.
         """
         lora.share_quantized(self.parts[0], model)  # If there are quantized weights, the model has one part.
         shared_weights = {id(module.weight) for module in lora.list_quantized(model)}
         base = [weight for part in self.parts for weight in self.task.base_weights(part)]
-        state = {f"model.{name}": parameter.detach() for name, parameter in base}
+        state = {f"{WEIGHT_PREFIX}{name}": parameter.detach() for name, parameter in base}
         state |= self.checkpoint_state()[0]
+        if averaged:
+            averages = {name: average for name, average in state.items() if name.startswith(EMA_PREFIX)}
+            state |= {WEIGHT_PREFIX + name.removeprefix(EMA_PREFIX): average for name, average in averages.items()}
         sending_ranks: dict[str, int] = {}
         if self.layout.pp > 1:  # The lowest rank that has a parameter broadcasts the parameter to all ranks.
             names_by_rank = all_gather_results(group, lambda: list(state))
@@ -532,7 +549,7 @@ class Engine:
         for name, parameter in self.task.named_weights(model):
             if id(parameter) in shared_weights:
                 continue
-            key = f"model.{name}"
+            key = f"{WEIGHT_PREFIX}{name}"
             if key in state:
                 values = full_tensor(state[key].to(self.world.device)).float().contiguous()
             else:

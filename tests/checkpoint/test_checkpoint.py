@@ -97,6 +97,8 @@ def compute_changed_digest(rank_info: RankInfo, folder: Path, change: str | None
         state["model.layer3.weight"][2, 2] += 1e-6
     elif change == "optimizer":
         state["optimizer.layer1.weight.exp_avg"][0, 0] += 1e-6
+    elif change == "average":
+        state["ema.layer1.weight"] = torch.ones(3)
     elif change == "name":
         state["model.other"] = state.pop("model.half")
     elif change == "replica":
@@ -108,12 +110,12 @@ def compute_changed_digest(rank_info: RankInfo, folder: Path, change: str | None
 
 def test_digest_depends_only_on_weights_optimizer_state_and_names(tmp_path: Path) -> None:
     digests = {}
-    for change in (None, "value", "optimizer", "name", "replica"):
+    for change in (None, "value", "optimizer", "average", "name", "replica"):
         folder = tmp_path / str(change)
         folder.mkdir()
         digests[change] = run_ranks(1, compute_changed_digest, folder, change)[0]
     assert digests["replica"] == digests[None]
-    assert len({digests[change] for change in (None, "value", "optimizer", "name")}) == 4
+    assert len({digests[change] for change in (None, "value", "optimizer", "average", "name")}) == 5
 
 
 def change_weights_after_staging(rank_info: RankInfo, folder: Path) -> bool:

@@ -234,7 +234,7 @@ def test_copies_are_on_another_host_if_ranks_are_distributed_cyclically() -> Non
 
 # ---- a train stage
 
-OPTIONS = ("train.steps=60", "checkpoint.every_steps=1000", "recovery.budgets.crash=20")
+OPTIONS = ("train.ema={decay: 0.9}", "train.steps=60", "checkpoint.every_steps=1000", "recovery.budgets.crash=20")
 
 
 @pytest.fixture(scope="module")
