@@ -41,6 +41,7 @@ _FILE_MODES = {"private": 0o600, "group": 0o640, "all": 0o644}
 _GAUGES = {
     "step": ("step", "Newest optimizer step", 1), "loss": ("loss", "Loss of the newest step", 1),
     "held_out_loss": ("held_out_loss", "Loss on held-out data", 1),
+    "held_out_ema_loss": ("held_out_ema_loss", "Loss of the moving average of the weights on held-out data", 1),
     "grad_norm": ("gradient_norm", "Norm of the whole gradient before clipping", 1),
     "lr": ("learning_rate", "Learning rate", 1),
     "tokens_per_s": ("tokens_per_second", "Tokens per second", 1),

@@ -39,6 +39,7 @@ from pipeline.base.yaml12 import dump_yaml
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config
 from pipeline.evaluate.result import (
+    EMA_PREFIX,
     HELD_OUT_PREFIX,
     format_result,
     get_extra_metrics,
@@ -120,6 +121,11 @@ _ERROR_COLOUR = 1
 _BEST_COLOUR = 2
 _SLOW_COLOUR = 4
 """Colours of bars, of standard errors, of the best sweep point and of slow hosts, as indices of the palette."""
+_HELD_OUT_LOSSES = {
+    f"{HELD_OUT_PREFIX}loss": "held out",
+    f"{HELD_OUT_PREFIX}{EMA_PREFIX}loss": "held out, moving average of the weights",
+}
+"""Labels of the curves of the losses on held-out data, by key of metrics.jsonl."""
 _SLOW_HOST_RATIO = 1.2
 """Hosts whose local compute time is more than this multiple of the median are marked."""
 
@@ -537,13 +543,11 @@ def draw_training(run: Run, steps: LineHistory) -> list[str]:
         curves = {name: steps.curve(key) for key, name in names.items()}
         return draw_curves(heading, _STEP_AXIS, y, curves, log=log, marks=marks)
 
-    extra_metrics = [
-        name for name in steps.names if name.startswith(HELD_OUT_PREFIX) and name != f"{HELD_OUT_PREFIX}loss"
-    ]
+    extra_metrics = [name for name in steps.names if name.startswith(HELD_OUT_PREFIX) and name not in _HELD_OUT_LOSSES]
     middle_steps, parts = _mean_step_parts(steps)
     profiled_steps, profiled_shares = _profiled_shares(steps)
     return [
-        draw_over_steps("Loss", loss_unit, {"loss": "training", f"{HELD_OUT_PREFIX}loss": "held out"}),
+        draw_over_steps("Loss", loss_unit, {"loss": "training", **_HELD_OUT_LOSSES}),
         draw_curves("Loss in the second half", _STEP_AXIS, f"{loss_unit}, mean", _late_losses(steps), marks=marks),
         *(draw_over_steps(name.replace("_", " "), "on held-out data", {name: name}) for name in extra_metrics),
         draw_over_steps(
@@ -595,14 +599,16 @@ def _late_losses(steps: LineHistory) -> dict[str, Points]:
     training loss is averaged, so that spikes do not hide the details either.
     """
     all_losses = steps.curve("loss")
-    all_held_out_losses = steps.curve(f"{HELD_OUT_PREFIX}loss")
     if not all_losses:
         return {}
     last_step = all_losses[-1][0]
     losses = [point for point in all_losses if 2 * point[0] > last_step]
-    held_out_losses = [point for point in all_held_out_losses if 2 * point[0] > last_step]
+    held_out_losses = {
+        name: [point for point in steps.curve(key) if 2 * point[0] > last_step]
+        for key, name in _HELD_OUT_LOSSES.items()
+    }
     mean_losses = average_buckets(losses)
-    return {"training": mean_losses, "held out": held_out_losses} if mean_losses else {}
+    return {"training": mean_losses, **held_out_losses} if mean_losses else {}
 
 
 def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -616,7 +622,10 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     newest = results[-1]
     main_name = get_main_metric(newest)[0]
     key = "bits_per_byte" if "bits_per_byte" in newest else "loss"
-    curves = {main_name: [(result["step"], result[key]) for result in results if key in result]}
+    curves = {
+        name: [(result["step"], result[curve_key]) for result in results if curve_key in result]
+        for name, curve_key in ((main_name, key), ("moving average of the weights", f"{EMA_PREFIX}{key}"))
+    }
     if "bits_per_byte" in newest:  # an evaluation with bits per byte also has those of the unigram model
         curves["unigram model"] = [
             (result["step"], result["unigram_bits_per_byte"]) for result in results if key in result
@@ -624,6 +633,7 @@ def _draw_results(results: Sequence[Mapping[str, Any]]) -> list[str]:
     metrics = {
         name: [(result["step"], result[name]) for result in results if name in result]
         for name in get_extra_metrics(newest)
+        if name != f"{EMA_PREFIX}loss"
     }
     # the names of metrics of evaluation tasks contain a dot, such as `arc.accuracy`
     task_curves = {name: points for name, points in metrics.items() if "." in name}

@@ -31,7 +31,7 @@ from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import add_checksum, write_json
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint import catalog
-from pipeline.checkpoint.checkpointer import load_checkpoint, load_verified_manifest
+from pipeline.checkpoint.checkpointer import find_weights, load_checkpoint, load_verified_manifest
 from pipeline.checkpoint.identity import check_identity, compute_identity, compute_source_identity
 from pipeline.checkpoint.model_tokens import find_model_tokens
 from pipeline.comm import groups
@@ -40,7 +40,14 @@ from pipeline.data.manifest import MASK_LEARNED, Manifest, SampleManifest, Shard
 from pipeline.data.samples import SampleDataset, map_arrays, map_whole_file
 from pipeline.data.special_tokens import encode_prompt, load_tokenizer
 from pipeline.data.verify_shards import verify_shards
-from pipeline.evaluate.result import ITEMS_SUFFIX, STDERR_SUFFIX, format_result, result_file
+from pipeline.evaluate.result import (
+    EMA_PREFIX,
+    ITEMS_SUFFIX,
+    STDERR_SUFFIX,
+    add_ema_metrics,
+    format_result,
+    result_file,
+)
 from pipeline.evaluate.task_files import TaskItem, read_task_file
 from pipeline.model.decoder import IGNORE_INDEX, Decoder, cross_entropy_sum
 from pipeline.model.lora import allocate, hash_weights, quantize_copied
@@ -155,7 +162,7 @@ class Evaluator:
             ]
 
     def evaluate(self, step: int) -> bool:
-        """Evaluate the checkpoint of `step` and write the result.
+        """Evaluate the checkpoint of `step`, also the moving average of its weights (`train.ema`). Write the result.
 
         Returns:
             False if the ranks agreed to stop before the evaluation was complete.
@@ -173,9 +180,10 @@ class Evaluator:
                 self.run.append_event(Damaged(stage="evaluate", step=step, reason=str(error)))
             raise
         check_identity(checkpoint_manifest, self.identity)
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.task.saved_weights(self.model)}
-        load_checkpoint(weights, checkpoint, self.group)
-        metrics = self.measure(step)
+        metrics = self._measure_checkpoint(checkpoint, step)
+        if metrics is not None and self.run.config.train.ema is not None:
+            ema_metrics = self._measure_checkpoint(checkpoint, step, averaged=True)
+            metrics = None if ema_metrics is None else add_ema_metrics(metrics, ema_metrics)
         if metrics is None:
             return False
         if self.world.is_rank0:
@@ -185,6 +193,16 @@ class Evaluator:
             self.run.append_event(Evaluated(stage="evaluate", step=step, **event_fields))
             print(format_result(result), flush=True)
         return True
+
+    def _measure_checkpoint(self, checkpoint: Path, step: int, *, averaged: bool = False) -> dict[str, Any] | None:
+        """Load the weights of a checkpoint, or with `averaged` their moving averages, and return the result of them.
+
+        Return None if the ranks agreed to stop.
+        """
+        stored_weights = find_weights(checkpoint, averaged=averaged)
+        weights = {stored_weights[name][0]: weight.detach() for name, weight in self.task.saved_weights(self.model)}
+        load_checkpoint(weights, checkpoint, self.group)
+        return self.measure(step)
 
     @torch.no_grad()
     def measure(self, step: int, *, ignore_stop: bool = False) -> dict[str, Any] | None:
@@ -253,6 +271,7 @@ class SampleHeldOut:
     def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task = task
         self.device = device
+        self.has_averages = run.config.train.ema is not None
         self.dataset = SampleDataset(manifest, run.data_dir, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
 
@@ -264,7 +283,8 @@ class SampleHeldOut:
         outputs = model(*self.task.model_inputs(batch))
         entries = self.task.count_loss_entries(batch)
         metrics = self.task.metrics(outputs, batch)
-        if reserved := _RESERVED_NAMES & metrics.keys():
+        reserved_prefix = (EMA_PREFIX,) if self.has_averages else ()
+        if reserved := [name for name in metrics if name in _RESERVED_NAMES or name.startswith(reserved_prefix)]:
             message = f"model.target: the metric name {min(reserved)} is reserved in an evaluation; choose another name"
             raise UserError("model.reserved_metric", message)
         loss = self.task.loss(outputs, batch)

@@ -27,6 +27,8 @@ ITEMS_SUFFIX = "items"
 """The number of items of a task is in the key `TASK.items`."""
 HELD_OUT_PREFIX = "held_out_"
 """Prefix of metrics that the train stage measures on held-out data (`train.evaluate_every`)."""
+EMA_PREFIX = "ema_"
+"""Prefix of metrics of the moving average of the weights (`train.ema`)."""
 
 
 def result_file(run: Run, step: int) -> Path:
@@ -87,11 +89,39 @@ def format_result(result: Mapping[str, Any]) -> str:
     )
 
 
+def add_ema_metrics(result: Mapping[str, Any], ema_result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `result` with the metrics of `ema_result`, whose names get the prefix `ema_`.
+
+    Args:
+        result: the result of the weights.
+        ema_result: the result of their moving average (`train.ema`), on the same data.
+    """
+    # The unigram entropy and the numbers of items depend only on the data.
+    metrics = {
+        f"{EMA_PREFIX}{name}": value
+        for name, value in get_metrics(ema_result).items()
+        if not name.startswith("unigram_") and not name.endswith(f".{ITEMS_SUFFIX}")
+    }
+    return {**result, **metrics}
+
+
+def remove_ema_metrics(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result without the metrics that `add_ema_metrics` has added."""
+    return {name: value for name, value in result.items() if not name.startswith(EMA_PREFIX)}
+
+
 def get_extra_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of tasks and sources by name; for a custom model, all metrics except the loss."""
+    """Return the metrics of tasks and sources by name; for a custom model, all metrics except the loss.
+
+    With `train.ema`, also return the loss and these metrics of the moving average of the weights.
+    """
     metrics = get_metrics(result)
     if "bits_per_byte" in result:
-        return {name: value for name, value in metrics.items() if "." in name and name.endswith(TASK_METRIC_SUFFIXES)}
+        return {
+            name: value
+            for name, value in metrics.items()
+            if name == f"{EMA_PREFIX}loss" or ("." in name and name.endswith(TASK_METRIC_SUFFIXES))
+        }
     return {name: value for name, value in metrics.items() if name != "loss"}
 
 

@@ -43,7 +43,15 @@ from pipeline.base.ownership import open_own_folder
 from pipeline.base.signals import StopFlag
 from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step, read_checkpoint_manifest
 from pipeline.config.sections import PublishConfig
-from pipeline.evaluate.result import TEXT_METRICS, get_main_metric, get_metrics, read_newest_result, read_result
+from pipeline.evaluate.result import (
+    EMA_PREFIX,
+    TEXT_METRICS,
+    get_main_metric,
+    get_metrics,
+    read_newest_result,
+    read_result,
+    remove_ema_metrics,
+)
 from pipeline.run.directory import Run
 from pipeline.run.stages import Progress
 
@@ -97,6 +105,13 @@ def check_inputs(run: Run) -> None:
             "publish.rules and publish.no_worse_than need an evaluation, but data.held_out is 0: increase it, or "
             "remove the rules",
         )
+    for name in metrics if run.config.train.ema is not None else ():
+        if name.startswith(EMA_PREFIX):
+            raise UserError(
+                "publish.unknown_metric",
+                f"publish.rules.{name}: the stage publishes the weights, not their moving average (train.ema): use "
+                f"{name.removeprefix(EMA_PREFIX)}",
+            )
     task_prefixes = [f"{file.stem}." for file in run.config.evaluate.task_files]
     for name in metrics if run.config.model.target is None else ():
         if name not in ("loss", *TEXT_METRICS) and not name.startswith(tuple(task_prefixes)):
@@ -164,7 +179,7 @@ def _write_version(run: Run, step: int, version: Path) -> None:
     from pipeline.publish.export import write_model_files
 
     settings = _require_section(run)
-    result = read_result(run, step)
+    result = _read_result_of_weights(run, step)
     passed_rules = _check_rules(settings, result, step)
     owner = sha256(str(run.path).encode()).hexdigest()[:12] + "-"
     # This process has the lock of the stage, so killed attempts left these temporary folders.
@@ -323,7 +338,7 @@ def _register(run: Run, version: Path, step: int) -> None:
     """Register a version in the model registry. Raises UserError if the registration fails."""
     mlflow = _require_section(run).mlflow
     assert mlflow is not None
-    metrics = get_metrics(read_result(run, step) or {})
+    metrics = get_metrics(_read_result_of_weights(run, step) or {})
     # the lines of the weights and, if there are several files of weights, of their index
     weight_lines = [
         line for line in (version / CHECKSUMS_FILE).read_text().splitlines(keepends=True) if ".safetensors" in line
@@ -331,6 +346,15 @@ def _register(run: Run, version: Path, step: int) -> None:
     weights_hash = sha256("".join(weight_lines).encode()).hexdigest()
     tags = {"run": run.config.run.name, "step": step, "weights_sha256": weights_hash, **metrics}
     print(register_version(mlflow.uri, _registered_model_name(run), version, tags), flush=True)
+
+
+def _read_result_of_weights(run: Run, step: int) -> dict[str, Any] | None:
+    """Return the evaluation of a step without the metrics of the moving average, which is not published.
+
+    Return None if the step is not evaluated.
+    """
+    result = read_result(run, step)
+    return remove_ema_metrics(result) if result is not None and run.config.train.ema is not None else result
 
 
 def _read_reference_metric(run_dir: Path) -> tuple[str, float]:

@@ -36,6 +36,7 @@ _OPTIONAL_FIELDS = {
     "checkpoint_s": is_number,
     "evaluate_s": is_number,
     "held_out_loss": is_number,
+    "held_out_ema_loss": is_number,
     "skipped": is_text,
     "time": is_number,
     "profile": is_mapping,

@@ -22,7 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import read_last_object
 from pipeline.comm.groups import World, broadcast_from_rank0
 from pipeline.evaluate.evaluator import Evaluator
-from pipeline.evaluate.result import HELD_OUT_PREFIX, format_held_out, get_extra_metrics
+from pipeline.evaluate.result import HELD_OUT_PREFIX, add_ema_metrics, format_held_out, get_extra_metrics
 from pipeline.model.task import Task
 from pipeline.resilience.stop import EARLY_STOP_REQUEST, StopCoordinator
 from pipeline.run.directory import Run
@@ -105,6 +105,8 @@ class PeakMemory(Callback):
 class HeldOutEvaluation(Callback):
     """Measures the loss on held-out data after every `train.evaluate_every`-th step.
 
+    With `train.ema`, the loss of the moving average of the weights is measured also.
+
     `_evaluate_if_due` describes what happens if the ranks stop after such a step.
     """
 
@@ -113,7 +115,7 @@ class HeldOutEvaluation(Callback):
         run: Run,
         evaluator: Evaluator,
         coordinator: StopCoordinator,
-        copy_weights: Callable[[], None],
+        copy_weights: Callable[..., None],
         report: Callable[[int, Mapping[str, float]], None],
     ) -> None:
         """Create the callback.
@@ -122,7 +124,8 @@ class HeldOutEvaluation(Callback):
             run: the run.
             evaluator: computes the held-out loss.
             coordinator: has the requests and the reason to stop that the ranks last exchanged.
-            copy_weights: copies the current weights into the model of `evaluator`. Called on all ranks.
+            copy_weights: copies the current weights into the model of `evaluator`; with `averaged=True`, their moving
+                averages (`train.ema`). Called on all ranks.
             report: called on all ranks with the step and the metrics of each completed evaluation.
         """
         self.run = run
@@ -133,6 +136,7 @@ class HeldOutEvaluation(Callback):
         every = run.config.train.evaluate_every
         assert every is not None
         self._every_steps = every
+        self._has_averages = run.config.train.ema is not None
 
     def on_start(self, trainer: TrainerContext) -> None:
         """Evaluate the restored step if a stop prevented its evaluation in the previous attempt.
@@ -172,6 +176,10 @@ class HeldOutEvaluation(Callback):
         trainer.enter_phase(step, "held-out")
         self._copy_weights()
         result = self.evaluator.measure(step, ignore_stop=is_last)
+        if result is not None and self._has_averages:
+            self._copy_weights(averaged=True)
+            ema_result = self.evaluator.measure(step, ignore_stop=is_last)
+            result = None if ema_result is None else add_ema_metrics(result, ema_result)
         trainer.overhead_s["evaluate_s"] = trainer.overhead_s.get("evaluate_s", 0.0) + time.perf_counter() - start_time
         if result is None:
             return {}

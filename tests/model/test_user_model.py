@@ -290,6 +290,7 @@ CUSTOM_OPTIMIZER_OVERRIDES = (
     "optimizer.schedule=own",
     "train.steps=40",
     "train.evaluate_every=20",
+    "train.ema={decay: 0.7}",
 )
 
 
@@ -317,12 +318,13 @@ def test_a_custom_optimizer_and_schedule_have_the_steps_of_plain_torch_even_afte
     assert train_run(run, 2) == read_steps(undisturbed_run) and compute_run_digest(run) == compute_run_digest(
         undisturbed_run
     )
-    accuracies, accuracies_after_stop = (
-        {line["step"]: line.get("held_out_accuracy") for line in read_jsonl(metrics_file)}
-        for metrics_file in (undisturbed_run.metrics_file, run.metrics_file)
-    )
-    assert accuracies == accuracies_after_stop
-    assert [step for step, accuracy in accuracies.items() if accuracy is not None] == [20, 40]
+    for key in ("held_out_accuracy", "held_out_ema_accuracy"):
+        accuracies, accuracies_after_stop = (
+            {line["step"]: line.get(key) for line in read_jsonl(metrics_file)}
+            for metrics_file in (undisturbed_run.metrics_file, run.metrics_file)
+        )
+        assert accuracies == accuracies_after_stop
+        assert [step for step, accuracy in accuracies.items() if accuracy is not None] == [20, 40]
 
 
 def test_optimizer_own_requires_a_function_of_the_module(tmp_path: Path) -> None:
@@ -341,15 +343,16 @@ RETURN_LBFGS = "    return torch.optim.LBFGS([value for _, value in parameters])
         ("    matrices", RETURN_LBFGS, r"UserError: optimizer of model\.target.* closure"),
         ('{"params": matrices}, ', "", r"UserError: optimizer of model\.target.* groups"),
         ("config.lr / step", "None", r"UserError: learning_rate of model\.target.* None"),
+        ('{"accuracy": ', '{"ema_loss": ', r"UserError: model\.target: the metric name ema_loss is reserved"),
     ],
 )
-def test_an_invalid_optimizer_or_schedule_is_an_error(
+def test_an_invalid_optimizer_schedule_or_metric_is_an_error(
     tmp_path: Path, original_text: str, replacement: str, error_pattern: str
 ) -> None:
     """`replacement` replaces `original_text` in the source of the module.
 
     The optimizers change a value of their parameter groups, need a closure, or lack parameters. The schedule returns
-    None.
+    None. The metric has the name of the loss of the moving average.
     """
     module = write_module_with_optimizer(tmp_path)
     replace_in_file(module, original_text, replacement)
@@ -503,21 +506,25 @@ def test_adapters_of_a_custom_model_are_the_same_on_every_layout_and_after_a_sto
     from safetensors.torch import load_file
 
     adapter = "adapter={rank: 2, alpha: 8, targets: ['*']}"
-    run = create_prepared_run(image_folder, "adapted", adapter, "train.evaluate_every=5")
+    averaged = ("train.evaluate_every=5", "train.ema={decay: 0.7}")
+    run = create_prepared_run(image_folder, "adapted", adapter, *averaged)
     steps = train_run(run, 1)
     assert steps[-1][1] < steps[0][1]
     layouts = {"zero": "parallel.zero=3", "tensor": "parallel.tensor=2", "pipeline": "parallel.pipeline=2"}
     for name, override in layouts.items():
         other_run = create_prepared_run(image_folder, f"adapted-{name}", adapter, override, ranks=2)
         check_equal_steps(train_run(other_run, 2), [step[1:3] for step in steps], name)
-    stopped_run = create_prepared_run(image_folder, "adapted-stopped", adapter, "train.evaluate_every=5")
+    stopped_run = create_prepared_run(image_folder, "adapted-stopped", adapter, *averaged)
     interrupt_training(stopped_run, 1, signal.SIGUSR1, 3, [0])
     train_run(stopped_run, 1)
     assert compute_run_digest(stopped_run) == compute_run_digest(run)
 
     assert run_ranks(1, run_stage_on_rank, run.path, "evaluate") == [ExitCode.DONE]
     result = json.loads(next(run.evaluation_dir.iterdir()).read_text())
-    assert result["loss"] == pytest.approx([*read_jsonl(run.metrics_file)][-1]["held_out_loss"], rel=1e-6)
+    last_line = [*read_jsonl(run.metrics_file)][-1]
+    for name in ("loss", "ema_loss"):
+        assert result[name] == pytest.approx(last_line[f"held_out_{name}"], rel=1e-6)
+    assert result["loss"] != result["ema_loss"]
     (base,) = run_ranks(1, export_adapter_on_rank, run.path, image_folder)
     weights = load_file(image_folder / "adapter/adapter_model.safetensors")
     merged = load_file(image_folder / "merged/model.safetensors")

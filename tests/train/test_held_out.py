@@ -24,7 +24,13 @@ from tests.train.test_exact import check_same_result, create_run, interrupt_trai
 from tracking.follower import Follower
 
 EVALUATE_EVERY_4_STEPS = ("train.evaluate_every=4", "train.evaluate_sequences=12")
-EIGHT_STEPS = ("train.steps=8", "checkpoint.every_steps=4", "evaluate.max_sequences=12", "evaluate.batch=5")
+EIGHT_STEPS = (
+    "train.steps=8",
+    "train.ema={decay: 0.5}",
+    "checkpoint.every_steps=4",
+    "evaluate.max_sequences=12",
+    "evaluate.batch=5",
+)
 LAYOUTS = {
     "one": (1, ()),
     "ddp": (2, ()),
@@ -44,9 +50,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("data")).data_dir
 
 
-def read_held_out_losses(run: Run) -> dict[int, float]:
+def read_held_out_losses(run: Run, key: str = "held_out_loss") -> dict[int, float]:
     """Return the held-out losses in metrics.jsonl by step."""
-    return {line["step"]: line["held_out_loss"] for line in read_jsonl(run.metrics_file) if "held_out_loss" in line}
+    return {line["step"]: line[key] for line in read_jsonl(run.metrics_file) if key in line}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,10 @@ def read_held_out_losses(run: Run) -> dict[int, float]:
 def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchanged(
     tmp_path: Path, data: Path, layout: str
 ) -> None:
-    """Each held-out loss is bit-identical to the loss of the evaluate stage on one rank for the same checkpoint."""
+    """Each held-out loss is bit-identical to the loss of the evaluate stage on one rank for the same checkpoint.
+
+    The same applies to the loss of the moving average of the weights.
+    """
     world_size, layout_overrides = LAYOUTS[layout]
     overrides = (*EIGHT_STEPS, *layout_overrides, f"stages.train.tasks_per_node={world_size}")
     plain_run = create_run(tmp_path, "plain", data, *overrides)
@@ -65,11 +74,14 @@ def test_held_out_losses_equal_those_of_the_checkpoints_and_training_is_unchange
         assert set(run_ranks(world_size, run_stage_on_rank, run.path, "train")) == {ExitCode.DONE}
     check_same_result(evaluated_run, plain_run)
     losses = read_held_out_losses(evaluated_run)
+    ema_losses = read_held_out_losses(evaluated_run, "held_out_ema_loss")
     assert not read_held_out_losses(plain_run)
     assert set(losses) == set(list_checkpoint_steps(evaluated_run.checkpoints_dir)) == {4, 8}
     assert run_ranks(1, run_stage_on_rank, evaluated_run.path, "evaluate", {"step": "every"}) == [ExitCode.DONE]
     results = [json.loads(path.read_text()) for path in evaluated_run.evaluation_dir.iterdir()]
     assert losses == {result["step"]: result["loss"] for result in results}
+    assert ema_losses == {result["step"]: result["ema_loss"] for result in results}
+    assert all(0.001 < abs(ema_losses[step] - loss) < 1 for step, loss in losses.items())
     for line in read_jsonl(evaluated_run.metrics_file):
         assert ("evaluate_s" in line) == (line["step"] % 4 == 0)
         assert line.get("evaluate_s", 0) < line["step_time_s"]
