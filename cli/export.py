@@ -18,6 +18,10 @@ def export(
     step: Step = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="data type of the weights")] = "fp32",
     merge: Annotated[bool, typer.Option("--merge", help="add the adapter to the weights of the model")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="export the moving average of the weights (train.ema)")] = False,
+    average: Annotated[
+        int | None, typer.Option(min=2, help="export the mean of the weights of this number of checkpoints")
+    ] = None,
 ) -> None:
     """Export a checkpoint as a folder for transformers: weights (safetensors), config.json and the tokenizer."""
     run = Run.open(run_path)
@@ -27,4 +31,4 @@ def export(
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from pipeline.publish.export import export_checkpoint
 
-    print(export_checkpoint(run, folder.absolute(), step, dtype, merge=merge))
+    print(export_checkpoint(run, folder.absolute(), step, dtype, merge=merge, ema=ema, average=average))

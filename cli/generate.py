@@ -20,6 +20,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="sample from the most likely tokens with this total probability")] = 1.0,
     seed: Annotated[int, typer.Option(help="random seed for sampling")] = 1,
     step: Step = None,
+    ema: Annotated[bool, typer.Option("--ema", help="use the moving average of the weights (train.ema)")] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="TEXT is a user message: answer it with the chat template")
     ] = False,
@@ -33,6 +34,7 @@ def generate(
         target,
         prompt,
         step=step,
+        ema=ema,
         max_tokens=max_tokens,
         temperature=0.0 if greedy else temperature,
         top_p=top_p,

@@ -7,6 +7,9 @@ The checkpoint of an adapter is written in peft's format, unless it is merged in
 
     adapter_model.safetensors, adapter_config.json, tokenizer.json, tokenizer_config.json
 
+Instead of the weights, the moving average of the weights (`train.ema`) or the mean of the weights of several
+checkpoints can be exported.
+
 One process without a GPU or process group reads and writes a few tensors at a time. Memory therefore does not grow with
 the model, except if transformers has built the model (`model.backend`) and therefore also writes it. Meanwhile, another
 thread verifies the hashes of the checkpoint. The files are written to a temporary folder. If all hashes are right and
@@ -28,12 +31,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pipeline.base.errors import UserError
+from pipeline.base.errors import CheckpointError, UserError
 from pipeline.base.files import create_folder_atomically, fsync, parse_json_or_none, write_atomic, write_json
-from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
-from pipeline.checkpoint.checkpointer import CheckpointReader, iterate_tensors
+from pipeline.checkpoint.catalog import (
+    checkpoint_name,
+    find_checkpoint,
+    find_newest_step,
+    list_checkpoint_steps,
+    read_checkpoint_manifest,
+    verify_checkpoint_files,
+)
+from pipeline.checkpoint.checkpointer import find_weights, iterate_tensors
 from pipeline.checkpoint.identity import read_source
 from pipeline.checkpoint.model_tokens import GENERATION_CONFIG, find_model_tokens
 from pipeline.config.hugging_face import (
@@ -58,8 +67,8 @@ MAX_FILE_BYTES = 5_000_000_000
 """Maximum size of a file of weights in bytes. A file with a single tensor may be larger."""
 TYPES = {"fp32": (torch.float32, "F32", "float32"), "bf16": (torch.bfloat16, "BF16", "bfloat16")}
 """Value of the option `--dtype` → the torch data type, and its names in safetensors and in config.json."""
-_PREFIX = "model."
-"""Prefix of the names of weights in a checkpoint."""
+_MEAN_BATCH_ELEMENTS = 1 << 26
+"""Number of elements of the weights that are averaged together: 512 MiB in fp64. A larger weight is averaged alone."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
@@ -69,48 +78,91 @@ Read = Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
 """A function that yields the weights with these names, in the same order."""
 
 
-def export_checkpoint(run: Run, folder: Path, step: str | None, dtype: str, *, merge: bool = False) -> str:
-    """Export one checkpoint to a new folder and return a description of the result.
+def export_checkpoint(
+    run: Run,
+    folder: Path,
+    step: str | None,
+    dtype: str,
+    *,
+    merge: bool = False,
+    ema: bool = False,
+    average: int | None = None,
+) -> str:
+    """Export one checkpoint, or the mean of several, to a new folder and return a description of the result.
 
     Args:
         run: the run.
         folder: the new folder.
-        step: the step of the checkpoint; None for the newest checkpoint.
+        step: the step of the (newest) checkpoint; None for the newest checkpoint of the run.
         dtype: a key of `TYPES`.
         merge: whether to add the adapter of the checkpoint to the weights of the model.
+        ema: whether to export the moving average of the weights (`train.ema`).
+        average: the number of checkpoints whose mean weights are exported; None for one checkpoint.
 
     Raises:
-        UserError: if `folder` exists, or if no supported model family has the features of this model.
-        CheckpointError: if the checkpoint is damaged.
+        UserError: if `folder` exists, if the arguments contradict each other or the config, if there are fewer than
+            `average` intact checkpoints, or if no supported model family has the features of this model.
+        CheckpointError: if a checkpoint is damaged.
     """
     if folder.exists():
         raise UserError("export.folder_exists", f"{folder} exists already: name a new folder, or remove it")
     if merge and run.config.adapter is None:
         raise UserError("cli.conflict", f"--merge: {run.name} trains no adapter, but all weights: remove --merge")
+    if ema:
+        require_averages(run)
+    if ema and average is not None:
+        raise UserError(
+            "cli.conflict",
+            "--ema and --average cannot be combined: --ema exports the moving average of one checkpoint (train.ema), "
+            "--average the mean of several checkpoints: choose one of them",
+        )
+    if average is not None and run.config.adapter is not None and not merge:
+        raise UserError(
+            "cli.conflict",
+            f"--average: {run.name} trains an adapter, and the product of two mean matrices is not the mean of the "
+            "products: add --merge, which averages the merged weights",
+        )
     with create_folder_atomically(folder) as temporary:
-        return f"{folder}: {write_model_files(run, temporary, step, dtype, merge=merge)}"
+        description = write_model_files(run, temporary, step, dtype, merge=merge, ema=ema, average=average)
+    return f"{folder}: {description}"
 
 
-def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, merge: bool = False) -> str:
+def require_averages(run: Run) -> None:
+    """Raise UserError if the checkpoints of a run have no moving averages of the weights."""
+    if run.config.train.ema is None:
+        raise UserError(
+            "cli.conflict",
+            f"--ema: {run.name} has no moving average of its weights, because it was started without train.ema: remove "
+            "--ema",
+        )
+
+
+def write_model_files(
+    run: Run,
+    folder: Path,
+    step: str | None,
+    dtype: str,
+    *,
+    merge: bool = False,
+    ema: bool = False,
+    average: int | None = None,
+) -> str:
     """Write the exported files to an existing empty folder and return a description of the result.
 
     The other arguments and the errors are as in `export_checkpoint`.
     """
-    checkpoint, manifest = find_checkpoint(run, step)
-    metadata_by_name = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-    shapes = {
-        name.removeprefix(_PREFIX): list(metadata.size)
-        for name, metadata in metadata_by_name.items()
-        if isinstance(metadata, TensorStorageMetadata) and name.startswith(_PREFIX)
-    }
+    checkpoints = [find_checkpoint(run, step)] if average is None else _find_newest_checkpoints(run, step, average)
+    stored_weights = find_weights(checkpoints[0][0], averaged=ema)
+    stored_names = {name: stored_name for name, (stored_name, _) in stored_weights.items()}
+    shapes = {name: list(shape) for name, (_, shape) in stored_weights.items()}
+    reads: list[Read] = [partial(_read_checkpoint, checkpoint, stored_names) for checkpoint, _ in checkpoints]
     notes: Sequence[str] = ()
-    read: Read = partial(_read_checkpoint, checkpoint)
     single_file, prefix = SINGLE_WEIGHTS_FILE, ""
     with ThreadPoolExecutor(1) as executor:
-        verification = executor.submit(verify_checkpoint_files, checkpoint, manifest)  # takes as long as the export
+        verification = executor.submit(_verify_checkpoints, checkpoints)  # takes as long as the export
         try:
             if merge:
-                shapes, read = _merge_adapter(run, shapes, read)
+                shapes, reads = _merge_adapter(run, shapes, reads)
             elif run.config.adapter is not None:
                 single_file, prefix = ADAPTER_FILE, _PEFT_PREFIX
                 write_json(folder / ADAPTER_CONFIG, _build_adapter_config(run, shapes))
@@ -119,6 +171,7 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, m
                 # The folder of an adapter contains no model, so it has no config.json.
                 has_model = merge or run.config.adapter is None
                 notes = _write_config_and_tokenizer(run, folder, vocab_size, dtype, has_model=has_model)
+            read = reads[0] if average is None else partial(_read_mean, reads, shapes)
             if run.config.model.backend == "transformers" and not prefix:
                 total_bytes = save_weights(
                     run.config.model, read(list(shapes)), TYPES[dtype][0], folder, MAX_FILE_BYTES
@@ -126,9 +179,60 @@ def write_model_files(run: Run, folder: Path, step: str | None, dtype: str, *, m
             else:
                 total_bytes = _write_weights(folder, shapes, read, dtype, single_file, prefix)
         finally:
-            verification.result()  # if the checkpoint is damaged, this error explains any other error
-    summary = f"{len(shapes)} tensors, {total_bytes:,} bytes in {dtype}, of {run.name}/checkpoints/{checkpoint.name}"
-    return "\n".join([summary, *notes])
+            verification.result()  # if a checkpoint is damaged, this error explains any other error
+    source = f"{run.name}/checkpoints/{checkpoints[0][0].name}"
+    if average is not None:
+        steps = ", ".join(str(manifest["step"]) for _, manifest in reversed(checkpoints))
+        source = f"the mean of steps {steps} of {run.name}"
+    elif ema:
+        source = f"the moving average in {source}"
+    return "\n".join([f"{len(shapes)} tensors, {total_bytes:,} bytes in {dtype}, of {source}", *notes])
+
+
+def _verify_checkpoints(checkpoints: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
+    """Raise CheckpointError if a file differs from the manifest of its checkpoint."""
+    for checkpoint, manifest in checkpoints:
+        verify_checkpoint_files(checkpoint, manifest)
+
+
+def _find_newest_checkpoints(run: Run, step: str | None, count: int) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the directories and manifests of the `count` newest intact checkpoints, newest first.
+
+    A checkpoint is intact here if its files have the recorded sizes. The hashes are not verified.
+
+    Args:
+        run: the run.
+        step: the step of the newest of these checkpoints; None for the newest checkpoint.
+        count: the number of checkpoints.
+
+    Raises:
+        UserError: if there are fewer intact checkpoints, or the run is a sweep, or the step does not exist.
+        CheckpointError: if there is no checkpoint, or the checkpoint of `step` is damaged.
+    """
+    newest_step = find_newest_step(run.checkpoints_dir) if step in (None, "newest") else 0
+    newest_step = newest_step or find_checkpoint(run, step)[1]["step"]
+    checkpoints: list[tuple[Path, dict[str, Any]]] = []
+    for each in list_checkpoint_steps(run.checkpoints_dir):
+        if each > newest_step or len(checkpoints) == count:
+            continue
+        checkpoint = run.checkpoints_dir / checkpoint_name(each)
+        try:
+            manifest = read_checkpoint_manifest(checkpoint)
+            verify_checkpoint_files(checkpoint, manifest, hashes=False)
+        except CheckpointError:
+            if each == newest_step:  # The user selected this checkpoint.
+                raise
+            continue
+        checkpoints.append((checkpoint, manifest))
+    if len(checkpoints) < count:
+        steps = ", ".join(str(manifest["step"]) for _, manifest in reversed(checkpoints)) or "none"
+        raise UserError(
+            "export.too_few_checkpoints",
+            f"--average {count}: {run.name} has only {len(checkpoints)} intact checkpoints up to step {newest_step} "
+            f"({steps}): use a smaller number. Set checkpoint.keep (now {run.config.checkpoint.keep}) to keep more of "
+            "them in future",
+        )
+    return checkpoints
 
 
 def _write_config_and_tokenizer(
@@ -182,26 +286,68 @@ def _make_compatible(text: str) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _read_checkpoint(checkpoint: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint with these names."""
-    for name, tensor in iterate_tensors(checkpoint, [_PREFIX + name for name in names]):
-        yield name.removeprefix(_PREFIX), tensor
+def _read_checkpoint(
+    checkpoint: Path, stored_names: Mapping[str, str], names: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint with these names.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        stored_names: the names in the checkpoint, by the names of the weights.
+        names: the names of the weights.
+    """
+    tensors = iterate_tensors(checkpoint, [stored_names[name] for name in names])
+    for name, (_, tensor) in zip(names, tensors, strict=True):
+        yield name, tensor
 
 
-def _merge_adapter(run: Run, shapes: Mapping[str, list[int]], read: Read) -> tuple[dict[str, list[int]], Read]:
-    """Return the shapes of the weights of the model, and a function that reads them with the adapter added.
+def _read_mean(
+    reads: Sequence[Read], shapes: Mapping[str, list[int]], names: Sequence[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the means (fp64) of the weights with these names over several checkpoints.
+
+    In fp64, the sum of a few fp32 numbers is almost always exact. The mean is therefore rounded only once, when it is
+    converted to the type of the export.
+
+    Args:
+        reads: a function for each checkpoint that yields its weights.
+        shapes: name → shape.
+        names: the names of the weights.
+    """
+    batches: list[list[str]] = [[]]
+    batch_elements = 0
+    for name in names:
+        elements = torch.Size(shapes[name]).numel()
+        if batches[-1] and batch_elements + elements > _MEAN_BATCH_ELEMENTS:
+            batches.append([])
+            batch_elements = 0
+        batches[-1].append(name)
+        batch_elements += elements
+    for batch in batches:
+        sums: dict[str, Tensor] = {}
+        for read in reads:
+            for name, tensor in read(batch):
+                sums[name] = sums[name].add_(tensor) if name in sums else tensor.to(torch.float64, copy=True)
+        for name in batch:
+            yield name, sums.pop(name).div_(len(reads))
+
+
+def _merge_adapter(
+    run: Run, shapes: Mapping[str, list[int]], reads: Sequence[Read]
+) -> tuple[dict[str, list[int]], list[Read]]:
+    """Return the shapes of the weights of the model, and functions that read them with an adapter added.
 
     Args:
         run: the run.
         shapes: the shapes of the weights of the adapter.
-        read: yields the weights of the adapter.
+        reads: for each checkpoint, a function that yields the weights of the adapter.
     """
     adapter = run.config.adapter
     assert adapter is not None
     read_base, base_shapes = open_base_weights(run)
 
-    def read_merged(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the merged weights with these names."""
+    def read_merged(read: Read, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the merged weights with these names, with the adapter that `read` yields."""
         for name in names:
             weight = read_base(name)
             matrices = [name.removesuffix(".weight") + ending for ending in (LORA_A, LORA_B)]
@@ -210,7 +356,7 @@ def _merge_adapter(run: Run, shapes: Mapping[str, list[int]], read: Read) -> tup
                 weight = lora.merge(weight, a_RI, b_OR, adapter)
             yield name, weight
 
-    return base_shapes, read_merged
+    return base_shapes, [partial(read_merged, read) for read in reads]
 
 
 def _build_adapter_config(run: Run, names: Iterable[str]) -> dict[str, Any]:

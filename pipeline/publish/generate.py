@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline.base.errors import UserError
 from pipeline.base.files import parse_json_or_none, read_json, translate_read_errors
 from pipeline.checkpoint.catalog import open_intact_checkpoint
-from pipeline.checkpoint.checkpointer import CheckpointReader, load_checkpoint
+from pipeline.checkpoint.checkpointer import find_weights, load_checkpoint
 from pipeline.checkpoint.identity import read_source
 from pipeline.checkpoint.model_tokens import find_model_tokens
 from pipeline.config.hugging_face import (
@@ -52,6 +52,7 @@ from pipeline.model.open_weights import open_folder, open_unchanged_folder
 from pipeline.model.spec import EMBEDDING
 from pipeline.model.task import DTYPES
 from pipeline.model.transformers_model import TransformersModel, build_model
+from pipeline.publish.export import require_averages
 from pipeline.run.directory import Run
 
 LanguageModel = Decoder | TransformersModel
@@ -71,6 +72,7 @@ def generate_text(
     temperature: float,
     top_p: float,
     seed: int,
+    ema: bool = False,
     chat: bool = False,
     system: str | None = None,
 ) -> str:
@@ -84,6 +86,7 @@ def generate_text(
         temperature: the temperature of sampling; 0 for greedy decoding.
         top_p: tokens are sampled from the most likely tokens with this total probability.
         seed: the seed of sampling.
+        ema: whether to use the moving average of the run's weights (`train.ema`).
         chat: whether to format the prompt with the chat template.
         system: the system message before the prompt; requires `chat`.
 
@@ -107,7 +110,7 @@ def generate_text(
             message = [{"role": "system", "content": _replace_invalid_characters(system)}, *message]
     # If `target` is neither a run nor a model folder, `Run.open` raises an error that says so.
     is_run = (target / "config.yaml").exists() or not (target / CONFIG_FILE).exists()
-    model, tokenizer, end_ids, ids = (_load_run if is_run else _load_folder)(target, message, step, max_tokens)
+    model, tokenizer, end_ids, ids = (_load_run if is_run else _load_folder)(target, message, step, max_tokens, ema)
     generator = torch.Generator().manual_seed(seed)
     new_ids = generate_tokens(
         model, ids, max_tokens, end_ids, lambda logits_V: choose_token(logits_V, temperature, top_p, generator)
@@ -182,7 +185,7 @@ def _start_cache(model: Decoder) -> Callable[[Tensor], Tensor]:
     return predict
 
 
-def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
+def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int, ema: bool = False) -> LoadedModel:
     """Load a checkpoint of a run and encode the prompt. The result is as documented for `LoadedModel`."""
     run = Run.open(path)
     if run.config.model.target is not None:
@@ -190,16 +193,16 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
             "model.no_text",
             f"{run.name} trains a custom model ({run.config.model.target}), which cannot generate text",
         )
+    if ema:
+        require_averages(run)
     eos_token = run.config.data.tokenizer.eos_token
     manifest = load_run_manifest(run)
     tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE, eos_token)
     assert isinstance(manifest, Manifest)
     ids, end_of_turn_ids = _encode_prompt(tokenizer, prompt, manifest.bos_ids, lambda: _find_template_of_run(run))
     checkpoint, _ = open_intact_checkpoint(run, step)
-    vocab_size = run.config.model.vocab_size
-    if vocab_size is None:
-        tensors = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-        vocab_size = tensors[f"model.{EMBEDDING}"].size[0]  # type: ignore[union-attr]
+    stored_weights = find_weights(checkpoint, averaged=ema)
+    vocab_size = run.config.model.vocab_size or stored_weights[EMBEDDING][1][0]
     model = _build_model(run.config.model, vocab_size, ids, max_tokens)
     base = dict(model.named_weights())
     if (adapter := run.config.adapter) is not None:
@@ -212,14 +215,16 @@ def _load_run(path: Path, prompt: Prompt, step: str | None, max_tokens: int) -> 
         weights = [(name, saved[name]) for name in base]
         open_unchanged_folder(run, base).copy_into(lora.quantize_copied(model, weights, device))
         saved = {name: weight for name, weight in saved.items() if name not in base}
-    load_checkpoint({f"model.{name}": weight.detach() for name, weight in saved.items()}, checkpoint, group=None)
+    state = {stored_weights[name][0]: weight.detach() for name, weight in saved.items()}
+    load_checkpoint(state, checkpoint, group=None)
     return model, tokenizer, [*find_model_tokens(run, manifest, tokenizer).end_ids, *end_of_turn_ids], ids
 
 
-def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int) -> LoadedModel:
+def _load_folder(folder: Path, prompt: Prompt, step: str | None, max_tokens: int, ema: bool = False) -> LoadedModel:
     """Load a model folder in Hugging Face's format and encode the prompt. The result is as in `_load_run`."""
-    if step is not None:
-        raise UserError("cli.conflict", f"--step: {folder} is not a run and has no checkpoints: remove --step")
+    for option, is_given in (("--step", step is not None), ("--ema", ema)):
+        if is_given:
+            raise UserError("cli.conflict", f"{option}: {folder} is not a run and has no checkpoints: remove {option}")
     config = make_model_config({**read_model_section(folder), "init_from": folder})
     with translate_read_errors(str(folder / TOKENIZER_FILE)), open_inside(folder, TOKENIZER_FILE) as file:
         tokenizer = load_tokenizer(file)
