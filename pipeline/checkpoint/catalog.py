@@ -206,16 +206,15 @@ def remove_partial_checkpoints(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_old_checkpoints(folder: Path, keep: int) -> None:
-    """Remove all checkpoints except the `keep` newest ones.
+def remove_checkpoint(folder: Path, step: int) -> None:
+    """Remove a checkpoint.
 
-    Each checkpoint is renamed before its files are removed. So a directory with a final name is never incomplete, even
+    The checkpoint is renamed before its files are removed. So a directory with a final name is never incomplete, even
     if the process is killed in between.
     """
-    for step in list_checkpoint_steps(folder)[keep:]:
-        trash = folder / f".tmp-old-{checkpoint_name(step)}"
-        (folder / checkpoint_name(step)).rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+    trash = folder / f".tmp-old-{checkpoint_name(step)}"
+    (folder / checkpoint_name(step)).rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def open_intact_checkpoint(run: Run, which: str | None) -> tuple[Path, dict[str, Any]]:

@@ -41,6 +41,7 @@ from pipeline.checkpoint.memory_snapshot import StateDict
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.writer import CheckpointWriter, explain_save_error
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
+from pipeline.config.sections import KeepConfig
 from pipeline.run.directory import Run
 
 WEIGHT_PREFIX = "model."
@@ -59,11 +60,12 @@ class Checkpointer:
         folder: the directory of all checkpoints.
         group: a Gloo group of all ranks. Nothing else may use it, because a background save communicates on it while
             the run continues.
-        keep: the number of checkpoints to keep.
+        keep: which checkpoints to keep (`checkpoint.keep`).
         background: whether to save in a background thread.
         manifest_entries: entries that are added to each manifest, such as the layout and the identity of the run.
         on_saved: called on rank 0 after each save, with the step and the duration of the save in seconds.
         on_committed: called before `on_saved` with the same arguments, unless a saver has written the checkpoint.
+        metrics_file: metrics.jsonl, which has the held-out losses; None if no rule of `keep` needs them.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Checkpointer:
         folder: Path,
         group: dist.ProcessGroup,
         *,
-        keep: int,
+        keep: int | KeepConfig,
         background: bool,
         manifest_entries: Mapping[str, Any],
         on_saved: Callable[[int, float], None],
         on_committed: Callable[[int, float], None] = lambda step, seconds: None,
+        metrics_file: Path | None = None,
     ) -> None:
         self.folder = folder
         self.group = group
@@ -83,7 +86,9 @@ class Checkpointer:
         self.rank = dist.get_rank(group)
         self.manifest_entries = dict(manifest_entries)
         self.on_saved = on_saved
-        self._checkpoint_writer = CheckpointWriter(folder, group, keep=keep, on_committed=on_committed)
+        self._checkpoint_writer = CheckpointWriter(
+            folder, group, keep=keep, metrics_file=metrics_file, on_committed=on_committed
+        )
         self.saver: Saver | None = None
         """The saver that writes the checkpoints; None if this process writes them. Set it on all ranks or on none. With
         a saver, each save also leaves a snapshot in memory."""

@@ -242,8 +242,13 @@ def _connect_savers(connection: Connection, run: Run) -> CheckpointWriter:
     )
     group = dist.group.WORLD
     assert group is not None
-    keep = run.config.checkpoint.keep
-    return CheckpointWriter(run.checkpoints_dir, group, keep=keep, on_committed=partial(append_saved_event, run))
+    return CheckpointWriter(
+        run.checkpoints_dir,
+        group,
+        keep=run.config.checkpoint.keep,
+        metrics_file=run.metrics_file,
+        on_committed=partial(append_saved_event, run),
+    )
 
 
 def _write(writer: CheckpointWriter, buffer: int, request: SaveRequest) -> float:

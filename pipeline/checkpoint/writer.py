@@ -26,7 +26,9 @@ from pipeline.base.errors import StorageError, find_storage_error
 from pipeline.base.files import add_checksum, fsync, sha256_file, write_json
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.memory_snapshot import StateDict
+from pipeline.checkpoint.retention import Retention
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
+from pipeline.config.sections import KeepConfig
 from pipeline.run.directory import Run
 from pipeline.run.events import Saved
 
@@ -41,17 +43,24 @@ class CheckpointWriter:
     Args:
         folder: the directory of all checkpoints.
         group: a Gloo group of all ranks. Nothing else may use it while a checkpoint is written.
-        keep: the number of checkpoints to keep.
+        keep: which checkpoints to keep (`checkpoint.keep`).
+        metrics_file: metrics.jsonl, which has the held-out losses; None if no rule of `keep` needs them.
         on_committed: called on rank 0 after each commit, with the step and the duration of the save in seconds.
     """
 
     def __init__(
-        self, folder: Path, group: dist.ProcessGroup, *, keep: int, on_committed: Callable[[int, float], None]
+        self,
+        folder: Path,
+        group: dist.ProcessGroup,
+        *,
+        keep: int | KeepConfig,
+        metrics_file: Path | None = None,
+        on_committed: Callable[[int, float], None],
     ) -> None:
         self._folder = folder
         self._group = group
         self._rank = dist.get_rank(group)
-        self._keep = keep
+        self._retention = Retention(folder, keep, metrics_file)
         self._on_committed = on_committed
 
     def write(
@@ -104,7 +113,7 @@ class CheckpointWriter:
         seconds = time.monotonic() - start_time
         if self._rank == 0:
             self._on_committed(step, seconds)
-            catalog.remove_old_checkpoints(self._folder, self._keep)
+            self._retention.remove_old_checkpoints()
         return seconds
 
     def _commit(self, temporary: Path, target: Path, manifest: dict[str, Any]) -> None:

@@ -344,7 +344,8 @@ OTHER_NAMES: Mapping[str, Counterpart] = {
         "output_dir", "out_dir", "default_root_dir", "dump_folder", "save_dir", "save",
     ),
     **_names_of("checkpoint.every_steps", "save_every", "save_steps", "save_interval", "checkpoint_interval"),
-    **_names_of("checkpoint.keep", "save_total_limit", "save_top_k", "keep_latest_k"),
+    **_names_of("checkpoint.keep", "save_total_limit", "keep_latest_k"),
+    **_names_near("checkpoint.keep.best", "the held-out loss decides", "save_top_k", "load_best_model_at_end"),
     **_names_near(
         "", "submit.py continues from the newest checkpoint by itself; `resume RUN` does so after a stop",
         "resume_from_checkpoint", "ckpt_path", "load_checkpoint",

@@ -514,6 +514,28 @@ def check_warmup(config: Config, steps: int) -> None:
 # -- checkpoint, evaluate, publish ---------------------------------------------------------------------------
 
 
+class KeepConfig(Section):
+    """Which checkpoints are kept: those that `last`, `every_steps` or `best` selects, up to the size `at_most_gb`. The
+    newest intact checkpoint is always kept."""
+
+    last: PositiveInt = 3
+    """Number of the newest checkpoints to keep."""
+    every_steps: PositiveInt | None = None
+    """Also keep each checkpoint whose step is a multiple of this number. null: none."""
+    best: PositiveInt | None = None
+    """Also keep this number of checkpoints with the lowest held-out loss in the train stage. Only the steps that
+    `train.evaluate_every` evaluates have such a loss. null: none."""
+    at_most_gb: PositiveFloat | None = None
+    """Largest total size of the kept checkpoints in GB (1e9 bytes). If they are larger, checkpoints are deleted in this
+    order: those of `every_steps`, the oldest first; those of `best`, the highest loss first; those of `last`, the
+    oldest first. While a checkpoint is written, it takes up additional space. null: no limit."""
+
+    @classmethod
+    def from_value(cls, value: int | KeepConfig) -> KeepConfig:
+        """Return the value of `checkpoint.keep` as rules: a plain number is the value of `last`."""
+        return value if isinstance(value, KeepConfig) else cls(last=value)
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved and how many are kept."""
 
@@ -526,11 +548,17 @@ class CheckpointConfig(Section):
     memory_copies: Literal[1, 2] = 1
     """2: each rank also sends its snapshots to a rank on the next node, so that they survive the loss of one node. Each
     rank then needs memory for two more copies of its state."""
-    keep: PositiveInt = 3
-    """Number of the newest checkpoints to keep. Older checkpoints are deleted."""
+    keep: PositiveInt | KeepConfig = 3
+    """Which checkpoints to keep: the number of the newest ones, or rules such as `{last: 3, every_steps: 10000}`
+    (docs/checkpoints.md). All other checkpoints are deleted."""
     mode: Literal["sync", "async"] = "async"
     """`async`: write in the background while training continues. Each rank needs memory for one copy of its state.
     `sync`: wait until the checkpoint is written."""
+
+    @property
+    def keep_rules(self) -> KeepConfig:
+        """`keep` as rules: a plain number is the value of `last`."""
+        return KeepConfig.from_value(self.keep)
 
 
 class EvaluateConfig(Section):
@@ -1203,6 +1231,8 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "publish is for one run, not for a sweep: remove it, and `export` the best sweep point"
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
+    if config.checkpoint.keep_rules.best is not None and train.evaluate_every is None:
+        yield "checkpoint.keep.best needs held-out losses of the train stage: set train.evaluate_every, or remove best"
 
 
 def _find_adapter_conflicts(config: Config) -> Iterator[str]:

@@ -226,6 +226,7 @@ class Trainer:
             self.run.checkpoints_dir,
             group,
             keep=self.config.checkpoint.keep,
+            metrics_file=self.run.metrics_file,
             background=self.config.checkpoint.mode == "async",
             manifest_entries={"layout": layout, **compute_identity(self.config, self.manifest)},
             on_saved=self._report_saved,
