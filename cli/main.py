@@ -12,6 +12,7 @@ of a command.
     CONFIG [KEY=VALUE]…      create the run or find it; run what is not done
     run --name NAME -- CMD   run a command of your own as a job
     resume RUN [KEY=VALUE]…  continue a run, also with other resources
+    fork RUN --name NEW      start a new run from a checkpoint of RUN
     cancel RUN               save a checkpoint and stop, until `resume`
     init [--model]           write a small config to start from
 
@@ -54,8 +55,8 @@ from cli import VERSION
 from pipeline.base.errors import UserError, find_storage_error, format_error, make_printable
 
 COMMANDS = (
-    "submit", "run", "resume", "cancel", "init", "status", "logs", "report", "profile", "verify", "track", "export",
-    "generate", "data", "plan", "doctor", "drill", "schema",
+    "submit", "run", "resume", "fork", "cancel", "init", "status", "logs", "report", "profile", "verify", "track",
+    "export", "generate", "data", "plan", "doctor", "drill", "schema",
 )  # fmt: skip
 """Each name is a module in `cli/`. The function of the same name in that module is the command."""
 

@@ -246,6 +246,19 @@ class _Job(NamedTuple):
     tasks: int
 
 
+class ForkPreview(NamedTuple):
+    """What :func:`print_plan` needs to know about a run that would be forked from another run."""
+
+    original: Run
+    """The other run."""
+    code_dir: Path
+    """The directory with the code that the fork would get."""
+    done_stages: Sequence[str]
+    """The stages whose outputs the fork would get."""
+    lines: Sequence[str]
+    """Descriptions of the origin and of the changes of the config."""
+
+
 def print_plan(
     config: Config,
     executor: Executor,
@@ -255,6 +268,7 @@ def print_plan(
     scripts: bool = False,
     machine: str | None = None,
     corrections: Mapping[str, str] | None = None,
+    fork: ForkPreview | None = None,
 ) -> None:
     """Print what a config would run, and whether it fits. Problems, jobs, memory and layout come first, on one screen.
 
@@ -266,6 +280,7 @@ def print_plan(
         scripts: whether to also print the resolved config and, for Slurm, the sbatch scripts.
         machine: as in `check_memory`.
         corrections: descriptions of the changes that submitting this config would make to an existing run, by key.
+        fork: the fork that would be created; None for a run without origin.
 
     Raises:
         UserError: if a script cannot be written, or `machine` is unknown.
@@ -277,12 +292,16 @@ def print_plan(
     sweep_points = config.sweep.points() if config.sweep else []
     # `run` has the config before the corrections, so it is unknown which stages are done with the new config
     done_stages = [] if corrections else list(_list_done_stages(run))
+    if fork is not None:
+        done_stages = list(fork.done_stages)
     jobs = [job for job in _list_jobs(config, len(sweep_points)) if job.stage not in done_stages]
     on_slurm = executor == "slurm"
     # the changes that this command would make to an existing run, or else the changes that were made before
     changes = [f"corrects  {key}: {change}" for key, change in (corrections or {}).items()]
     if not corrections and run.config_file.exists():
         changes = [line for line in (run.describe_changes(),) if line]
+    if fork is not None:
+        changes = list(fork.lines)
     problems = [f"{verdict.kind} memory: {verdict.message}" for verdict in verdicts if not verdict.fits]
     if on_slurm:
         problems += [*_check_controller(), *_check_time_limits(config)]
@@ -301,7 +320,7 @@ def print_plan(
         *_describe_jobs(config, executor, jobs),
         *(f"memory    {verdict.kind}: {verdict.message}" for verdict in verdicts if verdict.fits),
         *([f"done      {', '.join(done_stages)}"] if done_stages else []),
-        *(_describe_training(config, run) if config.has_pipeline else _describe_commands(config)),
+        *(_describe_training(config, run, fork) if config.has_pipeline else _describe_commands(config)),
         *(
             line if line.startswith("point ") else f"          {line} points"  # the last line may be `and N more`
             for line in limit_lines(point_lines, _MAX_POINTS_SHOWN)
@@ -405,11 +424,16 @@ def _describe_jobs(config: Config, executor: Executor, jobs: Sequence[_Job]) -> 
     yield f"jobs      {count}; {largest}; {max_hours} at most, if each runs once"
 
 
-def _describe_training(config: Config, run: Run) -> Iterator[str]:
+def _describe_training(config: Config, run: Run, fork: ForkPreview | None) -> Iterator[str]:
     """Yield a line each about the data, the model, the batches and the layout of the train stage."""
+    model_folders = [Path.cwd(), CODE_ROOT]
+    data_dir = run.data_dir
+    if fork is not None:
+        model_folders = [fork.code_dir]
+        data_dir = fork.original.data_dir
     train = config.train
     model = config.model
-    custom_model = resolve_user_model(config, [Path.cwd(), CODE_ROOT])
+    custom_model = resolve_user_model(config, model_folders)
     sources = ", ".join(limit_lines(config.data.sources, 3))
     if config.data.mixture is not None:
         sources = str(config.data.mixture)
@@ -428,7 +452,7 @@ def _describe_training(config: Config, run: Run) -> Iterator[str]:
     split = f"{_count(layout.dp, 'replica')} × {_count(layout.micro_batches, 'micro-batch')} of {train.micro_batch}"
     yield f"data      {sources}: {contents}"
     yield f"model     {architecture}, {train.precision}"
-    yield f"training  {format_training_length(config, run.data_dir)} of {train.global_batch} {unit}: {split}"
+    yield f"training  {format_training_length(config, data_dir)} of {train.global_batch} {unit}: {split}"
     yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
 
 

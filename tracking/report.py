@@ -73,6 +73,7 @@ from pipeline.run.machines import (
     sum_gpu_energy_kwh,
 )
 from pipeline.run.metrics import is_step_line
+from pipeline.run.origin import describe_origin
 from pipeline.train import step_trace
 from slurm.query.job_states import RecordedJob, array_job_id, query_accounting
 from slurm.query.run_jobs import list_recorded_jobs, uses_slurm
@@ -721,7 +722,7 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
     points_table = tabulate_points(run, poller.point_statuses)
     results, damaged = read_all_results(run)
     notes = [
-        *filter(None, [run.describe_changes()]),
+        *filter(None, [describe_origin(run), run.describe_changes()]),
         *describe_failures(poller.point_statuses),
         *_describe_training(run, data, train_attempts, describe_goodput),
         *filter(None, [_describe_idle_spares(data.attempts)]),

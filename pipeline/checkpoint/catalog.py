@@ -25,6 +25,7 @@ from pipeline.base.files import has_valid_checksum, read_json, sha256_file
 from pipeline.run.directory import Run, list_points
 from pipeline.run.events import read_stage_state
 from pipeline.run.lines import has_fields, is_count, is_mapping, is_text
+from pipeline.run.origin import read_origin
 
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
@@ -78,13 +79,17 @@ def describe_missing_checkpoints(run: Run) -> str | None:
     """Return a message if the run saved checkpoints that have disappeared; None otherwise.
 
     Return None also if metrics.jsonl does not exist: either the run is new, or the user removed the file to restart
-    from scratch. A damaged checkpoint has not disappeared.
+    from scratch. A damaged checkpoint has not disappeared. A fork always has a checkpoint, and cannot restart from
+    scratch.
     """
-    if (
-        list_checkpoint_steps(run.checkpoints_dir)
-        or any(run.checkpoints_dir.glob("damaged-*"))
-        or not run.metrics_file.exists()
-    ):
+    if list_checkpoint_steps(run.checkpoints_dir):
+        return None
+    if origin := read_origin(run):
+        return (
+            f"{run.name} is a fork of {origin}, but {run.checkpoints_dir} has no intact checkpoint. Restore a "
+            "checkpoint, or fork the run again under another name"
+        )
+    if any(run.checkpoints_dir.glob("damaged-*")) or not run.metrics_file.exists():
         return None
     step = read_stage_state(run.read_events("train")).saved_step
     if not step:

@@ -15,13 +15,11 @@ from pipeline.config.datasets import DataConfig, restore_hashed_names
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config, list_keys_with, remove_key
 from pipeline.config.types import Policy
-from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.data.manifest import Manifest, SampleManifest, hash_sources
 from pipeline.data.sample_order import ORDER_VERSION
 from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
-
-SOURCE_FILE = "source.json"
-"""File in the run directory that describes the open weights from which the run started (`model.init_from`)."""
+from pipeline.run.origin import SOURCE_FILE, Origin
 
 
 def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dict[str, Any]:
@@ -91,16 +89,56 @@ def compute_source_identity(run: Run) -> dict[str, Any]:
     return {"source_hash": sha256_json(source["files"])} if source else {}
 
 
-def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def check_origin(
+    saved: Mapping[str, Any], current: Mapping[str, Any], origin: Origin, manifest: Manifest | SampleManifest
+) -> None:
+    """Raise CheckpointError if a fork cannot begin with the checkpoint of its origin.
+
+    The config may differ. The fork must have the same open weights, tokenizer and version of the sample order, and the
+    same shards of all sources whose order it continues.
+
+    Args:
+        saved: the manifest of the checkpoint.
+        current: the current identity of the fork.
+        origin: the origin of the fork.
+        manifest: describes the shards of the fork.
+    """
+    hashes = hash_sources(manifest)
+    changed_sources = [name for name, digest in origin.source_hashes.items() if hashes.get(name) != digest]
+    changed = [f"source {name}" if name else "data" for name in changed_sources]
+    if isinstance(manifest, Manifest) and manifest.tokenizer_sha256 != origin.tokenizer_sha256:
+        changed.append("tokenizer")
+    keys = ("order_version", "source_hash", "base_hash")
+    changed += [key for key in keys if saved.get(key) != current.get(key)]
+    if changed:
+        raise CheckpointError(
+            "checkpoint.other_origin",
+            f"{origin} has another {', '.join(changed)} than this fork has now. If the input files have changed since "
+            "the original read them, restore them; otherwise fork the run again",
+        )
+
+
+def check_identity(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    origin: Origin | None = None,
+    manifest: Manifest | SampleManifest | None = None,
+) -> None:
     """Raise CheckpointError if a checkpoint does not belong to this run.
 
     The hashes and the version of the sample order must be equal, and also the weights of the mixture for the steps up
-    to the checkpoint. The weights for later steps may differ.
+    to the checkpoint. The weights for later steps may differ. For the checkpoint of a fork's origin, only the
+    conditions of :func:`check_origin` apply.
 
     Args:
         saved: the manifest of the checkpoint, which contains an identity.
         current: the current identity of the run (:func:`compute_identity`, :func:`compute_source_identity`).
+        origin: the origin of the run if it is a fork.
+        manifest: describes the shards of the run; needed for a fork.
     """
+    if origin is not None and manifest is not None and saved["sha256"] == origin.manifest_sha256:
+        check_origin(saved, current, origin, manifest)
+        return
     saved_config = saved.get("config") or current["config"]  # Manifests of older versions do not contain the config.
     keys = sorted({**saved_config, **current["config"]})
     old_and_new_values = {key: (saved_config.get(key, "unset"), current["config"].get(key, "unset")) for key in keys}

@@ -117,9 +117,9 @@ class ModelConfig(Section):
     the output projection)."""
     qk_norm: bool = False
     """Normalize the queries and keys of each head before rotary positions are applied, as in Qwen3."""
-    rope_theta: PositiveFloat = 10_000.0
+    rope_theta: Annotated[PositiveFloat, Policy.CHANGEABLE_IN_FORK] = 10_000.0
     """Base of the frequencies of rotary positions."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Annotated[RopeScaling | None, Policy.CHANGEABLE_IN_FORK] = None
     """Scaling of the frequencies of rotary positions; null: no scaling."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Epsilon of the RMS norms."""
@@ -127,7 +127,7 @@ class ModelConfig(Section):
     """Use the weights of the embedding as those of the output layer."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0), Policy.CHANGEABLE_IN_FORK] = 0.0
     """Dropout probability on the outputs of attention and MLP."""
 
     @property
@@ -219,7 +219,7 @@ class AdapterConfig(Section):
     """Rank of each addition: the width between its two matrices."""
     alpha: PositiveFloat = 32.0
     """The addition is multiplied by `alpha / rank`."""
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0), Policy.CHANGEABLE_IN_FORK] = 0.0
     """Dropout probability on the inputs of the adapters."""
     targets: list[str] = Field(default_factory=lambda: ["*.q_proj", "*.v_proj"], min_length=1)
     """Patterns (`*`, `?`, `[…]`) for the names of linear layers that get an adapter, such as `*.mlp.*` or
@@ -351,7 +351,7 @@ class TrainConfig(Section):
     epochs: Annotated[PositiveInt | None, Policy.NOT_IN_IDENTITY, Policy.INCREASABLE] = None
     """Number of times that each sample is used. The number of steps follows from the number of samples in the shards.
     The last batch is filled up with the first samples of the next epoch."""
-    global_batch: Annotated[PositiveInt, Field(le=2**24)] = 16
+    global_batch: Annotated[PositiveInt, Field(le=2**24), Policy.FIXED_IN_FORK] = 16
     """Number of sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Number of sequences per forward and backward pass on one rank."""
@@ -447,7 +447,7 @@ KEYS_OF_OPTIMIZER = {
 class OptimizerConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "muon", "own"] = "adamw"
+    name: Annotated[Literal["adamw", "sgd", "muon", "own"], Policy.FIXED_IN_FORK] = "adamw"
     """`adamw` (Loshchilov and Hutter, arXiv 1711.05101). `sgd`. `muon`: Muon for the matrices of the blocks, with
     updates scaled to the size of those of AdamW (Liu et al., arXiv 2502.16982), and AdamW for all other parameters.
     `own`: the function `optimizer` of the custom model in `model.target`."""
@@ -475,7 +475,7 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.1
     """Weight decay of matrices. `adamw` and `muon` decouple it from the gradient; `sgd` adds it to the gradient.
     Vectors (norms, biases) have no weight decay."""
-    state: StateConfig = StateConfig()
+    state: Annotated[StateConfig, Policy.FIXED_IN_FORK] = StateConfig()
     """Data types in which `adamw` stores weights and moments between steps. If another optimizer is selected, this
     section must not be set."""
     freeze: list[str] = Field(default_factory=list)
@@ -977,9 +977,9 @@ class Config(Section):
     """The name of the run and where its files are."""
     data: DataConfig = DataConfig()
     """The sources, and how documents become shards of tokens."""
-    model: Annotated[ModelConfig, Policy.SWEEPABLE] = ModelConfig()
+    model: Annotated[ModelConfig, Policy.SWEEPABLE, Policy.FIXED_IN_FORK] = ModelConfig()
     """The sizes and the initial weights of the model, or a custom model."""
-    adapter: Annotated[AdapterConfig | None, Policy.SWEEPABLE] = None
+    adapter: Annotated[AdapterConfig | None, Policy.SWEEPABLE, Policy.FIXED_IN_FORK] = None
     """Train an adapter instead of all weights; null: train all weights."""
     parallel: Annotated[ParallelConfig, Policy.CHANGEABLE] = ParallelConfig()
     """How the ranks split the work. The product of the parallel sizes is the number of ranks."""
@@ -1002,7 +1002,7 @@ class Config(Section):
         default_factory=dict
     )
     """Values for the placeholders `{NAME}` in the commands of stages."""
-    sweep: SweepConfig | None = None
+    sweep: Annotated[SweepConfig | None, Policy.FIXED_IN_FORK] = None
     """Several training runs that differ in a few values; null: one run."""
     publish: Annotated[PublishConfig | None, Policy.CHANGEABLE] = None
     """Where the model is published after its evaluation; null: nowhere."""

@@ -95,6 +95,10 @@ class Policy(Enum):
     """A sweep may vary the key."""
     NOT_SWEEPABLE = auto()
     """A sweep may not vary the key, although the section of the key has the policy SWEEPABLE."""
+    FIXED_IN_FORK = auto()
+    """A fork must not change the key, because the state in the checkpoint would not fit (pipeline/run/fork.py)."""
+    CHANGEABLE_IN_FORK = auto()
+    """A fork may change the key, although its section has the policy FIXED_IN_FORK."""
     SHELL = auto()
     """The value is a list of shell lines, which may contain secrets."""
     OPTIONS = auto()

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from pipeline.base.command import format_command
 from pipeline.base.errors import InputError, UserError
-from pipeline.base.files import add_checksum, has_valid_checksum, read_json, sha256_file, write_json
+from pipeline.base.files import add_checksum, has_valid_checksum, read_json, sha256_file, sha256_json, write_json
 from pipeline.config.sections import Config
 from pipeline.config.types import Section
 
@@ -360,6 +360,17 @@ def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManif
     return read_manifest_file(data_dir / "manifest.json", kind)
 
 
+def hash_sources(manifest: Manifest | SampleManifest) -> dict[str, str]:
+    """Return the hash of the training shards of each source by its name; the name is "" without a mixture."""
+    parts = manifest.parts if isinstance(manifest, Manifest) else ()
+    hashes: dict[str, str] = {}
+    first_shard = 0
+    for name, count in [(part.name, part.train) for part in parts] or [("", len(manifest.train))]:
+        hashes[name] = sha256_json([shard.sha256 for shard in manifest.train[first_shard : first_shard + count]])
+        first_shard += count
+    return hashes
+
+
 def count_training_steps(config: Config, data_dir: Path) -> int | None:
     """Return the number of optimizer steps of the whole run.
 
@@ -387,15 +398,15 @@ def count_training_steps(config: Config, data_dir: Path) -> int | None:
     return steps
 
 
-def format_amount_read(config: Config, data_dir: Path, step: int) -> str:
-    """Return the amount of data read after `step` steps: `, 819,200 tokens, 0.24 epochs`.
+def format_amount_read(config: Config, data_dir: Path, step: int, start: int = 0) -> str:
+    """Return the amount of data read in the steps after `start` up to `step`: `, 819,200 tokens, 0.24 epochs`.
 
     Return "" if the manifest is missing or damaged. For files of samples, the text has the number of samples instead of
     tokens.
     """
     length = config.length_phases_until(step)[-1].length
-    samples = step * config.train.global_batch
-    tokens = config.count_tokens(step)
+    samples = (step - start) * config.train.global_batch
+    tokens = config.count_tokens(step) - config.count_tokens(start)
     try:
         samples_per_epoch = load_data_manifest(config, data_dir).count_training_samples(length)
     except InputError:

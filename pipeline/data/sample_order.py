@@ -30,6 +30,7 @@ from pipeline.base.errors import UserError
 from pipeline.config.datasets import MixtureConfig
 from pipeline.config.sections import Config, LengthConfig
 from pipeline.data.manifest import Manifest, SampleManifest
+from pipeline.run.origin import OrderStart
 
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
@@ -180,6 +181,7 @@ class Mixture:
         excluded_ranges: as for `GlobalOrderSampler`. Steps count only samples that are not excluded.
         lengths: lengths of samples and the steps from which they apply; `sizes` refers to the last one. When the length
             changes, each source continues at the same place in its tokens. (): all samples have the same length.
+        start: where the order begins. Earlier samples are not part of it.
 
     Raises UserError if a source with a weight above 0 has no sample.
     """
@@ -192,6 +194,7 @@ class Mixture:
         global_batch: int,
         excluded_ranges: Sequence[tuple[int, int]] = (),
         lengths: Sequence[LengthConfig] = (),
+        start: OrderStart = OrderStart(),
     ) -> None:
         self.sizes = dict(sizes)
         self.weights = weights
@@ -202,8 +205,10 @@ class Mixture:
         self._phase_shares: list[list[int]] = []  # for each phase, the integer weight of each source
         # For each phase, the number of samples of its length that each source contributes before the phase.
         self._counts_before_phase: list[Int64Array] = [np.zeros(len(self.sizes), np.int64)]
+        lengths = select_lengths_from(lengths, start.step + 1)
         length = lengths[0].length if lengths else 1
         first_steps = {entry.from_step for entry in weights.weights} | {entry.from_step for entry in lengths}
+        first_steps = {start.step + 1, *(step for step in first_steps if step > start.step)}
         for from_step in sorted(first_steps):
             phase = weights.weights_until(from_step)[-1]
             if empty_sources := [name for name, size in sizes.items() if not size and phase.weights[name]]:
@@ -212,27 +217,31 @@ class Mixture:
                     f"data.mixture: source {empty_sources[0]} has no training sample, but its weight is not 0: add "
                     "data to it or set its weight to 0",
                 )
-            start = skip_excluded((from_step - 1) * global_batch, excluded_ranges)
+            position = skip_excluded((from_step - 1) * global_batch, excluded_ranges)
+            if from_step == start.step + 1:
+                position = start.position
             if self._phase_starts:
-                counts = self.count_by_source(np.array([start]))[:, 0]
+                counts = self.count_by_source(np.array([position]))[:, 0]
                 next_length = next((entry.length for entry in lengths if entry.from_step == from_step), length)
                 self._counts_before_phase.append(convert_count(counts, length, next_length))
                 length = next_length
             total = sum(phase.weights.values())
             scaled_weights = [phase.weights[name] / total * WEIGHT_SCALE for name in sizes]
-            self._phase_starts.append(start)
+            self._phase_starts.append(position)
             # A weight above 0 must not be rounded to 0.
             self._phase_shares.append([max(round(weight), int(weight > 0)) for weight in scaled_weights])
 
     def count_by_source(self, samples: Int64Array) -> Int64Array:
         """Return how many of the first s samples come from each source, for each s in `samples`.
 
+        Samples before the start of the order are not counted.
+
         Args:
             samples: int64, shape (n,).
 
         Returns: int64, shape (sources, n).
         """
-        return self._count_with_offset(samples, 0)
+        return self._count_with_offset(np.maximum(samples, self._phase_starts[0]), 0)
 
     def _count_with_offset(self, samples: Int64Array, offset: int) -> Int64Array:
         """Return how many of the first s + `offset` samples come from each source, for each s in `samples`.
@@ -306,6 +315,7 @@ def build_mixture(
     manifest: Manifest | SampleManifest,
     excluded_ranges: Sequence[tuple[int, int]] = (),
     lengths: Sequence[LengthConfig] = (),
+    start: OrderStart = OrderStart(),
 ) -> Mixture | None:
     """Return the mixture of a run; None if the run has only one source.
 
@@ -315,6 +325,7 @@ def build_mixture(
         excluded_ranges: as for `GlobalOrderSampler`.
         lengths: the first entries of `Config.length_phases`; the mixture gives samples of the last of these lengths.
             (): all entries.
+        start: where the order begins.
     """
     weights = config.data.mixture
     if weights is None or not isinstance(manifest, Manifest):
@@ -327,7 +338,7 @@ def build_mixture(
         shards = manifest.train[first_shard : first_shard + part.train]
         sizes[part.name] = sum((shard.tokens - 1) // length for shard in shards)
         first_shard += part.train
-    return Mixture(config.run.seed, sizes, weights, config.train.global_batch, excluded_ranges, lengths)
+    return Mixture(config.run.seed, sizes, weights, config.train.global_batch, excluded_ranges, lengths, start)
 
 
 # -- sequences that grow -------------------------------------------------------------------------------------
@@ -341,10 +352,21 @@ def convert_count(count: CountT, length: int, new_length: int) -> CountT:
     return -(-count * length // new_length)
 
 
+def select_lengths_from(lengths: Sequence[LengthConfig], step: int) -> list[LengthConfig]:
+    """Return the entries of `lengths` that apply to `step` or to later steps."""
+    later = [entry for entry in lengths if entry.from_step > step]
+    return [*lengths[: len(lengths) - len(later)][-1:], *later]
+
+
 def find_order_shift(
-    lengths: Sequence[LengthConfig], global_batch: int, excluded_ranges: Sequence[tuple[int, int]]
+    lengths: Sequence[LengthConfig],
+    global_batch: int,
+    excluded_ranges: Sequence[tuple[int, int]],
+    order_start: OrderStart = OrderStart(),
 ) -> int:
-    """Return how much sample numbers of one source differ from positions in the order, after the length has changed.
+    """Return how much sample numbers of one source differ from positions in the order.
+
+    They differ after the length has changed, and if the order does not begin at the first step.
 
     Positions count the samples of the run, of any length. The sample of the last of `lengths` at position p is the
     sample number p + shift of the order of samples of this length. Sample numbers continue at the same place in the
@@ -356,9 +378,10 @@ def find_order_shift(
         lengths: lengths of samples and the steps from which they apply.
         global_batch: samples per optimizer step.
         excluded_ranges: as for `GlobalOrderSampler`.
+        order_start: where the order begins.
     """
-    shift = 0
-    for before, after in pairwise(lengths):
+    shift = -order_start.position
+    for before, after in pairwise(select_lengths_from(lengths, order_start.step + 1)):
         start = skip_excluded((after.from_step - 1) * global_batch, excluded_ranges)
         shift = convert_count(start + shift, before.length, after.length) - start
     return shift

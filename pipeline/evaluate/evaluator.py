@@ -59,6 +59,7 @@ from pipeline.resilience.stop import StopCoordinator
 from pipeline.resilience.watchdog import Watchdog
 from pipeline.run.directory import Run
 from pipeline.run.events import Damaged, Evaluated
+from pipeline.run.origin import read_origin
 
 LOGITS_BYTES = 2 << 30
 """Maximum size of the fp32 logits of one forward pass, which limits the batch.
@@ -99,6 +100,8 @@ class Evaluator:
         self.coordinator = training_coordinator or StopCoordinator(flag, groups.new_control_group())
         config = run.config
         verify_shards(run, manifest.held_out, self.group, mode=config.data.verify)
+        self.manifest = manifest
+        self.origin = read_origin(run)
         self.identity = compute_identity(config, manifest)
         if not self.is_in_training:  # In the train stage, `source.json` may not exist yet: a new run writes it later.
             self.identity |= compute_source_identity(run)
@@ -179,7 +182,7 @@ class Evaluator:
                 catalog.set_checkpoint_aside(self.run.checkpoints_dir, step)
                 self.run.append_event(Damaged(stage="evaluate", step=step, reason=str(error)))
             raise
-        check_identity(checkpoint_manifest, self.identity)
+        check_identity(checkpoint_manifest, self.identity, self.origin, self.manifest)
         metrics = self._measure_checkpoint(checkpoint, step)
         if metrics is not None and self.run.config.train.ema is not None:
             ema_metrics = self._measure_checkpoint(checkpoint, step, averaged=True)

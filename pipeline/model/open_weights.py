@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import add_checksum, sha256_file, translate_read_errors, write_json
-from pipeline.checkpoint.identity import SOURCE_FILE
 from pipeline.comm.groups import all_gather_results
 from pipeline.config.hugging_face import (
     CONFIG_FILE,
@@ -45,6 +44,7 @@ from pipeline.model.spec import LM_HEAD
 from pipeline.model.task import Task
 from pipeline.model.transformers_model import STORED_TYPES, PretrainedWeights
 from pipeline.run.directory import Run
+from pipeline.run.origin import SOURCE_FILE
 
 TensorSpecs = dict[str, tuple[list[int], str]]
 """Shape and safetensors dtype of each tensor, by name."""

@@ -24,6 +24,7 @@ from pipeline.run import lines
 from pipeline.run.directory import Run
 from pipeline.run.machines import sum_gpu_energy_kwh
 from pipeline.run.metrics import is_step_line
+from pipeline.run.origin import read_origin
 
 PLOT_FILE = "loss.svg"
 _SHOWN_SECTIONS = ("model", "adapter", "data", "train", "optimizer", "parallel")
@@ -135,6 +136,9 @@ def _describe_training(run: Run, step_lines: Sequence[Mapping[str, Any]]) -> lis
     if energy_kwh is not None:
         description = f"{energy_kwh:.3g} kWh of the GPUs, by their own sensors"
     entries.append(description)
+    if origin := read_origin(run):
+        hint = f"its checkpoint has the manifest sha256 {origin.manifest_sha256}"
+        entries.append(f"continued from step {origin.step:,} of the run {escape_markdown(origin.name)}; {hint}")
     folder = run.config.model.init_from
     return entries + [
         f"started from {escape_markdown(f'{folder and folder.name}/{name}')}: sha256 {digest}"

@@ -27,55 +27,16 @@ from pipeline.base.errors import NonFiniteError
 from pipeline.base.files import add_checksum, append_line, fsync
 from pipeline.comm.groups import all_gather_results
 from pipeline.data.sample_order import skip_excluded
+from pipeline.run.decisions import is_decision, merge_ranges
 from pipeline.run.directory import Run
 from pipeline.run.events import BadStepSkipped, SamplesExcluded, utc_timestamp
-from pipeline.run.lines import has_fields, is_count, is_text, read_required_lines, read_valid_lines
-from pipeline.run.metrics import is_step_line
+from pipeline.run.lines import read_required_lines, read_valid_lines
+from pipeline.run.metrics import MAX_LOSSES, is_step_line, select_recent_metrics
+from pipeline.run.origin import read_origin
 from pipeline.train.callback import Callback, TrainerContext
 
-MAX_LOSSES = 100
-"""Maximum number of recent losses with which a loss is compared."""
 MIN_LOSSES = 20
 """Minimum number of recent losses that this comparison needs. With fewer losses, a loss is not compared."""
-
-
-def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge ranges that overlap or touch. Return the merged ranges in ascending order.
-
-    Args:
-        ranges: the position of the first sample, and the number of samples, of each range.
-    """
-    merged: list[tuple[int, int]] = []
-    for start, count in sorted(ranges):
-        if merged:
-            previous_start, previous_count = merged[-1]
-            if start <= previous_start + previous_count:
-                merged[-1] = (previous_start, max(previous_count, start + count - previous_start))
-                continue
-        merged.append((start, count))
-    return merged
-
-
-def is_decision(line: Any) -> bool:
-    """Return True if the JSON value `line` is a valid line of decisions.jsonl."""
-    required = {
-        "decision": lambda value: value in ("skip", "leave_out"),
-        "position": is_count,
-        "reason": is_text,
-    }
-    if not has_fields(line, required, {"samples": is_count}):
-        return False
-    return "samples" in line or line["decision"] == "skip"
-
-
-def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the last lines of metrics.jsonl, which `BadStepGuard` needs: from the `MAX_LOSSES`-th last good step on.
-
-    If there are fewer good steps, return all lines.
-    """
-    all_lines = list(metrics)
-    good_indices = [index for index, line in enumerate(all_lines) if "skipped" not in line]
-    return all_lines[good_indices[-MAX_LOSSES] :] if len(good_indices) > MAX_LOSSES else all_lines
 
 
 class BadStepGuard(Callback):
@@ -126,7 +87,8 @@ class BadStepGuard(Callback):
     def load(cls, run: Run, group: dist.ProcessGroup) -> BadStepGuard:
         """Return a guard for the steps that follow the restored checkpoint. All ranks must call this method.
 
-        Rank 0 reads decisions.jsonl and metrics.jsonl, and sends their lines to the other ranks.
+        Rank 0 reads decisions.jsonl and metrics.jsonl, and sends their lines to the other ranks. For a fork, the lines
+        of its origin precede those of metrics.jsonl.
 
         Args:
             run: the run.
@@ -137,7 +99,9 @@ class BadStepGuard(Callback):
         def read_files() -> tuple[list[Any], list[Any]]:
             if not is_rank0:
                 return [], []
-            metrics = select_recent_metrics(read_valid_lines(run.metrics_file, is_step_line))
+            origin = read_origin(run)
+            earlier_metrics = origin.recent_metrics if origin else []
+            metrics = select_recent_metrics([*earlier_metrics, *read_valid_lines(run.metrics_file, is_step_line)])
             return read_required_lines(run.decisions_file, is_decision), metrics
 
         decisions, metrics = all_gather_results(group, read_files)[0]

@@ -94,7 +94,13 @@ def _find_increased_key(old: Config, new: Config) -> str | None:
     return next((key for key in keys if before[key] and after[key] and before[key] < after[key]), None)
 
 
-def complete_length_change(run_dir: Path, old: Config, values: Mapping[str, Any]) -> dict[str, Any]:
+def find_trained_step(run_dir: Path) -> int | None:
+    """Return the step of the newest output of the train stage (:func:`find_training_output`); None if there is none."""
+    output = find_training_output(run_dir)
+    return None if output is None else _parse_step(Path(output))
+
+
+def complete_length_change(step: int | None, old: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a changed config in which a new length of sequences applies to later steps only.
 
     If a run with a checkpoint gets a larger `data.sequence_length`, `train.sequence_schedule` becomes the list of the
@@ -102,7 +108,7 @@ def complete_length_change(run_dir: Path, old: Config, values: Mapping[str, Any]
     `data.sequence_length`.
 
     Args:
-        run_dir: the run directory.
+        step: the step after which the new config applies; None if the run has no training output.
         old: the config of the run.
         values: the values of the changed config, which may be invalid.
     """
@@ -118,10 +124,8 @@ def complete_length_change(run_dir: Path, old: Config, values: Mapping[str, Any]
     if has_new_schedule and not has_new_length and schedule:
         without_length = {key: value for key, value in data.items() if key != "sequence_length"}
         return {**values, "data": without_length}
-    output = find_training_output(run_dir)
     is_larger = isinstance(length, int) and length > old.data.sequence_length
-    if has_new_length and not has_new_schedule and is_larger and output and old.allows_sequence_schedule:
-        step = _parse_step(Path(output))
+    if has_new_length and not has_new_schedule and is_larger and step is not None and old.allows_sequence_schedule:
         kept = [phase.model_dump() for phase in old.length_phases_until(step)]
         schedule = [*kept, {"from_step": step + 1, "length": length}]
         return {**values, "train": {**train, "sequence_schedule": schedule}}
@@ -235,7 +239,8 @@ def check_resume_changes(run_dir: Path, old: Config, new: Config) -> None:
                 "resume.unchangeable_key",
                 f"{key}: {change}: resume cannot change this key, because existing output depends on it: {output}. "
                 f"resume accepts a larger {increased_key}, and {', '.join(changeable_keys())}. For any other change, "
-                "start a new run: submit the config with another run.name",
+                "start a new run: submit the config with another run.name, or continue from a checkpoint of this run "
+                "with `fork`",
             )
 
 

@@ -3,6 +3,7 @@
     runs/NAME/
       config.yaml      the config with all default values; this file never changes
       run.json         metadata computed when the run is made, such as hashes of the initial weights
+      origin.json      the checkpoint of another run with which this run began, if it is a fork
       changes.jsonl    changes of the config by `resume RUN key=value` or by submitting a corrected config
       code/            the code that the jobs run, copied when the run is made, with its git commit and diff
       work/            the working directory of stages with a command, copied when the run is made
@@ -33,7 +34,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,7 @@ from pipeline.base.errors import UserError, find_storage_error, limit_lines
 from pipeline.base.files import (
     add_checksum,
     append_line,
+    create_folder_atomically,
     open_lock_file,
     open_regular_file,
     read_jsonl,
@@ -176,19 +178,66 @@ class Run:
                 run._config = config
                 resolve_user_model(config, run._model_folders)  # raises UserError if the model cannot be used
             return run
-        # the run directory itself may exist without a config
-        existing_parent = next(path for path in (run.path, *run.path.parents) if os.path.lexists(path))
-        try:
-            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=existing_parent) as probe:
-                Path(probe, run.path.relative_to(existing_parent)).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise run._make_creation_error(error) from error
-        if existing_parent == run.path:
-            run.check_owner()
+        run.check_can_create()
         resolve_user_model(config, _source_folders())  # raises UserError if the model cannot be used
         if config.stages.commands:
             check_working_dir(Path.cwd(), [config.run.root])
         return run
+
+    def check_can_create(self) -> None:
+        """Raise UserError if the run directory cannot be created. It may exist without a config."""
+        existing_parent = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        try:
+            with tempfile.TemporaryDirectory(prefix=".sluice-", dir=existing_parent) as probe:
+                Path(probe, self.path.relative_to(existing_parent)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._make_creation_error(error) from error
+        if existing_parent == self.path:
+            self.check_owner()
+
+    @classmethod
+    def create_from(
+        cls, config: Config, values: Mapping[str, Any], created: Created, fill: Callable[[Run], None]
+    ) -> Run:
+        """Create a run with existing files, such as a checkpoint, and return it.
+
+        The run directory appears when it is complete. If the process fails before, no run exists. Also set the umask
+        of this process, according to `run.sharing`.
+
+        Args:
+            config: the config.
+            values: the values for config.yaml, in a form that the code of the run can read.
+            created: the first event of the run.
+            fill: called with the run, whose directory still has a temporary name. This function writes the code and the
+                other files.
+
+        Raises:
+            UserError: if the run directory exists, or cannot be made.
+            OSError: if a file cannot be written (see `find_storage_error`).
+        """
+        umask = _UMASK[config.run.sharing]
+        os.umask(umask)
+        run = cls(config.run.root / config.run.name)
+        run.check_does_not_exist()
+        with create_folder_atomically(run.path) as folder:
+            folder.chmod(folder.stat().st_mode & ~umask)  # a default ACL of the parent overrides the umask
+            new_run = cls(folder, config)
+            new_run._make_folders()
+            fill(new_run)
+            write_json(new_run.metadata_file, dump_metadata(config))
+            write_atomic(new_run.config_file, dump_yaml(values))
+            new_run.append_event(created)
+        return run
+
+    def check_does_not_exist(self) -> None:
+        """Raise UserError if the run directory exists."""
+        if os.path.lexists(self.path):
+            raise UserError("run.exists", f"{self.path} exists already: choose another name, or remove it")
+
+    def _make_folders(self) -> None:
+        """Make the directories of a new run."""
+        for folder in (self.jobs_dir, self.data_dir, self.checkpoints_dir, self.evaluation_dir):
+            folder.mkdir(exist_ok=True)
 
     @classmethod
     def create(cls, config: Config) -> Run:
@@ -221,8 +270,7 @@ class Run:
             if run.config_file.exists():
                 run._apply_corrections(run._apply_older_defaults(config))
                 return run
-            for folder in (run.jobs_dir, run.data_dir, run.checkpoints_dir, run.evaluation_dir):
-                folder.mkdir(exist_ok=True)
+            run._make_folders()
             run._config = config
             run.copy_code()
             run.copy_working_dir()
@@ -380,7 +428,8 @@ class Run:
         if not overrides:
             return self.config
         values = apply_overrides(dump_values(self.config), overrides)
-        config = parse_config(changes.complete_length_change(self.path, self.config, values), "command line")
+        step = changes.find_trained_step(self.path)
+        config = parse_config(changes.complete_length_change(step, self.config, values), "command line")
         changes.check_resume_changes(self.path, self.config, config)
         # these calls only check the points of a sweep and the custom model
         make_point_configs(config)

@@ -117,6 +117,10 @@ class Created(Event):
     """The directory that was copied for the commands of the run; None if no stage runs a command."""
     sweep: str | None = None
     """The name of the sweep, if the run is a sweep point."""
+    origin: str | None = None
+    """The directory of the run from whose checkpoint this run was forked."""
+    step: int | None = None
+    """The step of this checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

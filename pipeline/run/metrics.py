@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from pipeline.run.lines import (
     read_valid_lines,
 )
 
+MAX_LOSSES = 100
+"""Maximum number of recent losses with which the bad-step guard compares a loss (pipeline/resilience/guard.py)."""
 _REQUIRED_FIELDS = {"step": is_count, "step_time_s": is_duration}
 _OPTIONAL_FIELDS = {
     "loss": is_number,
@@ -56,6 +58,16 @@ def is_step_line(line: Any) -> bool:
     if not is_number(line.get("tokens_per_s", line.get("samples_per_s"))):
         return False
     return is_number(line.get("loss")) or (line.get("skipped") is not None and "loss" in line)
+
+
+def select_recent_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the last lines of metrics.jsonl, which the bad-step guard needs.
+
+    These are the lines from the `MAX_LOSSES`-th last good step on. If there are fewer good steps, return all lines.
+    """
+    all_lines = list(metrics)
+    good_indices = [index for index, line in enumerate(all_lines) if "skipped" not in line]
+    return all_lines[good_indices[-MAX_LOSSES] :] if len(good_indices) > MAX_LOSSES else all_lines
 
 
 class MetricsFile:

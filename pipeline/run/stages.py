@@ -10,7 +10,7 @@ A stage is done when its outputs validate, never because a job exited with 0.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -104,12 +104,20 @@ def missing_inputs(run: Run, stage: str) -> str | None:
     return reason
 
 
-def check_stage_inputs(run: Run) -> None:
-    """Raise UserError if a stage that is not done would reject its inputs. The run may not exist yet."""
+def check_stage_inputs(run: Run, done_stages: Container[str] | None = None) -> None:
+    """Raise UserError if a stage that is not done would reject its inputs. The run may not exist yet.
+
+    Args:
+        run: the run.
+        done_stages: the stages that are done; None: those whose outputs exist.
+    """
     for stage in list_run_stages(run):
         module = load_stage_module(run, stage)
         check = getattr(module, "check_inputs", None)
-        if check is not None and module.describe_missing_outputs(run) is not None:
+        if check is None:
+            continue
+        is_done = module.describe_missing_outputs(run) is None if done_stages is None else stage in done_stages
+        if not is_done:
             check(run)
 
 

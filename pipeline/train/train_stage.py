@@ -18,6 +18,7 @@ from pipeline.parallel.mesh import check_tensor_group_on_one_node
 from pipeline.run.code import call_in_child_process
 from pipeline.run.directory import Run
 from pipeline.run.metrics import format_loss, format_speed, is_step_line
+from pipeline.run.origin import read_origin
 from pipeline.run.stages import Progress
 from pipeline.train.lr_schedule import compute_learning_rate
 
@@ -50,8 +51,10 @@ def progress(run: Run) -> Progress:
     last_line = read_last_object(run.metrics_file, is_step_line)
     if steps is None:
         return Progress(format_training_length(run.config, run.data_dir))
+    origin = read_origin(run)
     if last_line is None:
-        return Progress(f"0/{steps} steps", 0, steps, "starting")
+        step = origin.step if origin else 0
+        return Progress(f"{step}/{steps} steps", step, steps, "starting")
     step = last_line["step"]
     loss = "-" if last_line["loss"] is None else f"{last_line['loss']:.4f}"
     running_message = f"step {step}/{steps}  {format_loss(last_line)}  {format_speed(last_line)}"
@@ -60,7 +63,8 @@ def progress(run: Run) -> Progress:
     remaining_steps = (tokens(steps) - tokens(step)) / max(1, tokens(step) - tokens(step - 1))
     remaining_s = remaining_steps * last_line["step_time_s"]
     is_complete = step == steps or is_complete_early(run, step, steps)
-    amount_read = format_amount_read(run.config, run.data_dir, step) if is_complete else ""
+    order_start = origin.order_start.step if origin else 0
+    amount_read = format_amount_read(run.config, run.data_dir, step, order_start) if is_complete else ""
     early_note = ", completed early" if is_complete and step < steps else ""
     message = f"{step}/{steps} steps{early_note}, {format_loss(last_line)}{amount_read}"
     return Progress(message, step, steps, running_message, loss, remaining_s)

@@ -79,6 +79,7 @@ from pipeline.run.events import (
     read_stage_state,
 )
 from pipeline.run.metrics import is_step_line, list_lost_lines, rewind_metrics
+from pipeline.run.origin import read_order_start, read_origin
 from pipeline.train.callback import Callback, CallbackList, make_user_callbacks
 from pipeline.train.engine import Engine
 from pipeline.train.lr_schedule import compute_learning_rate
@@ -176,6 +177,7 @@ class Trainer:
             self.log("note: checkpoint.memory_every_steps has no effect, because no node agent runs this rank")
         self.start_step, callback_states = self._restore(from_scratch)
         self.guard = BadStepGuard.load(run, self.coordinator.group)
+        self._order_start = read_order_start(run)
         self.mixture: Mixture | None = None
         """The order of the samples of the current length, if the run has several sources."""
         self._first_step = self.start_step + 1
@@ -309,7 +311,7 @@ class Trainer:
             lengths: entries of `Config.length_phases` up to the current one.
         """
         excluded_ranges = self.guard.excluded_ranges
-        self.mixture = build_mixture(self.config, self.manifest, excluded_ranges, lengths)
+        self.mixture = build_mixture(self.config, self.manifest, excluded_ranges, lengths, self._order_start)
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=self.config.train.global_batch,
@@ -319,7 +321,7 @@ class Trainer:
             num_replicas=self.layout.dp,
             rank=self.layout.coordinates(self.rank).dp,
             order=self.mixture.compute_indices if self.mixture else None,
-            shift=find_order_shift(lengths, self.config.train.global_batch, excluded_ranges),
+            shift=find_order_shift(lengths, self.config.train.global_batch, excluded_ranges, self._order_start),
         )
         # A random key for each start ensures that no rank reads the local copies of a killed job.
         copies_key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
@@ -593,7 +595,12 @@ class Trainer:
                 or other data, or if the checkpoints disappeared during the start.
         """
         start_time = time.perf_counter()
-        check_manifest = partial(check_identity, current=self.checkpointer.manifest_entries)
+        check_manifest = partial(
+            check_identity,
+            current=self.checkpointer.manifest_entries,
+            origin=read_origin(self.run),
+            manifest=self.manifest,
+        )
         snapshot_step = self._find_newest_snapshot()
         manifest: Mapping[str, Any] | None
         if self.snapshots is not None and snapshot_step:
@@ -695,7 +702,7 @@ class Trainer:
             epochs = self.mixture.count_epochs(self.samples_consumed)
             excluded_ranges = self.guard.excluded_ranges
             final_lengths = self.config.length_phases_until(self.steps)
-            final_mixture = build_mixture(self.config, self.manifest, excluded_ranges, final_lengths)
+            final_mixture = build_mixture(self.config, self.manifest, excluded_ranges, final_lengths, self._order_start)
             assert final_mixture is not None
             final_epochs = final_mixture.count_epochs(self.config.train.global_batch * self.steps)
             weights = self.mixture.weights.model_dump()["weights"]

@@ -51,6 +51,7 @@ from pipeline.run.events import (
 from pipeline.run.failure import retry_command
 from pipeline.run.lines import describe_malformed_lines
 from pipeline.run.machines import DEFAULT_SAMPLE_COUNT, list_slow_gpus
+from pipeline.run.origin import describe_origin
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
 from slurm.query.run_jobs import (
     SubmittedJob,
@@ -749,8 +750,7 @@ def render_status(
             message = failed.problem
             cause = message[1:].partition(")")[0]
         lines.append(Text(f"to continue: {retry_command(run, cause, message)}"))
-    if changes := run.describe_changes():
-        lines.append(Text(changes))
+    lines += [Text(description) for description in (describe_origin(run), run.describe_changes()) if description]
     if malformed_lines := describe_malformed_lines(run.events_file, is_event):
         lines.append(Text(malformed_lines, style="yellow"))
     points = tabulate_points(run, point_statuses)

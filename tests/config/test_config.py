@@ -1046,6 +1046,11 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.verify"),
         (Policy.SWEEPABLE, "run.seed model adapter train optimizer checkpoint evaluate parameters"),
         (Policy.NOT_SWEEPABLE, "model.target train.sequence_schedule train.threads"),
+        (
+            Policy.FIXED_IN_FORK,
+            "model adapter train.global_batch optimizer.name optimizer.state sweep",
+        ),
+        (Policy.CHANGEABLE_IN_FORK, "model.rope_theta model.rope_scaling model.dropout adapter.dropout"),
         (Policy.SHELL, "site.setup"),
         (Policy.SECRET_VALUE, "track.webhook.url"),
     ],

@@ -22,8 +22,9 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
 from pipeline.config.read import load_config
 from pipeline.data.sample_order import skip_excluded
-from pipeline.resilience.guard import BadStepGuard, merge_ranges
+from pipeline.resilience.guard import BadStepGuard
 from pipeline.run.code import CODE_ROOT as ROOT
+from pipeline.run.decisions import merge_ranges
 from pipeline.run.directory import Run
 from slurm.supervise.attempt_end import describe_hung_rank
 from tests.support.events import read_event_lines
