@@ -380,7 +380,7 @@ class TrainConfig(Section):
     """Number of tokens for which logits, loss and gradient are computed at a time. This saves memory, because the
     logits of a whole micro-batch are never stored. The key changes the last digits of the result. Good values for large
     vocabularies are 1024 to 4096. null: all tokens at once."""
-    ema: EmaConfig | None = None
+    ema: Annotated[EmaConfig | None, Policy.FIXED_IN_FORK] = None
     """An exponential moving average of the trained weights in fp32. Evaluations also measure its loss (`ema_loss`), and
     `export --ema` writes it (docs/averaging.md). null: no average."""
     balance: Annotated[bool, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = True

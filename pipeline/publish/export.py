@@ -229,8 +229,7 @@ def _find_newest_checkpoints(run: Run, step: str | None, count: int) -> list[tup
         raise UserError(
             "export.too_few_checkpoints",
             f"--average {count}: {run.name} has only {len(checkpoints)} intact checkpoints up to step {newest_step} "
-            f"({steps}): use a smaller number. Set checkpoint.keep (now {run.config.checkpoint.keep}) to keep more of "
-            "them in future",
+            f"({steps}): use a smaller number. checkpoint.keep decides how many are kept",
         )
     return checkpoints
 

@@ -64,6 +64,7 @@ def list_files(folder: Path) -> dict[Path, tuple[int, int]]:
         (["data.tokenizer={eos_token: <eos>}"], ["data.tokenizer"]),
         (["run.seed=8", "train.steps=null", "train.epochs=3"], ["train.epochs"]),
         (["sweep={grid: {optimizer.lr: [1.0e-3, 2.0e-3]}}"], ["sweep"]),
+        (["train.ema.decay=0.9"], ["train.ema"]),
     ],
 )
 def test_keys_that_would_be_silently_wrong_are_refused(original: Run, overrides: list[str], keys: list[str]) -> None:

@@ -41,6 +41,7 @@ from pipeline.config.sections import (
 )
 from pipeline.config.types import Policy, parse_time_limit
 from pipeline.run.code import CODE_ROOT as ROOT
+from tests.publish.test_open_weights import save_random_model
 
 CONFIGS = ROOT / "configs"
 SCHEMA = json.loads((CONFIGS / "schema.json").read_text())
@@ -986,7 +987,11 @@ def test_example_config_loads(path: Path, tmp_path: Path) -> None:
     assert match, f"{path}: the first line must name the schema"
     assert (path.parent / match[1]).resolve() == CONFIGS / "schema.json"
     if match[2] is None:
-        load_config(path)
+        overrides = []
+        if path.name == "lora.yaml":  # It needs the directory of a model.
+            save_random_model(tmp_path / "model", "llama")
+            overrides = [f"model.init_from={tmp_path / 'model'}"]
+        load_config(path, overrides)
     else:
         section = next(key_path for model, key_path in SECTION_PATHS.items() if model.__name__ == match[2])
         load_text(tmp_path, MINIMAL_CONFIG + f"{section[0]}: {{extends: {path}}}\n")
@@ -1048,7 +1053,7 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         (Policy.NOT_SWEEPABLE, "model.target train.sequence_schedule train.threads"),
         (
             Policy.FIXED_IN_FORK,
-            "model adapter train.global_batch optimizer.name optimizer.state sweep",
+            "model adapter train.global_batch train.ema optimizer.name optimizer.state sweep",
         ),
         (Policy.CHANGEABLE_IN_FORK, "model.rope_theta model.rope_scaling model.dropout adapter.dropout"),
         (Policy.SHELL, "site.setup"),
