@@ -98,7 +98,10 @@ def train_on_rank(rank_info: RankInfo, path: Path, configs: list[Config]) -> lis
     return results
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [family if family == "gemma3_text" else pytest.param(family, marks=pytest.mark.story) for family in FAMILIES],
+)
 def test_ten_steps_equal_those_of_a_plain_loop(tmp_path: Path, family: str) -> None:
     folder = tmp_path / family
     model = save_model(folder, family)
@@ -205,6 +208,7 @@ def test_stop_resume_evaluate_generate_and_export(tmp_path: Path, family: str) -
     assert tokenizer.decode(ids[0].tolist()) == text
 
 
+@pytest.mark.story
 def test_adapters_equal_those_of_peft(tmp_path: Path) -> None:
     save_model(tmp_path / "folder", "gemma3_text")
     adapter = {"rank": 4, "alpha": 6, "targets": ["*.q_proj", "*.down_proj"]}

@@ -180,6 +180,7 @@ def test_averages_equal_those_of_torch_on_one_rank(expected: Arrays) -> None:
     assert any((averages[0][name] != averages[1][name]).any() for name in averages[0])
 
 
+@pytest.mark.story
 def test_averages_equal_those_of_torch_on_four_ranks(expected: Arrays) -> None:
     configs = [make_config(4, case) for case in FOUR_RANKS[:2]]
     for averages in check_recorded(run_ranks(4, train_and_record, configs, None), configs):
