@@ -1,8 +1,8 @@
 """Save a small language model with random weights and its tokenizer, to try a config without a download.
 
-    python examples/random_model.py gemma3_text gemma TEXT_FILE…
+    .venv/bin/python examples/random_model.py gemma3_text gemma TEXT_FILE…
 
-The directory `gemma` then has the files of a model in Hugging Face's format. The tokenizer is trained on the text.
+The script needs the package transformers. The directory `gemma` then has the files of a model in Hugging Face's format. The tokenizer is trained on the text.
 """
 
 from __future__ import annotations
@@ -33,4 +33,6 @@ def main(family: str, folder: str, *files: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(f"usage: {sys.argv[0]} FAMILY DIRECTORY TEXT_FILE…")
     main(*sys.argv[1:])
