@@ -2,7 +2,8 @@
 
     .venv/bin/python examples/random_model.py gemma3_text gemma TEXT_FILE…
 
-The script needs the package transformers. The directory `gemma` then has the files of a model in Hugging Face's format. The tokenizer is trained on the text.
+The script needs the package transformers. The directory `gemma` then has the files of a model in Hugging Face's format.
+The tokenizer is trained on the text.
 """
 
 from __future__ import annotations

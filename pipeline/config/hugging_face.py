@@ -99,6 +99,10 @@ _ROPE_KEYS = {
 """Type of `rope_scaling` → its keys."""
 
 
+_REJECTED_KEYS = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config")
+"""Keys of config.json with which transformers would read other files or change the model."""
+
+
 class ModelFolderError(UserError):
     """A folder does not contain a usable model. The message names the file and the key."""
 
@@ -369,6 +373,8 @@ def parse_transformers_config(content: Any) -> dict[str, Any]:
         raise ValueError(f"architectures {architectures}: only causal language models of text can be trained")
     if content.get("quantization_config") is not None:
         raise ValueError("quantization_config is not supported: use the model with weights in bf16 or fp32")
+    if keys := [key for key in _REJECTED_KEYS if content.get(key) is not None]:
+        raise ValueError(f"{keys[0]} is not supported: remove it")
     if content.get("output_router_logits"):
         raise ValueError("output_router_logits true is not supported, because it adds a loss: set it to false")
     try:

@@ -289,10 +289,13 @@ def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
 
 
 def _collect_types(folder: Path, specs_by_file: Mapping[str, TensorSpecs]) -> frozenset[str]:
-    """Return the types of all tensors. Raise UserError if a type is not supported."""
+    """Return the types of all tensors of floating-point numbers. Raise UserError if such a type is not supported.
+
+    Integers are not weights, but stored tables, such as those of GPT-NeoX. Transformers ignores them or reports them.
+    """
     types: dict[str, str] = {}
     for specs in specs_by_file.values():
-        types |= {dtype: name for name, (_, dtype) in specs.items()}
+        types |= {dtype: name for name, (_, dtype) in specs.items() if dtype.startswith(("F", "BF"))}
     for dtype, name in types.items():
         _check_type(folder, name, dtype)
     return frozenset(types)

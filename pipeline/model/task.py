@@ -197,7 +197,11 @@ class Task(ABC):
         """Return additional sums that an evaluation reports, by name."""
         return {}
 
-    def check_model(self, part: nn.Module, device: torch.device) -> None:
+    def list_untrained_weights(self) -> set[str]:
+        """Return the names of weights that the model itself excludes from training."""
+        return set()
+
+    def check_model(self, part: Any, device: torch.device) -> None:
         """Raise UserError if the model, with its weights, does not compute what this task expects.
 
         Call this once, before training starts. All ranks must call it.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,15 +24,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeline.base.errors import UserError
-from pipeline.base.files import fsync
+from pipeline.base.files import fsync, write_json
 from pipeline.comm.groups import all_gather_results, broadcast_from_rank0
-from pipeline.config.hugging_face import CONFIG_FILE
+from pipeline.config.hugging_face import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_WEIGHTS_FILE,
+    ModelFolderError,
+    list_weight_files,
+    open_inside,
+)
 from pipeline.config.sections import ModelConfig
 from pipeline.model.decoder import local_slices, local_tensor
 from pipeline.parallel.host_tensor import HostTensor
 
 STORED_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of weights in safetensors files that can be read."""
+
+_IGNORED_KEYS = {
+    "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation", "auto_map",
+}  # fmt: skip
+"""Keys of config.json that select an implementation. It could be one on the Hub."""
 
 
 class TransformersModel(nn.Module):
@@ -48,6 +61,8 @@ class TransformersModel(nn.Module):
         self._compute_dtype = compute_dtype
         self._cache: Any = None
         """Keys and values of earlier tokens, in the format of transformers; None at the beginning of a text."""
+        self._earlier_tokens: Tensor | None = None
+        """The tokens of earlier calls of `predict_next`."""
         self._buffers_by_name = dict(model.named_buffers())
         """The tables that the model computes when it is built, such as the frequencies of rotary positions."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -75,10 +90,16 @@ class TransformersModel(nn.Module):
     def predict_next(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of the token after the last one: (B, V).
 
-        Calls with `tokens_BT` (int64) continue the text of earlier calls, whose keys and values are remembered.
+        Calls with `tokens_BT` (int64) continue the text of earlier calls, whose keys and values are remembered. If the
+        model has no such cache, the whole text is computed again.
         """
-        outputs = self.model(tokens_BT, past_key_values=self._cache, use_cache=True)
-        self._cache = outputs.past_key_values
+        earlier_BT = self._earlier_tokens
+        self._earlier_tokens = tokens_BT if earlier_BT is None else torch.cat([earlier_BT, tokens_BT], dim=1)
+        if earlier_BT is not None and self._cache is None:
+            outputs = self.model(self._earlier_tokens, use_cache=False)
+        else:
+            outputs = self.model(tokens_BT, past_key_values=self._cache, use_cache=True)
+            self._cache = getattr(outputs, "past_key_values", None)
         logits_BV: Tensor = outputs.logits[:, -1]
         return logits_BV
 
@@ -88,9 +109,13 @@ class TransformersModel(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of the model, in their order."""
+        """The blocks of the model, in their order. Raises UserError if the model has no list of blocks."""
         count = self.model.config.num_hidden_layers
         lists = [each for each in self.model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+        if not lists:
+            raise UserError(
+                "model.no_blocks", f"model.init_from: {type(self.model).__name__} has no list of {count} blocks"
+            )
         return list(lists[0])  # `modules` yields outer lists first.
 
     @torch.no_grad()
@@ -170,10 +195,10 @@ def build_model(model: ModelConfig) -> Any:
 
 
 def _make_hf_config(model: ModelConfig) -> Any:
-    """Return the configuration of transformers for `model.options`."""
+    """Return the configuration of transformers for `model.options`, without keys that select other code."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**model.options)
+    return AutoConfig.for_model(**{key: value for key, value in model.options.items() if key not in _IGNORED_KEYS})
 
 
 def _choose_attention(model: ModelConfig) -> str:
@@ -211,12 +236,17 @@ class PretrainedWeights:
         from transformers import AutoModelForCausalLM
 
         folder = self.model.init_from
+        assert folder is not None
         dtype = STORED_TYPES[next(iter(self.stored_types))] if len(self.stored_types) == 1 else torch.float32
         try:
-            hf_model, report = AutoModelForCausalLM.from_pretrained(
-                folder, config=_make_hf_config(self.model), dtype=dtype, use_safetensors=True, trust_remote_code=False,
-                local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-            )  # fmt: skip
+            with _link_weight_files(folder) as links:
+                hf_model, report = AutoModelForCausalLM.from_pretrained(
+                    links, config=_make_hf_config(self.model), attn_implementation=_choose_attention(self.model),
+                    dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True,
+                    output_loading_info=True, ignore_mismatched_sizes=True,
+                )  # fmt: skip
+        except ModelFolderError:
+            raise
         except Exception as error:  # Loading raises errors of many types.
             raise UserError(
                 "model.load_failed", f"{folder}: transformers cannot load the weights: {type(error).__name__}: {error}"
@@ -233,7 +263,16 @@ class PretrainedWeights:
             for key in sorted(report[kind]):
                 name = key if isinstance(key, str) else key[0]
                 raise UserError(code, f"{folder}: {problem} {name}: download the folder again")
-        return dict(hf_model.named_parameters())
+        weights = dict(hf_model.named_parameters())
+        expected_names = {name for name, _ in build_model(self.model).named_parameters()}
+        if names := sorted(weights.keys() ^ expected_names):
+            # If the files have another output layer than the embedding, transformers does not tie them.
+            raise UserError(
+                "model.untied_weights",
+                f"{folder}: the files have other values for {names[0]} than for the weight with which {CONFIG_FILE} "
+                "ties it: set tie_word_embeddings to false there",
+            )
+        return weights
 
     def read(self, name: str) -> Tensor:
         """Return a whole weight, in one process."""
@@ -259,6 +298,23 @@ class PretrainedWeights:
             part = local_tensor(parameter)
             if part.numel():
                 part.copy_(values[local_slices(parameter)])
+
+
+@contextmanager
+def _link_weight_files(folder: Path) -> Iterator[str]:
+    """Yield a temporary folder with links to exactly the weight files that Sluice checks and hashes.
+
+    transformers would also read other files of `folder`, such as adapters, and follow links out of it.
+    """
+    with TemporaryDirectory() as links, ExitStack() as stack:
+        for name in [INDEX_FILE, *list_weight_files(folder)]:
+            if name == INDEX_FILE and list_weight_files(folder) == [SINGLE_WEIGHTS_FILE]:
+                continue
+            path = stack.enter_context(open_inside(folder, name))
+            # Links to /proc/self/fd would lead nowhere in another process, but only this one reads them.
+            Path(links, name).symlink_to(path)
+        write_json(Path(links, "generation_config.json"), {})  # transformers requires the file.
+        yield links
 
 
 def save_weights(

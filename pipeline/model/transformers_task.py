@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.base.errors import UserError
@@ -39,7 +39,19 @@ class TransformersTask(TokenTask):
         return part.blocks
 
     def fsdp_groups(self, part: TransformersModel) -> Iterable[tuple[list[nn.Module], bool]]:
-        """Return one group per block. Embedding and output layer may share weights, so they are in the root group."""
+        """Return one group per block. Embedding and output layer may share weights, so they are in the root group.
+
+        Raises UserError if blocks share weights.
+        """
+        owners: dict[int, nn.Module] = {}
+        for block in part.blocks:
+            for name, weight in block.named_parameters():
+                if owners.setdefault(id(weight), block) is not block:
+                    raise UserError(
+                        "config.conflict",
+                        f"parallel.zero ({self.config.parallel.zero}) cannot shard {type(part.model).__name__}, whose "
+                        f"blocks share the weight {name}: set it to 0",
+                    )
         return [([block], True) for block in part.blocks]
 
     def apply_tensor_parallel(self, part: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
@@ -57,8 +69,13 @@ class TransformersTask(TokenTask):
         """Yield each parameter with its name in the model of transformers."""
         yield from part.named_weights()
 
+    def list_untrained_weights(self) -> set[str]:
+        """Return the names of weights that transformers itself freezes, such as tables of positions."""
+        model = build_model(self.config.model)
+        return {name for name, weight in model.named_parameters() if not weight.requires_grad}
+
     @torch.no_grad()
-    def check_model(self, part: nn.Module, device: torch.device) -> None:
+    def check_model(self, part: TransformersModel, device: torch.device) -> None:
         """Check that no token reads later tokens and, with `data.document_mask`, no token reads other documents.
 
         Not all models of transformers support `position_ids` that start again, and some can also be bidirectional.
@@ -77,6 +94,7 @@ class TransformersTask(TokenTask):
             separate_BTV = torch.cat([part(tokens_BT[:, :half]), part(tokens_BT[:, half:])], dim=1)
             document_error = (part(tokens_BT, starts_BT=HostTensor(starts_BT)) - separate_BTV).abs().max()
             error_without_mask = (together_BTV - separate_BTV).abs().max()
+        unused_names = [] if self.config.parallel.zero else self._list_unused_weights(part, tokens_BT)
         part.train(was_training)
         name = type(part.model).__name__
         if changes_BT[:, :-1].max() > _MAX_ERROR * changes_BT[:, -1].max():
@@ -88,6 +106,23 @@ class TransformersTask(TokenTask):
                 "model.no_document_mask",
                 f"data.document_mask: {name} does not separate documents by their positions: set it to false",
             )
+        if unused_names:
+            raise UserError(
+                "model.unused_weights",
+                f"{name} does not use {len(unused_names)} weights, such as {unused_names[0]}: add them to "
+                "optimizer.freeze, or set parallel.zero to 1",
+            )
+
+    @torch.enable_grad()
+    def _list_unused_weights(self, part: TransformersModel, tokens_BT: Tensor) -> list[str]:
+        """Return the names of trained weights that get no gradient, for which DDP would wait forever."""
+        with torch.compiler.set_stance("force_eager"):
+            part(tokens_BT).float().sum().backward()
+        trained = [(name, weight) for name, weight in self.named_weights(part) if weight.requires_grad]
+        names = [name for name, weight in trained if weight.grad is None]
+        for _, weight in trained:
+            weight.grad = None
+        return names
 
 
 def build_with_adapters(
@@ -98,6 +133,13 @@ def build_with_adapters(
     Raises UserError if the model cannot be built, or if a pattern of `adapter.targets` matches no layer.
     """
     part = TransformersModel(build_model(model), dtype)
+    if adapter is not None and adapter.base is not None:
+        for name, weight in part.named_weights():
+            if weight.ndim > 2:
+                raise UserError(
+                    "model.unsupported_quantization",
+                    f"adapter.base {adapter.base} does not quantize {name}, the weight of several experts: remove it",
+                )
     if adapter is not None:
         check_targets(adapter, lora.list_layers(part.model))
     lora.add_adapters(part.model, adapter, dtype)
@@ -112,4 +154,4 @@ def check_config(model_json: str, adapter_json: str) -> None:
         adapter_json: the config section `adapter`, as JSON; `null` without one.
     """
     adapter = None if adapter_json == "null" else AdapterConfig.model_validate_json(adapter_json)
-    build_with_adapters(ModelConfig.model_validate_json(model_json), adapter)
+    _ = build_with_adapters(ModelConfig.model_validate_json(model_json), adapter).blocks

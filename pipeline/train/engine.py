@@ -144,6 +144,8 @@ class Engine:
         self._has_placeholder_state = False
         """Whether the state of a custom optimizer has arbitrary values. `state_dict` creates this state, so that a
         checkpoint can be loaded into its tensors."""
+        if from_scratch:
+            task.check_model(self.parts[0], world.device)
         self.scaler = LossScaler() if config.train.precision == "fp16" else None
         self.model: nn.Module = self.parts[0]
         """The module whose `forward` is called if there is no pipeline."""
@@ -173,8 +175,6 @@ class Engine:
                 hook = self.replica_sync = GradientHook(parallel.hook, trainable, config.run.seed)
                 hook.register(ddp)
             self._rebuild_buckets()
-        if from_scratch:
-            task.check_model(self.parts[0], world.device)
 
     def _build_part(self, layers: range, mesh: DeviceMesh | None, source: WeightSource | None) -> nn.Module:
         """Build the part of the model that consists of these layers, with this rank's shard of each weight.
@@ -199,7 +199,9 @@ class Engine:
         for name, parameter in task.named_weights(part):
             parameter.requires_grad_(name not in self._frozen)
         for block in task.blocks(part):
-            apply_activation_checkpointing(block, config.parallel.activation_checkpointing)
+            apply_activation_checkpointing(
+                block, config.parallel.activation_checkpointing, is_compiled=config.train.compile
+            )
         for module in task.modules_to_compile(part, layout) if config.train.compile else ():
             module.compile()
         if mesh is not None and layout.fsdp:

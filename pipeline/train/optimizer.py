@@ -686,12 +686,12 @@ def find_frozen_names(patterns: Sequence[str], task: Task) -> set[str]:
     """
     has_adapters = task.config.adapter is not None
     if not patterns and not has_adapters:
-        return set()
+        return task.list_untrained_weights()
     model = task.build(range(task.config.model.layers))
     names = [name for name, _ in task.named_weights(model)]
     if has_adapters:
         return {name for name, _ in task.base_weights(model)}
-    return _match_patterns(patterns, names)
+    return _match_patterns(patterns, names) | task.list_untrained_weights()
 
 
 def check_freeze(patterns_json: str, model_json: str) -> None:

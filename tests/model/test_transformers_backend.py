@@ -305,6 +305,7 @@ def test_a_family_of_the_decoder_can_also_be_built_by_transformers(tmp_path: Pat
         ({"architectures": ["Phi3ForSequenceClassification"]}, "of text"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"output_router_logits": True}, "output_router_logits"),
+        ({"transformers_weights": "adapter_model.bin"}, "transformers_weights"),
         ({"num_hidden_layers": "four"}, "num_hidden_layers"),
         ({"vocab_size": -1}, "vocab_size"),
     ],
@@ -343,6 +344,79 @@ def test_models_that_mix_tokens_wrongly_are_rejected(
     save_random_model(tmp_path, family, **TOKEN_IDS)
     with pytest.raises(AssertionError, match=message):
         run_ranks(1, train_on_rank, tmp_path, [make_config(tmp_path, 1, **sections)])
+
+
+@pytest.mark.parametrize("change", ["index", "adapter", "attention", "table"])
+def test_only_the_checked_weight_files_are_read(tmp_path: Path, change: str) -> None:
+    """Files that Sluice does not hash, implementations from the Hub and stored tables have no effect."""
+    save_model(tmp_path, "olmo2")
+    config = make_config(tmp_path, 1)
+    ((expected,),) = run_ranks(1, train_on_rank, tmp_path, [config])
+    tensors = load_file(tmp_path / "model.safetensors")
+    if change == "index":  # Sluice reads the files of the index. transformers would read model.safetensors.
+        save_file(tensors, tmp_path / "part.safetensors", {"format": "pt"})
+        write_json(
+            tmp_path / "model.safetensors.index.json",
+            {"metadata": {}, "weight_map": dict.fromkeys(tensors, "part.safetensors")},
+        )
+        wrong = {name: torch.zeros_like(values) for name, values in tensors.items()}
+        save_file(wrong, tmp_path / "model.safetensors", {"format": "pt"})
+    elif change == "adapter":
+        write_json(tmp_path / "adapter_config.json", {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})
+    elif change == "attention":
+        content = json.loads((tmp_path / "config.json").read_text())
+        write_json(tmp_path / "config.json", content | {"attn_implementation": "some/kernel"})
+    else:
+        table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+        save_file(tensors | table, tmp_path / "model.safetensors", {"format": "pt"})
+    ((steps,),) = run_ranks(1, train_on_rank, tmp_path, [make_config(tmp_path, 1)])
+    assert steps == expected
+
+
+def test_an_output_layer_that_differs_from_the_tied_embedding_is_an_error(tmp_path: Path) -> None:
+    save_model(tmp_path, "olmo2", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError, match=r"(?s)rank 1:.*set tie_word_embeddings to false"):
+        run_ranks(2, train_on_rank, tmp_path, [make_config(tmp_path, 2)])
+
+
+def test_weights_that_transformers_freezes_are_not_trained(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}
+    save_random_model(tmp_path, "ernie4_5_moe", **TOKEN_IDS, **sizes)
+    configs = [make_config(tmp_path, 2), make_config(tmp_path, 2, {"zero": 3})]
+    for ddp_steps, zero_steps in run_ranks(2, train_on_rank, tmp_path, configs):
+        assert ddp_steps == [pytest.approx(step, rel=2e-6) for step in zero_steps]
+
+
+def test_weights_without_gradients_are_named(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "d_model": 16, "encoder_layers": 1, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 32,
+    }  # fmt: skip
+    save_random_model(tmp_path, "bart", **TOKEN_IDS, **sizes)
+    with pytest.raises(AssertionError, match=r"does not use .* weights, such as .*encoder_attn.*optimizer\.freeze"):
+        run_ranks(2, train_on_rank, tmp_path, [make_config(tmp_path, 2)])
+    frozen = make_config(tmp_path, 2, optimizer={"freeze": ["*encoder_attn*"]})
+    assert all(len(steps) == STEPS for (steps,) in run_ranks(2, train_on_rank, tmp_path, [frozen]))
+
+
+def test_models_without_a_cache_generate(tmp_path: Path) -> None:
+    save_model_with_tokenizer(tmp_path / "model", "olmo2")
+    tokenizer_files = ("tokenizer.json", "tokenizer_config.json")
+    save_random_model(tmp_path / "mamba", "mamba", **{**TOKEN_IDS, "vocab_size": 320})
+    for name in tokenizer_files:
+        shutil.copyfile(tmp_path / "model" / name, tmp_path / "mamba" / name)
+    options: dict[str, Any] = {"step": None, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    longer = generate_text(tmp_path / "mamba", "the model", max_tokens=6, **options)
+    assert longer.startswith(generate_text(tmp_path / "mamba", "the model", max_tokens=3, **options))
+
+
+def test_quantized_experts_are_rejected(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3_moe")
+    model = make_config(tmp_path, 1).model.model_dump_json()
+    with pytest.raises(UserError, match=r"adapter\.base nf4 does not quantize .*experts"):
+        check_config(model, json.dumps({"targets": ["*.q_proj"], "base": "nf4"}))
 
 
 def test_patterns_are_checked_before_submission(tmp_path: Path) -> None:
