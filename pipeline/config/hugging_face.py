@@ -10,7 +10,7 @@ does not support is an error, because ignoring it would silently train another m
 configuration classes of transformers 4.57 and 5.23. The login node imports this module, so it does not import torch.
 
 The package transformers builds models of all other families (`model.backend: transformers`). It is imported only for
-such a model. Nothing from the folder is executed.
+these models. Nothing from the folder is executed.
 """
 
 from __future__ import annotations

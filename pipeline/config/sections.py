@@ -524,7 +524,7 @@ class KeepConfig(Section):
     """Also keep each checkpoint whose step is a multiple of this number. null: none."""
     best: PositiveInt | None = None
     """Also keep this number of checkpoints with the lowest held-out loss in the train stage. Only the steps that
-    `train.evaluate_every` evaluates have such a loss. null: none."""
+    `train.evaluate_every` evaluates have this loss. null: none."""
     at_most_gb: PositiveFloat | None = None
     """Largest total size of the kept checkpoints in GB (1e9 bytes). If they are larger, checkpoints are deleted in this
     order: those of `every_steps`, the oldest first; those of `best`, the highest loss first; those of `last`, the

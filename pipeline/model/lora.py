@@ -174,7 +174,7 @@ def quantize(name: str, values: Tensor) -> Tensor:
         values: the weight, on its device and in the type in which it is multiplied.
 
     Raises:
-        UserError: if torchao is missing, or the number of elements is no multiple of the block size.
+        UserError: if torchao is missing, or the number of elements is not a multiple of the block size.
     """
     try:
         from torchao.quantization import NF4Tensor
@@ -187,8 +187,7 @@ def quantize(name: str, values: Tensor) -> Tensor:
     if remainder:
         raise UserError(
             "model.indivisible_weight",
-            f"adapter.base nf4: {name} has {values.numel()} elements, which is no multiple of {NF4_BLOCK}: remove the "
-            "key",
+            f"adapter.base nf4: {name} has {values.numel()} elements, not a multiple of {NF4_BLOCK}: remove the key",
         )
     return cast(Tensor, NF4Tensor.from_tensor(values, NF4_BLOCK, math.gcd(blocks, NF4_SCALE_BLOCK)))
 

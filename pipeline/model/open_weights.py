@@ -289,7 +289,7 @@ def read_tensor_specs(folder: Path, file_name: str) -> TensorSpecs:
 
 
 def _collect_types(folder: Path, specs_by_file: Mapping[str, TensorSpecs]) -> frozenset[str]:
-    """Return the types of all tensors of floating-point numbers. Raise UserError if such a type is not supported.
+    """Return the types of all tensors of floating-point numbers. Raise UserError if a type is not supported.
 
     Integers are not weights, but stored tables, such as those of GPT-NeoX. Transformers ignores them or reports them.
     """

@@ -189,7 +189,7 @@ def build_model(model: ModelConfig) -> Any:
             raise UserError(
                 "model.persistent_buffer",
                 f"{_name_config(model)}: {type(hf_model).__name__} has the buffer {name}, which training would not "
-                "update: such a model is not supported",
+                "update: this model is not supported",
             )
     return hf_model.train()
 
