@@ -19,6 +19,15 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="config keys to set, such as train.steps=400")
 ]
 Step = Annotated[str | None, typer.Option(help="step of the checkpoint; default: the newest checkpoint")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="check everything and print the plan; create and submit nothing")
+]
+Scripts = Annotated[
+    bool, typer.Option("--scripts", help="with --dry-run: also print the resolved config and the sbatch scripts")
+]
+PreviewMachine = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="with --dry-run: check the memory of this machine's GPU")
+]
 
 console = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 """The console to which commands print. The width is set because rich would wrap at 80 columns without a terminal."""

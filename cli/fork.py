@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.common import Overrides, RunPath, Step, console
+from cli.common import DryRun, Overrides, PreviewMachine, RunPath, Scripts, Step, console
 from cli.submit import ForkPreview, check_jobs, note_oversubscription, print_plan, start_run
 from data_prep.data_folder import PROGRESS_FILE
 from data_prep.mixture_folder import MixtureFolder
@@ -91,15 +91,9 @@ def fork(
     name: Annotated[str, typer.Option(metavar="NEW", help="name of the new run; its directory is next to RUN")] = "",
     step: Step = None,
     update_code: Annotated[bool, typer.Option(help="use the current code instead of the code of RUN")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="check everything and print the plan; create and submit nothing")
-    ] = False,
-    scripts: Annotated[
-        bool, typer.Option("--scripts", help="with --dry-run: also print the resolved config and the sbatch scripts")
-    ] = False,
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="with --dry-run: check the memory of this machine's GPU")
-    ] = None,
+    dry_run: DryRun = False,
+    scripts: Scripts = False,
+    machine: PreviewMachine = None,
     executor: Annotated[Executor, typer.Option(help="where to run; auto: where RUN was before")] = "auto",
 ) -> None:
     """Create a run that continues from a checkpoint of RUN: weights, optimizer state and position in the data.

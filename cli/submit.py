@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.console import Console
 
-from cli.common import Overrides, console
+from cli.common import DryRun, Overrides, PreviewMachine, Scripts, console
 from pipeline.base.command import format_command
 from pipeline.base.errors import ExitCode, UserError, limit_lines
 from pipeline.base.ownership import describe_replacement_risk
@@ -54,15 +54,9 @@ STARTUP_ALLOWANCE_S = 60
 def submit(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")],
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="check everything and print the plan; create and submit nothing")
-    ] = False,
-    scripts: Annotated[
-        bool, typer.Option("--scripts", help="with --dry-run: also print the resolved config and the sbatch scripts")
-    ] = False,
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="with --dry-run: check the memory of this machine's GPU")
-    ] = None,
+    dry_run: DryRun = False,
+    scripts: Scripts = False,
+    machine: PreviewMachine = None,
     executor: Annotated[
         Executor,
         typer.Option(

@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.base import files
 from pipeline.base.files import append_line, link_or_copy
+from tests.support.requirements import skip_or_fail_in_ci
 
 WRITER_COUNT = 4
 LINES_PER_WRITER = 20
@@ -131,7 +132,7 @@ def test_a_file_is_cloned_if_it_cannot_be_linked(tmp_path: Path, monkeypatch: py
 
 def test_a_file_is_copied_to_another_file_system(tmp_path: Path) -> None:
     if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second file system")
+        skip_or_fail_in_ci("/dev/shm is not a second file system")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         source, target = tmp_path / "source", Path(folder, "target")
         source.write_bytes(os.urandom(100_000))
