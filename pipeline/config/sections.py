@@ -355,6 +355,10 @@ class TrainConfig(Section):
     """Number of sequences per optimizer step, over all ranks."""
     micro_batch: PositiveInt = 4
     """Number of sequences per forward and backward pass on one rank."""
+    gather: bool = False
+    """For a custom model with `LOSS = "batch"`: compute the loss of a micro-batch on the samples of all data-parallel
+    ranks. Each rank gathers the outputs of the others, and gradients flow back. The loss then compares
+    `micro_batch` × data-parallel ranks samples. false: each rank computes the loss of its own `micro_batch` samples."""
     sequence_schedule: Annotated[
         Annotated[list[LengthConfig], Field(min_length=1)] | None,
         Policy.CHANGEABLE,
@@ -1211,6 +1215,8 @@ def _find_conflicts(config: Config) -> Iterator[str]:
             yield "model.target: set data.source to the HDF5 files that contain the samples"
         else:
             check_unused_keys(data, {"source", "held_out", "verify"}, "it cannot be used with model.target")
+    elif train.gather:
+        yield 'train.gather is for a custom model with LOSS = "batch": remove it, or set model.target'
     elif "own" in (optimizer.name, optimizer.schedule):
         yield "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also"
     if config.adapter is not None:

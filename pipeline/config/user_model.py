@@ -11,6 +11,9 @@ read them without importing the module:
     PADDED = ("words",)             optional: arrays with padding in the second dimension. Then ARRAYS must contain
                                     `lengths`: sample i has `lengths[i]` entries. Sluice balances the lengths over the
                                     ranks. Without a pipeline, each micro-batch is truncated to its longest sample
+    LOSS = "batch"                  optional: `loss` compares the samples of a micro-batch with each other, as
+                                    contrastive losses do. It returns the loss of the micro-batch, such as a mean over
+                                    its samples. Default: "sum"
     CUTS = True                     optional: `build` can return any part of the model (parallel.pipeline > 1)
 
 The module also defines, or imports by name, these functions. A batch is a dict of tensors by the names of ARRAYS. The
@@ -24,8 +27,12 @@ tensors have the types of the files and the samples along the first dimension:
     loss(outputs, batch) -> Tensor     the *sum* of the loss over the samples; with `lengths`, over their entries,
                                        without padding. Micro-batches and ranks add their sums. The result is divided
                                        by the number of samples, or entries, of the global batch. The loss of a sample
-                                       must not depend on other samples, so contrastive losses are not supported.
-                                       `loss` must also accept a single sample
+                                       must not depend on other samples. `loss` must also accept a single sample.
+                                       With LOSS = "batch": the loss of a whole micro-batch. Sluice averages these
+                                       losses over the micro-batches and ranks of a step. An evaluation calls `loss`
+                                       with `train.micro_batch` samples as well. With `train.gather`, `outputs` are
+                                       those of all data-parallel ranks, and `batch` has the arrays of these samples
+                                       that are not in INPUTS
     metrics(outputs, batch) -> dict    optional: further sums by name, which the evaluation adds to its result
     transform(sample, random) -> dict  optional: what the model receives of a sample, such as a random crop. The arrays
                                        must have the same names, and the same shapes and types for all samples.
@@ -103,6 +110,8 @@ class UserModel:
     """The value of INPUTS."""
     padded: tuple[str, ...]
     """The value of PADDED; empty if it is not set."""
+    has_batch_loss: bool = False
+    """Whether `loss` returns the loss of a whole micro-batch (LOSS = "batch"), and not a sum over samples."""
 
     @property
     def has_lengths(self) -> bool:
@@ -197,12 +206,26 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
             )
         return tuple(value)
 
+    loss_kind = names.get("LOSS", ast.Constant("sum"))
+    if not isinstance(loss_kind, ast.Constant) or loss_kind.value not in ("sum", "batch"):
+        raise UserError(
+            "model.invalid_module",
+            f'model.target: LOSS in {file} must be "sum" or "batch", written as a plain string. {_HELP}',
+        )
     missing = [name for name in ("ARRAYS", "INPUTS", "build", "loss") if name not in names]
     if missing:
         raise UserError(
             "model.incomplete_module", f"model.target: {file} lacks {', '.join(missing)} at its top level. {_HELP}"
         )
-    model = UserModel(target, root, frozenset(names), read_tuple("ARRAYS"), read_tuple("INPUTS"), read_tuple("PADDED"))
+    model = UserModel(
+        target,
+        root,
+        frozenset(names),
+        read_tuple("ARRAYS"),
+        read_tuple("INPUTS"),
+        read_tuple("PADDED"),
+        has_batch_loss=loss_kind.value == "batch",
+    )
     unknown = [name for name in (*model.inputs, *model.padded) if name not in model.arrays]
     if model.padded and not model.has_lengths:
         unknown.append(LENGTHS_ARRAY)
@@ -216,10 +239,12 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
 
 
 def check_user_model(config: Config, model: UserModel) -> None:
-    """Raise UserError if the config has options that need functions which the module does not have.
+    """Raise UserError if the config has options that the module does not support, or that need missing functions.
 
     The message names each option and the function that it needs.
     """
+    if problem := _describe_gather_problem(config, model):
+        raise UserError("config.conflict", problem)
     parallel = config.parallel
     train = config.train
     checkpointing = parallel.activation_checkpointing
@@ -244,6 +269,21 @@ def check_user_model(config: Config, model: UserModel) -> None:
             f"{'; '.join(problems)}: {model.target} has none. Add it ({_HELP}), or remove the option. Data parallelism "
             "with parallel.zero 0 to 3 needs no such function",
         )
+
+
+def _describe_gather_problem(config: Config, model: UserModel) -> str | None:
+    """Return why `train.gather` cannot be used with this config and model; None if it can, or is not set."""
+    if not config.train.gather:
+        return None
+    parallel = config.parallel
+    if not model.has_batch_loss:
+        return f'train.gather needs LOSS = "batch" in {model.target}, because other losses are sums over samples'
+    if model.padded:
+        return f"train.gather cannot be combined with PADDED in {model.target}: samples of all ranks need one shape"
+    if parallel.tensor > 1 or parallel.local_sgd is not None:
+        key = "parallel.local_sgd" if parallel.local_sgd is not None else f"parallel.tensor {parallel.tensor}"
+        return f"train.gather cannot be combined with {key}: remove one of them"
+    return None
 
 
 def resolve_user_model(config: Config, folders: Sequence[Path]) -> UserModel | None:

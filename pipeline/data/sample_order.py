@@ -417,6 +417,9 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
     positions [r * G / W, (r + 1) * G / W) of this global batch. The layout therefore only splits the batch. The ranks
     together always read the same samples.
 
+    With `stripe`, the ranks instead take turns to read `stripe` consecutive samples, also if the dataset has lengths.
+    The n-th turns of all ranks together are consecutive samples of the order.
+
     Each item is an int64 array of dataset indices, of shape (G / W,). If the dataset needs positions, the shape is
     (2, G / W): indices, then positions in the order. If the dataset has lengths, the samples of a global batch are
     assigned to ranks so that the sums of their lengths are balanced (`assign_to_ranks`).
@@ -433,6 +436,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         rank: data-parallel rank; None: that of the default process group.
         order: function that returns the dataset indices of positions; None: the order of one source with `seed`.
         shift: number that is added to a position to get the sample number (`find_order_shift`), for one source.
+        stripe: number of consecutive samples that a rank reads at a time; it divides G / W. None: all G / W samples.
 
     Raises UserError if W does not divide G.
     """
@@ -449,6 +453,7 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         rank: int | None = None,
         order: Callable[[Int64Array], Int64Array] | None = None,
         shift: int = 0,
+        stripe: int | None = None,
     ) -> None:
         # `shuffle` has no effect, because this class replaces `__iter__`.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
@@ -460,9 +465,10 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         self.global_batch = global_batch
         self.samples_consumed = samples_consumed
         self.excluded_ranges = sorted(excluded_ranges)
-        self.lengths = dataset.lengths
+        self.lengths = dataset.lengths if stripe is None else None
         self.needs_positions = dataset.needs_positions
         self._size = len(dataset)
+        self._stripe = stripe or global_batch // self.num_replicas
         self.order = order or (lambda positions: compute_indices(seed, positions + shift, self._size))
 
     def __len__(self) -> int:
@@ -474,11 +480,13 @@ class GlobalOrderSampler(DistributedSampler[Int64Array]):
         # If samples have lengths, each rank computes the whole global batch and then selects its share.
         samples_per_step = self.global_batch // (1 if self.lengths else self.num_replicas)
         steps = max(1, min(_SAMPLES_PER_GROUP // samples_per_step, len(self)))  # At most one epoch per group.
-        first_position = self.samples_consumed + (0 if self.lengths else self.rank * samples_per_step)
+        first_position = self.samples_consumed
+        offsets_in_step = np.arange(samples_per_step, dtype=np.int64)
+        if not self.lengths:
+            groups, places = np.divmod(offsets_in_step, self._stripe)
+            offsets_in_step = (groups * self.num_replicas + self.rank) * self._stripe + places
         # Positions relative to `first_position`, one row per step.
-        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + np.arange(
-            samples_per_step, dtype=np.int64
-        )
+        offsets = self.global_batch * np.arange(steps, dtype=np.int64)[:, None] + offsets_in_step
         while True:
             positions = first_position + offsets
             for start, count in self.excluded_ranges:

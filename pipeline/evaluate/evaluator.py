@@ -143,6 +143,8 @@ class Evaluator:
             )
         else:
             self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
+            if task.has_batch_loss:
+                self.batch_size = config.train.micro_batch
         self.tasks: list[TaskFile] = []
         if not self.is_in_training and isinstance(manifest, Manifest) and config.evaluate.task_files:
             tokenizer = load_tokenizer(run.data_dir / TOKENIZER_FILE)
@@ -268,8 +270,23 @@ _RESERVED_NAMES = {"step", "loss", "entries", "samples", "checkpoint"}
 """Keys of a result that the metrics of a custom model must not have."""
 
 
+def _round_to_micro_batches(count: int, micro_batch: int) -> int:
+    """Return the largest multiple of `micro_batch` that is at most `count`. Raises UserError if it is 0."""
+    if count < micro_batch:
+        raise UserError(
+            "evaluate.too_few_samples",
+            f'a model with LOSS = "batch" is evaluated with train.micro_batch ({micro_batch}) samples at a time, but '
+            f"only {count} held-out samples are evaluated: raise data.held_out, train.evaluate_sequences or "
+            "evaluate.max_sequences, or lower train.micro_batch",
+        )
+    return count - count % micro_batch
+
+
 class SampleHeldOut:
-    """The held-out samples of a custom model; if `limit` is given, only the first `limit` samples."""
+    """The held-out samples of a custom model; if `limit` is given, only the first `limit` samples.
+
+    The loss of a micro-batch (LOSS = "batch") is computed on whole micro-batches, so the last samples may be left out.
+    """
 
     def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
         self.task = task
@@ -277,6 +294,8 @@ class SampleHeldOut:
         self.has_averages = run.config.train.ema is not None
         self.dataset = SampleDataset(manifest, run.data_dir, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
+        if task.has_batch_loss:
+            self.count = _round_to_micro_batches(self.count, run.config.train.micro_batch)
 
     def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
         """Return the sums of loss and metrics over the samples [start, stop), and the number of loss entries."""

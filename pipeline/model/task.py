@@ -49,6 +49,7 @@ from pipeline.model.decoder import (
 from pipeline.model.spec import check_targets, is_adapter_name, training_flops_per_token
 from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.mesh import Layout
+from pipeline.parallel.sample_gather import SampleGather
 from pipeline.run.directory import Run
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -63,8 +64,9 @@ _SUM_TOLERANCE = 0.05
 _EQUAL_TOLERANCE = 0.005
 """Relative tolerance within which two losses of the same samples are equal. bfloat16 has 8 bits of precision."""
 _ACROSS_SAMPLES = (
-    "A loss that compares samples with each other (contrastive, in-batch negatives, statistics over the batch) is not "
-    "supported yet: Sluice adds up the losses of micro-batches and ranks, each of which has a part of the batch."
+    "Sluice adds up the losses of micro-batches and ranks, each of which has a part of the batch. For a loss that "
+    'compares samples with each other (contrastive, in-batch negatives, statistics over the batch), set LOSS = "batch" '
+    "in the module, and return the loss of the whole micro-batch, such as a mean."
 )
 """Explanation in messages about a loss that depends on several samples."""
 _ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples."
@@ -89,12 +91,18 @@ class Task(ABC):
     """The user's module of a custom model; None for the decoder."""
     transform: Any = None
     """The `transform` function of the user's module, which changes samples as they are read; None without one."""
+    has_batch_loss: bool = False
+    """Whether the loss compares the samples of a micro-batch, and is not a sum over samples."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def split_sequences(self, context: ContextParallel) -> None:
         """Split each sequence over several ranks. Call this before `build`; only the decoder supports it."""
+        raise NotImplementedError
+
+    def gather_samples(self, gather: SampleGather) -> None:
+        """Compute each loss on the samples of all ranks of `gather`; only custom models support it."""
         raise NotImplementedError
 
     @abstractmethod
@@ -501,7 +509,14 @@ class CustomModelTask(Task):
         self.sample_shapes = SampleDataset(manifest_of_first_file, run.data_dir, transform=self.transform).shapes
         self.units_per_step = run.config.train.global_batch
         self.options = run.config.model.all_options
-        self._is_loss_checked = False
+        self.has_batch_loss = user_model.has_batch_loss
+        self._is_loss_checked = user_model.has_batch_loss  # Only a sum is checked.
+        self._gather: SampleGather | None = None
+        """Gathers the samples of a micro-batch from all ranks (`train.gather`); None in an evaluation."""
+
+    def gather_samples(self, gather: SampleGather) -> None:
+        """Compute each loss on the samples of all ranks of `gather`."""
+        self._gather = gather
 
     def build(self, layers: range) -> nn.Module:
         """Build the part with these blocks. Raises UserError as :func:`build_user_model` does."""
@@ -583,25 +598,31 @@ class CustomModelTask(Task):
         return micro_batches
 
     def count_loss_entries(self, batch: Batch) -> Tensor | None:
-        """Return the sum of the samples' lengths (int64 scalar); None if samples have no lengths."""
-        return batch[LENGTHS_ARRAY].sum(dtype=torch.int64) if self.user_model.has_lengths else None
+        """Return the sum of the samples' lengths (int64 scalar); None if each sample counts 1."""
+        if self.has_batch_loss or not self.user_model.has_lengths:
+            return None
+        return batch[LENGTHS_ARRAY].sum(dtype=torch.int64)
 
     def model_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """Return the arrays that `INPUTS` of the user's module names."""
         return tuple(batch[name] for name in self.user_model.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the summed loss: an fp32 scalar.
+        """Return the summed loss: an fp32 scalar. A batch loss counts once for each sample of `batch`.
 
         Raises UserError if the user's loss is not a scalar tensor, or not a sum over independent samples.
         """
+        count = len(next(iter(batch.values())))
+        if self._gather is not None:
+            outputs = self._gather.gather_outputs(outputs, count)
+            arrays = {name: array for name, array in batch.items() if name not in self.user_model.inputs}
+            batch = _GatheredBatch(self._gather.gather_arrays(arrays), self.user_model.target)
         try:
             loss: Tensor = self.user_module.loss(outputs, batch)
         except Exception as error:
             # The train stage starts with a batch of one sample of zeros, and evaluation uses batches of any size. A
             # loss that expects `train.micro_batch` samples fails for these batches. The note therefore names both
             # numbers.
-            count = len(next(iter(batch.values())))
             expected = self.config.train.micro_batch
             if count != expected:
                 samples = "1 sample" if count == 1 else f"{count} samples"
@@ -616,7 +637,7 @@ class CustomModelTask(Task):
                 f"loss of {self.user_model.target} must return a tensor without dimensions: the sum over the batch",
             )
         self._is_loss_checked = self._is_loss_checked or self._check_sum(outputs, batch)
-        return loss.float()
+        return loss.float() * count if self.has_batch_loss else loss.float()
 
     @torch.no_grad()
     def _check_sum(self, outputs: Any, batch: Batch) -> bool:
@@ -736,9 +757,27 @@ class CustomModelTask(Task):
         Each sample has the full padded length, or the length 1 if no array is padded.
         """
         batch = super().smallest_batch(device)
+        if self.has_batch_loss:  # A loss that compares samples may need more than one.
+            rows = self.config.train.micro_batch
+            batch = {name: array[:1].expand(rows, *array.shape[1:]).clone() for name, array in batch.items()}
         if self.user_model.has_lengths:
             batch[LENGTHS_ARRAY] += max([1, *(self.sample_shapes[name][0][0] for name in self.user_model.padded)])
         return batch
+
+
+class _GatheredBatch(dict[str, Tensor]):
+    """The gathered arrays of a batch, without the inputs of the model."""
+
+    def __init__(self, arrays: Mapping[str, Tensor], target: str) -> None:
+        super().__init__(arrays)
+        self._target = target
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(
+            "model.array_not_gathered",
+            f"loss of {self._target} reads batch[{name!r}], but with train.gather, `batch` has only arrays that are "
+            "not in INPUTS. Return what the loss needs from the model, or remove train.gather",
+        )
 
 
 class _RecordCopies(TorchDispatchMode):

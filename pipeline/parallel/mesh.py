@@ -131,12 +131,12 @@ class Mesh:
             rank, positions[axis] = divmod(rank, getattr(self, axis))
         return Coordinates(**positions, dp=positions["dp_replicate"] * self.dp_shard + positions["dp_shard"])
 
-    def list_groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ only along this axis."""
+    def list_groups(self, *axes: str) -> list[list[int]]:
+        """Return the groups of ranks that differ only along these axes."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
-            others = tuple(getattr(coordinates, name) for name in AXES if name != axis)
+            others = tuple(getattr(coordinates, name) for name in AXES if name not in axes)
             groups.setdefault(others, []).append(rank)
         return list(groups.values())
 

@@ -40,6 +40,7 @@ from pipeline.parallel.context_parallel import ContextParallel, create_context_g
 from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.replica_sync import HOOKS_WITH_RESIDUALS, GradientHook, LocalSgd, ReplicaSync
+from pipeline.parallel.sample_gather import SampleGather, create_data_parallel_group
 from pipeline.train.ema import WeightAverage
 from pipeline.train.optimizer import (
     LeanAdamW,
@@ -105,6 +106,8 @@ class Engine:
         mesh = None if has_full_model else layout.build_device_mesh(world.device.type)
         if layout.cp > 1:
             task.split_sequences(ContextParallel(coordinates.cp, layout.cp, create_context_group(layout)))
+        if config.train.gather:
+            task.gather_samples(SampleGather(create_data_parallel_group(layout)))
         self._has_distributed_model = mesh is not None
         """Whether the parameters are distributed over ranks: by FSDP, tensor parallelism or a pipeline."""
         self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None

@@ -322,6 +322,8 @@ class Trainer:
             rank=self.layout.coordinates(self.rank).dp,
             order=self.mixture.compute_indices if self.mixture else None,
             shift=find_order_shift(lengths, self.config.train.global_batch, excluded_ranges, self._order_start),
+            # A micro-batch with a loss of its own has the same samples in every layout.
+            stripe=self.config.train.micro_batch if self.task.has_batch_loss else None,
         )
         # A random key for each start ensures that no rank reads the local copies of a killed job.
         copies_key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
