@@ -3,8 +3,8 @@
     model: {target: my_package.my_model, options: {width: 64}, layers: 6}
     data:  {source: "/data/images-*.h5", held_out: 0.1}
 
-The module sets these names at its top level. The values are plain tuples of strings, except CUTS, so that Sluice can
-read them without importing the module:
+The module sets these names at its top level. The values are written as constants, so that Sluice can read them without
+importing the module:
 
     ARRAYS = ("images", "labels")   the arrays of a sample: HDF5 datasets with the samples along the first dimension
     INPUTS = ("images",)            the arrays that the `forward` of the model takes, in this order
@@ -14,6 +14,9 @@ read them without importing the module:
     LOSS = "batch"                  optional: `loss` compares the samples of a micro-batch with each other, as
                                     contrastive losses do. It returns the loss of the micro-batch, such as a mean over
                                     its samples. Default: "sum"
+    ELEMENTWISE = True              optional: `optimizer` returns optimizers that update each entry of a parameter
+                                    independently of all other entries, as Adam does. Then they work with ZeRO, tensor
+                                    and pipeline parallelism. Sluice checks this with small parameters
     CUTS = True                     optional: `build` can return any part of the model (parallel.pipeline > 1)
 
 The module also defines, or imports by name, these functions. A batch is a dict of tensors by the names of ARRAYS. The
@@ -48,10 +51,13 @@ tensors have the types of the files and the samples along the first dimension:
                                        torch.compile compiles one by one. fp8 and Muon apply to the matrices of these
                                        modules. Without `blocks`, ZeRO gathers the whole model at once
     optimizer(parameters, config)      optional (optimizer.name: own): a torch optimizer for `parameters`, a list of
-                                       (name, parameter). `config` has the keys of the section `optimizer`, such as
-                                       `config.lr`. The state of the optimizer must consist of tensors. The schedule
-                                       scales the learning rates of all parameter groups by the same factor. Each rank
-                                       must hold a whole replica (DDP)
+                                       (name, parameter), or a dict of optimizers by name. `config` has the keys of the
+                                       section `optimizer`, such as `config.lr`. The state of the optimizer must consist
+                                       of tensors. The schedule scales the learning rates of all parameter groups by the
+                                       same factor. Each rank must hold a whole replica (DDP), unless ELEMENTWISE is set
+    training_step(engine, batch)       optional: runs a whole step, with several backward passes or optimizers. It
+                                       returns a dict of metrics with at least `loss`. `engine` is a `StepEngine`
+                                       (pipeline/train/training_step.py). `loss` is then only used in evaluations
     learning_rate(config, step, steps) optional (optimizer.schedule: own): the learning rate of `step`, from 1 to
                                        `steps`. The result must depend on the arguments only. Otherwise, a restart
                                        changes the result of the run
@@ -103,7 +109,7 @@ class UserModel:
     root: Path
     """The top-level package (a folder) or the module (a file)."""
     names: frozenset[str]
-    """The names that the module defines or imports at its top level. CUTS is left out if its value is False."""
+    """The names that the module defines or imports at its top level, without CUTS and ELEMENTWISE if they are False."""
     arrays: tuple[str, ...]
     """The value of ARRAYS."""
     inputs: tuple[str, ...]
@@ -112,6 +118,11 @@ class UserModel:
     """The value of PADDED; empty if it is not set."""
     has_batch_loss: bool = False
     """Whether `loss` returns the loss of a whole micro-batch (LOSS = "batch"), and not a sum over samples."""
+
+    @property
+    def has_training_step(self) -> bool:
+        """Whether the module runs each step itself."""
+        return "training_step" in self.names
 
     @property
     def has_lengths(self) -> bool:
@@ -187,8 +198,9 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
                 if isinstance(assigned, ast.Name):
                     names[assigned.id] = node.value
 
-    if isinstance(cuts := names.get("CUTS"), ast.Constant) and not cuts.value:
-        del names["CUTS"]
+    for flag in ("CUTS", "ELEMENTWISE"):
+        if isinstance(value := names.get(flag), ast.Constant) and not value.value:
+            del names[flag]
 
     def read_tuple(name: str) -> tuple[str, ...]:
         """Return the tuple or list that is assigned to a top-level name, as a tuple.
@@ -243,7 +255,12 @@ def check_user_model(config: Config, model: UserModel) -> None:
 
     The message names each option and the function that it needs.
     """
-    if problem := _describe_gather_problem(config, model):
+    problem = (
+        _describe_gather_problem(config, model)
+        or _describe_step_problem(config, model)
+        or _describe_optimizer_problem(config, model)
+    )
+    if problem is not None:
         raise UserError("config.conflict", problem)
     parallel = config.parallel
     train = config.train
@@ -269,6 +286,44 @@ def check_user_model(config: Config, model: UserModel) -> None:
             f"{'; '.join(problems)}: {model.target} has none. Add it ({_HELP}), or remove the option. Data parallelism "
             "with parallel.zero 0 to 3 needs no such function",
         )
+
+
+def _describe_step_problem(config: Config, model: UserModel) -> str | None:
+    """Return why the module's `training_step` cannot be used with this config; None if it can, or there is none."""
+    if not model.has_training_step:
+        return None
+    parallel = config.parallel
+    used = {
+        f"parallel.tensor {parallel.tensor}": parallel.tensor > 1,
+        f"parallel.pipeline {parallel.pipeline}": parallel.pipeline > 1,
+        "parallel.local_sgd": parallel.local_sgd is not None,
+        f"parallel.hook.kind {parallel.hook.kind}": parallel.hook.kind != "none",
+        "parallel.offload": parallel.offload,
+        "train.gather": config.train.gather,
+    }
+    keys = ", ".join(key for key, is_used in used.items() if is_used)
+    if not keys:
+        return None
+    return (
+        f"the training_step of {model.target} runs with DDP and ZeRO only: remove {keys}, or remove training_step from "
+        "the module"
+    )
+
+
+def _describe_optimizer_problem(config: Config, model: UserModel) -> str | None:
+    """Return why the layout cannot be used with the module's optimizer; None if it can."""
+    if config.optimizer.name != "own" or "ELEMENTWISE" in model.names:
+        return None
+    parallel = config.parallel
+    sizes = {"zero": parallel.zero, "tensor": parallel.tensor - 1, "pipeline": parallel.pipeline - 1}
+    keys = ", ".join(f"parallel.{key}" for key, size in sizes.items() if size)
+    if not keys:
+        return None
+    return (
+        f"optimizer.name own cannot be combined with {keys}, which split parameters. If the optimizer of "
+        f"{model.target} updates each entry independently of all others, as Adam does, set ELEMENTWISE = True in the "
+        "module. Otherwise, remove these keys"
+    )
 
 
 def _describe_gather_problem(config: Config, model: UserModel) -> str | None:

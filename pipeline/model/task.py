@@ -93,6 +93,8 @@ class Task(ABC):
     """The `transform` function of the user's module, which changes samples as they are read; None without one."""
     has_batch_loss: bool = False
     """Whether the loss compares the samples of a micro-batch, and is not a sum over samples."""
+    has_training_step: bool = False
+    """Whether the user's module has a `training_step`, which runs each step (pipeline/train/training_step.py)."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -510,6 +512,7 @@ class CustomModelTask(Task):
         self.units_per_step = run.config.train.global_batch
         self.options = run.config.model.all_options
         self.has_batch_loss = user_model.has_batch_loss
+        self.has_training_step = user_model.has_training_step
         self._is_loss_checked = user_model.has_batch_loss  # Only a sum is checked.
         self._gather: SampleGather | None = None
         """Gathers the samples of a micro-batch from all ranks (`train.gather`); None in an evaluation."""

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.base.errors import UserError
 from pipeline.parallel.mesh import Layout
 
 # The buffers of a model are constant tables, so DDP does not need to synchronize them. torch 2.13 renamed the option
@@ -61,6 +62,7 @@ def apply_fsdp(
     *,
     free_after_forward: bool,
     offload: bool = False,
+    calls_children: bool = False,
 ) -> None:
     """Shard `part` with FSDP2, in place.
 
@@ -73,6 +75,11 @@ def apply_fsdp(
             gradients are reduced in the type in which parameters are stored.
         free_after_forward: whether gathered parameters are freed between forward and backward.
         offload: whether shards stay in host memory.
+        calls_children: whether a training step calls the children of `part` and not `part` itself. Then each child is
+            sharded as a model, and its parameters stay gathered until its method `reshard` is called.
+
+    Raises:
+        UserError: if `calls_children` is set, and `part` itself has a parameter.
     """
     policy = MixedPrecisionPolicy()
     if dtype is not None:
@@ -84,7 +91,21 @@ def apply_fsdp(
     }
     for modules, may_free in groups:
         fully_shard(modules, **options, reshard_after_forward=free_after_forward and may_free)
-    fully_shard(part, **options, reshard_after_forward=free_after_forward)
+    if not calls_children:
+        fully_shard(part, **options, reshard_after_forward=free_after_forward)
+        return
+    if own_parameters := [name for name, _ in part.named_parameters(recurse=False)]:
+        raise UserError(
+            "model.parameter_outside_children",
+            f"model.target: with training_step and parallel.zero, the parameter {own_parameters[0]} must be in a child "
+            "of the model, such as a network that training_step calls: move it there",
+        )
+    for child in part.children():
+        if any(True for _ in child.parameters()) and not isinstance(child, FSDPModule):
+            fully_shard(child, **options, reshard_after_forward=False)
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_backward(False, recurse=False)
 
 
 def gradient_sync(model: nn.Module, layout: Layout, is_last: bool) -> contextlib.AbstractContextManager[None]:

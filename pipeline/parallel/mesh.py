@@ -467,8 +467,7 @@ def _describe_conflicts(config: Config) -> Iterator[str]:
                 f"{option} cannot be combined with train.precision fp16, which changes the scale of gradients: use bf16"
             )
     if config.optimizer.name == "own":
-        is_set = {"zero": parallel.zero, "tensor": parallel.tensor > 1, "pipeline": parallel.pipeline > 1}
-        is_set |= {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
+        is_set = {"offload": parallel.offload, "local_sgd": parallel.local_sgd is not None}
         if conflicting_keys := ", ".join(f"parallel.{key}" for key, value in is_set.items() if value):
             yield (
                 f"optimizer.name own requires whole replicas and cannot be combined with {conflicting_keys}: remove "

@@ -8,6 +8,10 @@ effect:
     {"decision": "skip", "position": P, "step": k, "reason": …}           no update for the batch that starts at P
     {"decision": "leave_out", "position": P, "samples": n, "step": k, …}  exclude n samples, starting at P
 
+A `training_step` of the user may update weights several times. Its updates are checked for values that are not finite.
+If an update is bad, it and the later updates of the step are skipped, and the line also has the index of the update
+(`update`). Earlier updates of the step are kept.
+
 `position` is an index into the sample order of the run (pipeline/data/sample_order.py), which includes excluded
 samples. A new attempt with the same file repeats the decisions, even if the cause was temporary, such as a flipped bit.
 """
@@ -63,10 +67,13 @@ class BadStepGuard(Callback):
         self.writes_decisions = writes_decisions
         self._skip_reasons: dict[int, str] = {}
         """Why each skipped batch was skipped, by the position of its first sample."""
+        self._first_skipped_updates: dict[int, int] = {}
+        """The index of the first skipped update of each skipped batch, by the position of its first sample."""
         excluded_ranges = []
         for line in decisions:
             if line["decision"] == "skip":
                 self._skip_reasons[int(line["position"])] = str(line["reason"])
+                self._first_skipped_updates[int(line["position"])] = int(line.get("update", 0))
             else:
                 excluded_ranges.append((int(line["position"]), int(line["samples"])))
         self.excluded_ranges = merge_ranges(excluded_ranges)
@@ -113,7 +120,9 @@ class BadStepGuard(Callback):
         return len(self._bad_positions)
 
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
-        """Return why the step is bad; None if the step is good. See :meth:`check_step`."""
+        """Return why the step is bad; None if the step is good. See :meth:`check_step` and :meth:`check_update`."""
+        if trainer.update_number is not None:
+            return self.check_update(step, trainer.update_number, loss, grad_norm)
         return self.check_step(step, loss, grad_norm)
 
     def check_step(self, step: int, loss: float, grad_norm: float) -> str | None:
@@ -131,13 +140,51 @@ class BadStepGuard(Callback):
             NonFiniteError: on all ranks, if more than `recovery.skip_bad_steps` consecutive steps are bad. Before the
                 error, the decision to exclude the samples of these steps is written.
         """
-        global_batch = self.run.config.train.global_batch
-        position = skip_excluded((step - 1) * global_batch, self.excluded_ranges)
+        position = self._compute_position(step)
         reason = self._skip_reasons.get(position) or self._find_problem(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
             self._bad_positions.clear()
             return None
+        self._record_bad_step(step, position, reason)
+        return reason
+
+    def check_update(self, step: int, update: int, loss: float, grad_norm: float) -> str | None:
+        """Return why this update of a user's `training_step` must be skipped; None if it must not.
+
+        Args:
+            step: the number of the step.
+            update: the index of the update in the step, from 0.
+            loss: the mean loss since the previous update.
+            grad_norm: the norm of the gradient of the updated weights before clipping.
+
+        Raises:
+            NonFiniteError: as :meth:`check_step`.
+        """
+        position = self._compute_position(step)
+        if position in self._bad_positions[-1:]:  # An earlier update of this step was bad.
+            return self._skip_reasons[position]
+        if position in self._skip_reasons:
+            reason = self._skip_reasons[position] if update >= self._first_skipped_updates[position] else None
+        else:
+            reason = self._find_non_finite(loss, grad_norm)
+        if reason is not None:
+            self._record_bad_step(step, position, reason, update=update)
+            self._skip_reasons[position] = reason
+        return reason
+
+    def end_step(self, step: int) -> None:
+        """Finish a step whose updates were checked with `check_update`."""
+        if self._compute_position(step) not in self._bad_positions[-1:]:
+            self._bad_positions.clear()
+
+    def _compute_position(self, step: int) -> int:
+        """Return the position of the first sample of the step's batch."""
+        return skip_excluded((step - 1) * self.run.config.train.global_batch, self.excluded_ranges)
+
+    def _record_bad_step(self, step: int, position: int, reason: str, **fields: int) -> None:
+        """Record a bad step, and write the decision. Raises NonFiniteError if too many consecutive steps are bad."""
+        global_batch = self.run.config.train.global_batch
         self._bad_positions.append(position)
         if len(self._bad_positions) > self.limits.skip_bad_steps:
             first_position = self._bad_positions[0]
@@ -151,15 +198,18 @@ class BadStepGuard(Callback):
                 "this happens again, lower optimizer.lr, raise optimizer.warmup_steps, or inspect these samples",
             )
         if position not in self._skip_reasons:  # Otherwise an earlier attempt has written this decision.
-            self._write_decision("skip", position, step, reason)
-        return reason
+            self._write_decision("skip", position, step, reason, **fields)
+
+    def _find_non_finite(self, loss: float, grad_norm: float) -> str | None:
+        """Return which of these values is not finite; None if both are finite."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        return None if math.isfinite(grad_norm) else f"the gradient norm is {grad_norm}"
 
     def _find_problem(self, loss: float, grad_norm: float) -> str | None:
         """Return why a step with this loss and this gradient norm is bad; None if the step is good."""
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if not math.isfinite(grad_norm):
-            return f"the gradient norm is {grad_norm}"
+        if problem := self._find_non_finite(loss, grad_norm):
+            return problem
         limit = self.limits.spike_deviations
         if limit is None or len(self._losses) < MIN_LOSSES:
             return None

@@ -18,7 +18,7 @@ def is_decision(line: Any) -> bool:
         "position": is_count,
         "reason": is_text,
     }
-    if not has_fields(line, required, {"samples": is_count}):
+    if not has_fields(line, required, {"samples": is_count, "update": is_count}):
         return False
     return "samples" in line or line["decision"] == "skip"
 

@@ -35,6 +35,9 @@ class TrainerContext(Protocol):
     """Duration of the latest step in seconds, without `overhead_s`."""
     data_wait_s: float
     """Seconds for which the latest step waited for its batch."""
+    update_number: int | None
+    """While a `training_step` of the user updates weights: the index of the update in the step, from 0. Otherwise
+    None."""
     overhead_s: dict[str, float]
     """Seconds since the metrics of the previous step that were spent on other work, by name, such as `evaluate_s`."""
 
@@ -76,11 +79,12 @@ class Callback:
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
         """Return a reason to skip the update of the weights; None to update them.
 
-        All ranks must return the same value.
+        All ranks must return the same value. If a user's `training_step` runs the step, this hook runs before each of
+        its updates.
 
         Args:
-            loss: the mean over the global batch.
-            grad_norm: the norm of the full model's gradient before clipping.
+            loss: the mean over the global batch; in a `training_step`, the mean loss since its previous update.
+            grad_norm: the norm of the gradient of the updated weights before clipping.
         """
 
     def on_step_end(self, trainer: TrainerContext, step: int, metrics: dict[str, Any]) -> None:

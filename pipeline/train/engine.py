@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ from pipeline.train.ema import WeightAverage
 from pipeline.train.optimizer import (
     LeanAdamW,
     LossScaler,
+    check_elementwise,
     compute_total_norm,
     find_frozen_names,
     initialize_custom_state,
@@ -108,10 +109,10 @@ class Engine:
             task.split_sequences(ContextParallel(coordinates.cp, layout.cp, create_context_group(layout)))
         if config.train.gather:
             task.gather_samples(SampleGather(create_data_parallel_group(layout)))
-        self._has_distributed_model = mesh is not None
+        self.has_distributed_model = mesh is not None
         """Whether the parameters are distributed over ranks: by FSDP, tensor parallelism or a pipeline."""
         self._has_sharded_logits = layout.tp > 1 and parallel.loss_parallel and config.model.target is None
-        self._random_stream = layout.random_stream(world.rank)
+        self.random_stream = layout.random_stream(world.rank)
         self._loss_entries = 0
         """Number of entries of the latest global batch that have a loss: tokens, or samples of a custom model."""
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -127,9 +128,10 @@ class Engine:
         self.parts = [self._build_part(layout.stage_layers[number], mesh, source) for number in stage_numbers]
         """This rank's pipeline-parallel stages; one module with all layers if there is no pipeline."""
         if has_custom_optimizer:
-            self.optimizer = make_custom_optimizer(
-                task.user_module.optimizer, list(task.named_weights(self.parts[0])), config.optimizer
-            )
+            named_weights = [each for part in self.parts for each in task.named_weights(part)]
+            if self.has_distributed_model:
+                check_elementwise(task.user_module.optimizer, named_weights, config.optimizer)
+            self.optimizer = make_custom_optimizer(task.user_module.optimizer, named_weights, config.optimizer)
         else:
             blocks = [block for part in self.parts for block in task.blocks(part)]
             named_weights = [each for part in self.parts for each in task.named_weights(part)]
@@ -171,6 +173,8 @@ class Engine:
             )
         elif mesh is None and parallel.local_sgd is not None:
             self.replica_sync = LocalSgd(parallel.local_sgd, trainable)
+        elif task.has_training_step:  # Its gradients are reduced by pipeline/train/training_step.py.
+            pass
         # A single rank needs the hook to apply residuals of a checkpoint from several ranks.
         elif mesh is None and (world.size > 1 or parallel.hook.kind in HOOKS_WITH_RESIDUALS):
             ddp = self.model = data_parallel.wrap_with_ddp(self.model, world.device, parallel.bucket_mb)
@@ -213,8 +217,9 @@ class Engine:
                 task.fsdp_groups(part),
                 mesh["replicate", "shard"] if layout.state_replicas > 1 else mesh["shard"],
                 DTYPES.get(config.train.precision),
-                free_after_forward=layout.gathers_blocks,
+                free_after_forward=layout.gathers_blocks and not task.has_training_step,
                 offload=config.parallel.offload,
+                calls_children=task.has_training_step,
             )
         # `task.build` creates the parameters on the meta device, without memory. Now each rank allocates its shards.
         lora.allocate(part, torch.device("cpu") if config.parallel.offload else self.world.device)
@@ -305,7 +310,7 @@ class Engine:
         if not boundaries:
             boundaries = [{}] * len(micro_batches)
         for index, (micro_batch, micro_boundaries) in enumerate(zip(micro_batches, boundaries, strict=True)):
-            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, index))
+            torch.manual_seed(compute_step_seed(self.config.run.seed, step, self.random_stream, index))
             is_last = index == len(micro_batches) - 1
             with data_parallel.gradient_sync(self.model, self.layout, is_last):
                 enter_phase("forward")
@@ -326,7 +331,7 @@ class Engine:
         assert self._pipeline is not None
         # The pipeline runs the micro-batches in its own order, so the whole step uses the seed of the first
         # micro-batch.
-        torch.manual_seed(compute_step_seed(self.config.run.seed, step, self._random_stream, 0))
+        torch.manual_seed(compute_step_seed(self.config.run.seed, step, self.random_stream, 0))
         enter_phase("pipeline")
         self._batch = batch
         inputs = self.task.model_inputs(batch)
@@ -376,17 +381,22 @@ class Engine:
             if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
-    def clip_gradients(self, limit: float | None) -> Tensor:
+    def clip_gradients(self, limit: float | None, selected: Sequence[nn.Parameter] | None = None) -> Tensor:
         """Clip the gradient of the full model to the norm `limit`. If `limit` is None, do not clip.
 
         With fp16, the gradients are divided by the loss scale first. `LeanAdamW` clips only in its next step.
+
+        Args:
+            limit: the largest norm.
+            selected: the parameters whose gradient is clipped; None: all parameters of the model.
 
         Returns:
             The norm before clipping: fp32, 0-d, the same on all ranks. If a gradient overflowed, the norm is not
             finite. With Local SGD, each replica clips by its own norm, and the result is the root mean square of the
             norms of all replicas.
         """
-        parameters = [p for part in self.parts for p in part.parameters() if p.grad is not None]
+        candidates = [p for part in self.parts for p in part.parameters()] if selected is None else selected
+        parameters = [p for p in candidates if p.grad is not None]
         if self.scaler is not None:
             for parameter in parameters:
                 parameter.grad.mul_(1 / self.scaler.scale)  # type: ignore[union-attr]
@@ -410,7 +420,7 @@ class Engine:
         Args:
             parameters: this rank's parameters that have a gradient.
         """
-        if not self._has_distributed_model:
+        if not self.has_distributed_model:
             return compute_total_norm([p.grad for p in parameters if p.grad is not None])
         # A pipeline with a tied embedding has a second copy of the embedding in its last stage, which must not count.
         uncounted_copy = self._get_output_layer_copy()
@@ -444,6 +454,12 @@ class Engine:
         self.replica_sync.end_step(is_applied)
         if is_applied and self.ema is not None:
             self.ema.update(self._step)
+
+    def end_training_step(self, step: int, *, is_applied: bool) -> None:
+        """Finish a step of the user's `training_step`. Update the moving average of the weights if they changed."""
+        self._step = step
+        if is_applied and self.ema is not None:
+            self.ema.update(step)
 
     def _rebuild_buckets(self) -> None:
         """Make DDP rebuild its gradient buckets now, not after the first step.

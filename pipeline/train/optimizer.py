@@ -10,6 +10,7 @@ import fnmatch
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -406,12 +407,19 @@ def _make_muon(groups: list[dict[str, Any]], config: OptimizerConfig, _: bool | 
     return _Muon(groups, lr=config.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
 
 
-class _CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers that act as one, with common parameter groups and a common `state`."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers that act as one, with common parameter groups and a common `state`.
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    Args:
+        optimizers: the optimizers.
+        names: a name for each optimizer; () if they have none.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: Sequence[str] = ()) -> None:
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self.optimizers = optimizers
+        self.by_name = dict(zip(names, optimizers, strict=bool(names)))
+        """The optimizers by their names."""
         for optimizer in optimizers:
             self.state.update(optimizer.state)
             # With one common dict, a checkpoint that is loaded into `state` of this object reaches all optimizers.
@@ -472,7 +480,7 @@ def make_optimizer(
     matrix_ids = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     matrices = [p for p in parameters if id(p) in matrix_ids]
     other_parameters = [p for p in parameters if id(p) not in matrix_ids]
-    return _CombinedOptimizer(
+    return CombinedOptimizer(
         [
             _create_optimizer(OPTIMIZERS["muon"], matrices, config, device),
             _create_optimizer(OPTIMIZERS["adamw"], other_parameters, config, device),
@@ -519,26 +527,84 @@ def make_custom_optimizer(
     """Return the optimizer that a function of the user's module creates.
 
     Args:
+        make: the function `optimizer(named_parameters, config)` of the user's module. It returns an optimizer, or a
+            dict of optimizers by name.
+        named_parameters: the model's parameters with their names. Frozen parameters are not passed to `make`.
+        config: the config section `optimizer`.
+
+    Raises:
+        UserError: if `make` does not return optimizers that together have each parameter once.
+    """
+    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    made = make(trainable, config)
+    optimizers = list(made.values()) if isinstance(made, dict) else [made]
+    are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups] if are_optimizers else []
+    counts = Counter(id(parameter) for group in groups for parameter in group["params"])
+    if wrong := [name for name, parameter in trainable if counts[id(parameter)] != 1]:
+        place = "is in several of its groups" if counts[id(dict(trainable)[wrong[0]])] else "is in none of its groups"
+        raise UserError(
+            "model.incomplete_optimizer",
+            "optimizer of model.target must return a torch.optim.Optimizer, or a dict of them, that has each parameter "
+            f"once that it receives; {wrong[0]} {place}",
+        )
+    optimizer = CombinedOptimizer(optimizers, list(made)) if isinstance(made, dict) else optimizers[0]
+    for group in groups:  # `set_learning_rate` multiplies each learning rate by this factor.
+        group["lr_factor"] = group["lr"] / config.lr
+    return optimizer
+
+
+@torch.no_grad()
+def check_elementwise(
+    make: Callable[..., Any], named_parameters: Sequence[tuple[str, nn.Parameter]], config: OptimizerConfig
+) -> None:
+    """Check that a custom optimizer updates each entry of a parameter independently of all other entries.
+
+    Only then can it update a shard of a parameter. The check creates the optimizer for small random parameters with the
+    names of the real ones. Three steps on the first half of each parameter, and three on the second half, must give the
+    same values as three steps on whole parameters.
+
+    Args:
         make: the function `optimizer(named_parameters, config)` of the user's module.
         named_parameters: the model's parameters with their names. Frozen parameters are not passed to `make`.
         config: the config section `optimizer`.
 
     Raises:
-        UserError: if `make` does not return a torch.optim.Optimizer of all parameters that it received.
+        UserError: if the values differ.
     """
-    trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = make(trainable, config)
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    optimized = {id(parameter) for group in groups for parameter in group["params"]}
-    if missing := [name for name, parameter in trainable if id(parameter) not in optimized]:
-        raise UserError(
-            "model.incomplete_optimizer",
-            "optimizer of model.target must return a torch.optim.Optimizer of all parameters that it receives; "
-            f"{missing[0]} is in none of its groups",
-        )
-    for group in groups:  # `set_learning_rate` multiplies each learning rate by this factor.
-        group["lr_factor"] = group["lr"] / config.lr
-    return optimizer
+    generator = torch.Generator().manual_seed(0)
+    names = [name for name, parameter in named_parameters if parameter.requires_grad]
+    shapes = [(4,) * max(1, min(parameter.ndim, 4)) for _, parameter in named_parameters if parameter.requires_grad]
+    initial = [torch.randn(shape, generator=generator) for shape in shapes]
+    # The gradients of the second half are larger, so that norms and maxima of the two halves differ.
+    factors = torch.tensor([1.0, 1.0, 30.0, 30.0])
+    gradients = [
+        [
+            torch.randn(shape, generator=generator) * factors.view(-1, *[1] * (len(shape) - 1))
+            for shape in shapes
+        ]
+        for _ in range(3)
+    ]  # fmt: skip
+
+    def update(rows: slice) -> list[Tensor]:
+        """Return these rows of all parameters after the three steps."""
+        parameters = [nn.Parameter(values[rows].clone()) for values in initial]
+        optimizer = make_custom_optimizer(make, list(zip(names, parameters, strict=True)), config)
+        for step_gradients in gradients:
+            for parameter, gradient in zip(parameters, step_gradients, strict=True):
+                parameter.grad = gradient[rows].clone()
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    whole, first, second = update(slice(None)), update(slice(0, 2)), update(slice(2, 4))
+    for name, values, halves in zip(names, whole, zip(first, second, strict=True), strict=True):
+        if not torch.allclose(values, torch.cat(halves), rtol=1e-5, atol=1e-7):
+            raise UserError(
+                "model.optimizer_not_elementwise",
+                "optimizer of model.target is not element-wise, although ELEMENTWISE is set: the update of one half of "
+                f"{name} depends on the other half. Set parallel.zero, parallel.tensor and parallel.pipeline to their "
+                "defaults, and remove ELEMENTWISE",
+            )
 
 
 def _get_group_options(group: dict[str, Any]) -> dict[str, str]:

@@ -93,6 +93,7 @@ from pipeline.train.metrics import (
 )
 from pipeline.train.optimizer import set_learning_rate
 from pipeline.train.profiler import Profiler
+from pipeline.train.training_step import StepHooks, run_training_step
 
 
 class Trainer:
@@ -159,6 +160,9 @@ class Trainer:
         `evaluate_s`."""
         self.startup_s: Mapping[str, float] = {}
         """Seconds that each part of this rank's start-up took. Rank 0 writes them to the event `ready`."""
+        self.update_number: int | None = None
+        """While a `training_step` of the user updates weights: the index of the update in the step, from 0. Otherwise
+        None."""
         self.requested_stop_reason: str | None = None
         """The reason that a callback passed to `request_stop`; None if no callback requested a stop."""
         self.early_stop: Mapping[str, Any] | None = None
@@ -346,6 +350,8 @@ class Trainer:
         engine = self.engine
         lr = self.compute_learning_rate(config.optimizer, step, self.steps)
         set_learning_rate(engine.optimizer, lr)
+        if self.task.has_training_step:
+            return self._run_training_step(step, batch, lr)
         enter_phase_of_step = partial(self.enter_phase, step)
         mean_loss = engine.backward(batch, step, enter_phase_of_step, self.coordinator.wants_attention)
         self.callbacks.on_backward_end(step)
@@ -374,6 +380,35 @@ class Trainer:
         metrics[self.task.unit] = self.task.count_units(step)
         if skip_reason is not None:  # A step that only the loss scaler skipped has no such entry.
             metrics["skipped"] = skip_reason
+        return metrics
+
+    def _run_training_step(self, step: int, batch: Batch, lr: float) -> dict[str, Any]:
+        """Run the `training_step` of the user's module, and return the metrics of the step. See :meth:`step`."""
+
+        def find_skip_reason(update: int, loss: float, norm: float) -> str | None:
+            self.update_number = update
+            reason = self.callbacks.on_before_optimizer_step(step, loss, norm)
+            self.update_number = None
+            self.checkpointer.wait_until_staged()  # A background save may still be copying the weights.
+            return reason
+
+        hooks = StepHooks(
+            partial(self.enter_phase, step),
+            partial(self.callbacks.on_backward_end, step),
+            find_skip_reason,
+            self.coordinator.wants_attention,
+        )
+        result = run_training_step(self.engine, batch, step, hooks)
+        self.guard.end_step(step)
+        # Remove the requests of the previous step. If a rank has a request in this step, `exchange` adds it below.
+        self.coordinator.pending_requests.clear()
+        if result.needs_attention:
+            self.coordinator.exchange()
+        self.samples_consumed += self.config.train.global_batch
+        metrics: dict[str, Any] = {"step": step, **result.metrics, "grad_norm": result.grad_norm, "lr": lr}
+        metrics |= {"samples_consumed": self.samples_consumed, self.task.unit: self.task.count_units(step)}
+        if result.skip_reason is not None:
+            metrics["skipped"] = result.skip_reason
         return metrics
 
     # -- the loop ----------------------------------------------------------------------------------------
