@@ -68,9 +68,9 @@ tensors have the types of the files and the samples along the first dimension:
                                        module
 
 The model is built without memory (on the meta device), and `init` fills its parameters. `__init__` must therefore not
-set values. A module with (non-persistent) buffers needs a method `reset_buffers()` that fills them. Persistent buffers,
-such as those of BatchNorm, are errors: they depend on earlier batches or on other samples of the batch, so they would
-differ between layouts.
+set values. A module with (non-persistent) buffers needs a method `reset_buffers()` that fills them. Persistent buffers
+are errors: they depend on earlier batches, so they would differ between layouts. The exception is torch's batch norm.
+It normalizes over the micro-batch of all data-parallel ranks (SyncBatchNorm), and its running statistics are saved.
 
 The module is searched in the working directory, PYTHONPATH and the installed packages. The `code/` of the run receives
 a copy of its top-level package, which the jobs import. If the module is a single file, the files that it imports from

@@ -205,7 +205,8 @@ class Evaluator:
         Return None if the ranks agreed to stop.
         """
         stored_weights = find_weights(checkpoint, averaged=averaged)
-        weights = {stored_weights[name][0]: weight.detach() for name, weight in self.task.saved_weights(self.model)}
+        saved = (*self.task.saved_weights(self.model), *self.task.saved_buffers(self.model))
+        weights = {stored_weights[name][0]: weight.detach() for name, weight in saved}
         load_checkpoint(weights, checkpoint, self.group)
         return self.measure(step)
 

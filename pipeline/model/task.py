@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -47,6 +48,7 @@ from pipeline.model.decoder import (
     write_parameter,
 )
 from pipeline.model.spec import check_targets, is_adapter_name, training_flops_per_token
+from pipeline.parallel.batch_norm import check_batch_norms, iterate_statistics
 from pipeline.parallel.context_parallel import ContextParallel
 from pipeline.parallel.mesh import Layout
 from pipeline.parallel.sample_gather import SampleGather
@@ -150,6 +152,10 @@ class Task(ABC):
         """Yield each parameter that checkpoints contain: those of adapters if there are any, otherwise all."""
         saves_all = self.config.adapter is None
         return ((name, weight) for name, weight in self.named_weights(part) if saves_all or is_adapter_name(name))
+
+    def saved_buffers(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield each buffer that checkpoints contain, with its name in the whole model."""
+        return iter(())
 
     @torch.no_grad()
     def init_adapters(self, part: nn.Module, device: torch.device) -> None:
@@ -533,6 +539,10 @@ class CustomModelTask(Task):
             part.forward = torch.autocast(device, dtype)(part.forward)
         return part
 
+    def saved_buffers(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the running statistics of batch-norm layers."""
+        return iterate_statistics(part)
+
     def blocks(self, part: nn.Module) -> Sequence[nn.Module]:
         """Return the modules that the user module's `blocks` function returns; [] without such a function."""
         return list(self.user_module.blocks(part)) if "blocks" in self.user_model.names else []
@@ -564,7 +574,10 @@ class CustomModelTask(Task):
         for child in part.modules():
             if buffers := _get_buffers(child):
                 child._buffers |= {name: torch.empty_like(buffer, device=device) for name, buffer in buffers.items()}
-                child.reset_buffers()  # type: ignore[operator]
+                if isinstance(child, _BatchNorm):
+                    child.reset_running_stats()
+                else:
+                    child.reset_buffers()  # type: ignore[operator]
         for name, parameter in part.named_parameters():
             if sample and not is_adapter_name(name):
                 write_parameter(self._sample_parameter(name, parameter.shape, device), parameter)
@@ -841,14 +854,14 @@ def build_user_model(target: str, module: ModuleType, options: dict[str, Any], l
                 f"{target}: {name} and {name_by_id[id(parameter)]} are one parameter under two names. Keep it in one "
                 "module, and call torch.nn.functional with it in the other places that use it",
             )
+    check_batch_norms(target, part)
     for name, child in part.named_modules():
-        for buffer in _get_buffers(child):
+        for buffer in {} if isinstance(child, _BatchNorm) else _get_buffers(child):
             full_name = f"{target}: buffer {name}.{buffer}"
             if buffer not in child._non_persistent_buffers_set:
                 raise UserError(
                     "model.persistent_buffer",
-                    f"{full_name} is persistent and would differ between layouts: register it with persistent=False "
-                    "(use GroupNorm instead of BatchNorm)",
+                    f"{full_name} is persistent and would differ between layouts: register it with persistent=False",
                 )
             if not hasattr(child, "reset_buffers"):
                 raise UserError(

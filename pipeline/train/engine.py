@@ -35,7 +35,7 @@ from pipeline.model.decoder import full_tensor, local_tensor, parameter_seed, wr
 from pipeline.model.open_weights import WeightSource
 from pipeline.model.spec import EMBEDDING, LM_HEAD
 from pipeline.model.task import DTYPES, Task
-from pipeline.parallel import data_parallel, float8
+from pipeline.parallel import batch_norm, data_parallel, float8
 from pipeline.parallel.context_parallel import ContextParallel, create_context_group
 from pipeline.parallel.host_tensor import HostTensor
 from pipeline.parallel.mesh import Layout
@@ -196,6 +196,7 @@ class Engine:
         layout = self.layout
         task = self.task
         part = task.build(layers)
+        batch_norm.synchronize_batch_norms(config, part, self.world.size, self.world.device)
         if config.optimizer.state.master == "none":  # There are no fp32 master weights, only bf16 weights.
             for parameter in part.parameters():
                 parameter.data = parameter.data.bfloat16()
@@ -469,7 +470,10 @@ class Engine:
         Therefore this method runs one backward pass and discards its gradients.
         """
         batch = self.task.smallest_batch(self.world.device)
+        if batch_norm.list_batch_norms(self.parts[0]):  # Training would change the running statistics.
+            self.model.eval()
         self._compute_loss(batch, self.task.document_boundaries(batch)).backward()
+        self.model.train()
         data_parallel.clear_gradients(self.model, self.optimizer)
         self.replica_sync.end_step(is_applied=False)
 
@@ -524,6 +528,7 @@ class Engine:
                     state[f"{WEIGHT_PREFIX}{name}"] = parameter.detach()
                     for key, value in self.optimizer.state.get(parameter, {}).items():
                         state[f"optimizer.{name}.{key}"] = value
+            state |= {f"{WEIGHT_PREFIX}{name}": buffer for name, buffer in self.task.saved_buffers(part)}
         if self.ema is not None:
             state |= {f"{EMA_PREFIX}{name}": average for name, average in self.ema.averages.items()}
         return state
@@ -567,7 +572,7 @@ class Engine:
             names_by_rank = all_gather_results(group, lambda: list(state))
             for rank, names in reversed(list(enumerate(names_by_rank))):
                 sending_ranks |= dict.fromkeys(names, rank)
-        for name, parameter in self.task.named_weights(model):
+        for name, parameter in (*self.task.named_weights(model), *self.task.saved_buffers(model)):
             if id(parameter) in shared_weights:
                 continue
             key = f"{WEIGHT_PREFIX}{name}"

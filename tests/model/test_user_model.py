@@ -819,9 +819,9 @@ def test_a_module_that_cannot_be_imported_is_an_error_before_submission(
     [
         ("def build(options, layers): return None\n", "model.wrong_build", ["build", "torch.nn.Module", "None"]),
         (
-            "def build(options, layers): return torch.nn.BatchNorm1d(2)\n",
-            "model.persistent_buffer",
-            ["running_mean", "GroupNorm"],
+            "def build(options, layers): return torch.nn.Sequential(torch.nn.BatchNorm1d(2, momentum=None))\n",
+            "model.batch_norm_options",
+            ["batch norm 0", "momentum"],
         ),
         (BUILD_WITH_WEIGHTS, "model.weights_in_build", ["build", "weight", "init(name, values, options)"]),
         (

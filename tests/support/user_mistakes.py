@@ -274,11 +274,11 @@ SUBMISSION_MISTAKES = [  # submit.py must reject the submission and create no ru
         fix=replace_text("classifier.yaml", "widht:", "width:"),
     ),
     Mistake(
-        "BatchNorm",
+        "a batch norm without running statistics",
         "classifier.yaml",
-        ("classifier", "running_mean", "GroupNorm"),
-        prepare=replace_text("classifier.py", "nn.GELU()", "nn.BatchNorm1d(width)"),
-        fix=replace_text("classifier.py", "BatchNorm1d(width)", "GroupNorm(1, width)"),
+        ("classifier", "batch norm", "track_running_stats"),
+        prepare=replace_text("classifier.py", "nn.GELU()", "nn.BatchNorm1d(width, track_running_stats=False)"),
+        fix=replace_text("classifier.py", "width, track_running_stats=False", "width"),
     ),
     Mistake(
         "a module that imports a missing module",
