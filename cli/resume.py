@@ -170,7 +170,7 @@ def preview_resume(
     else:
         print_lines("", "# ---- what would run here")
         runs = [("", changed_run, stages.list_run_stages(changed_run))]
-        runs += [(f"point {point.path.name} ", point, stages.list_point_stages(run)) for point in sweep_points]
+        runs += [(f"point {point.path.name} ", point, stages.list_point_stages(point)) for point in sweep_points]
         for prefix, each, names in runs:
             for stage in names:
                 stage_module = stages.load_stage_module(each, stage)

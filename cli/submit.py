@@ -25,6 +25,7 @@ from pipeline.base.errors import ExitCode, UserError, limit_lines
 from pipeline.base.ownership import describe_replacement_risk
 from pipeline.config.masking import describe_exposed_setup, mask_secrets
 from pipeline.config.read import dump_config, load_config
+from pipeline.config.search import Distribution, SearchConfig, compute_rungs
 from pipeline.config.sections import Config
 from pipeline.config.site import SiteConfig
 from pipeline.config.types import parse_time_limit
@@ -34,6 +35,7 @@ from pipeline.parallel.mesh import describe_layout, resolve_layout
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.directory import Run
+from pipeline.search.sampler import check_optuna
 from planning.memory_check import check_memory, memory_warnings
 from slurm.query.capacity import check_capacity
 from slurm.query.run_jobs import describe_running_stages, uses_slurm
@@ -146,6 +148,8 @@ def check_submission(config: Config, on_slurm: bool) -> Run:
     """
     run = Run.preview(config)
     check_tracker_packages(config)
+    if config.sweep is not None and config.sweep.search is not None and config.site.python is None:
+        check_optuna()
     if config.site.container is None:
         stages.check_stage_inputs(run)
     if on_slurm:
@@ -284,11 +288,16 @@ def print_plan(
     config = Config.model_validate(mask_secrets(config.model_dump(mode="json")))
     run = Run(config.run.root / config.run.name)
     sweep_points = config.sweep.points() if config.sweep else []
+    point_count = len(sweep_points)
+    search_lines: list[str] = []
+    if config.sweep is not None and config.sweep.search is not None:
+        point_count = min(config.sweep.trials_at_once, config.sweep.point_count)  # the first trials
+        search_lines = list(_describe_search(config, config.sweep.search))
     # `run` has the config before the corrections, so it is unknown which stages are done with the new config
     done_stages = [] if corrections else list(_list_done_stages(run))
     if fork is not None:
         done_stages = list(fork.done_stages)
-    jobs = [job for job in _list_jobs(config, len(sweep_points)) if job.stage not in done_stages]
+    jobs = [job for job in _list_jobs(config, point_count) if job.stage not in done_stages]
     on_slurm = executor == "slurm"
     # the changes that this command would make to an existing run, or else the changes that were made before
     changes = [f"corrects  {key}: {change}" for key, change in (corrections or {}).items()]
@@ -319,10 +328,11 @@ def print_plan(
             line if line.startswith("point ") else f"          {line} points"  # the last line may be `and N more`
             for line in limit_lines(point_lines, _MAX_POINTS_SHOWN)
         ),
+        *search_lines,
         *notes,
         "",
         *describe_stages(
-            config, len(sweep_points), on_slurm, [stage for stage in config.active_stages if stage not in done_stages]
+            config, point_count, on_slurm, [stage for stage in config.active_stages if stage not in done_stages]
         ),
     ]
     console.print("\n".join(lines), soft_wrap=True)
@@ -448,6 +458,22 @@ def _describe_training(config: Config, run: Run, fork: ForkPreview | None) -> It
     yield f"model     {architecture}, {train.precision}"
     yield f"training  {format_training_length(config, data_dir)} of {train.global_batch} {unit}: {split}"
     yield f"layout    {_count(layout.world_size, 'rank')} on {_count(nodes, 'node')}: {describe_layout(layout)}"
+
+
+def _describe_search(config: Config, search: SearchConfig) -> Iterator[str]:
+    """Yield lines with the trials, the rungs and the space of a search."""
+    optuna = search.optuna
+    rungs = compute_rungs(search, config.train.steps or 1, config.train.evaluate_every)
+    at_once = config.sweep.trials_at_once if config.sweep is not None else 1
+    yield (
+        f"search    {_count(optuna.trials, 'trial')} by {optuna.sampler}, {at_once} at once; rungs at steps "
+        f"{', '.join(map(str, rungs))}; lowest {search.metric} wins"
+    )
+    for key, values in search.space.items():
+        if isinstance(values, Distribution):
+            yield f"          {key} from {values.low:g} to {values.high:g} ({values.type}, {values.scale})"
+        else:
+            yield f"          {key}: {', '.join(map(str, values))}"
 
 
 def _describe_commands(config: Config) -> Iterator[str]:

@@ -215,8 +215,9 @@ def check_memory(config: Config, executor: Executor, machine: str | None = None)
     Raises:
         UserError: There is no such `machine`, or its file is invalid.
     """
+    # The values of a search are not known yet.
     differs_by_point = config.sweep is not None and any(
-        key.split(".")[0] in _MEMORY_SECTIONS for key in config.sweep.points()[0]
+        key.split(".")[0] in _MEMORY_SECTIONS for values in config.sweep.points()[:1] for key in values
     )
     verdicts: list[MemoryVerdict] = []
     for point in make_point_configs(config) if differs_by_point else [config]:

@@ -49,7 +49,7 @@ from pipeline.evaluate.result import (
 )
 from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run import lines, stages
-from pipeline.run.directory import Run, list_points
+from pipeline.run.directory import Run, list_point_values, list_points
 from pipeline.run.events import Done, Event, LostWork, Restored, Started, is_event
 from pipeline.run.ledger import (
     CATEGORIES,
@@ -74,6 +74,7 @@ from pipeline.run.machines import (
 )
 from pipeline.run.metrics import is_step_line
 from pipeline.run.origin import describe_origin
+from pipeline.run.trials import read_study
 from pipeline.train import step_trace
 from slurm.query.job_states import RecordedJob, array_job_id, query_accounting
 from slurm.query.run_jobs import list_recorded_jobs, uses_slurm
@@ -84,6 +85,7 @@ from slurm.query.status import (
     build_table,
     describe_failures,
     describe_result,
+    describe_study,
     tabulate_points,
 )
 
@@ -284,7 +286,8 @@ def _summarize(
         if " tokens" not in progress:  # if the train stage is done, the description contains the number of tokens
             descriptions += [f"{tokens:,.0f} tokens" for tokens in steps.values("tokens")[-1:]]
     else:
-        descriptions.append(f"a sweep of {len(run.config.sweep.points())} points")
+        kind, noun = ("sweep", "points") if run.config.sweep.search is None else ("search", "trials")
+        descriptions.append(f"a {kind} of {run.config.sweep.point_count} {noun}")
     if run.config.has_pipeline:
         with suppress(UserError, OSError):
             descriptions.append(resolve_layout(run.config).describe_sizes())
@@ -292,7 +295,7 @@ def _summarize(
     quality = format_result(result) if result else "not evaluated yet" * run.config.has_pipeline
     if len(points) > 1:
         best_point = zip(points[0], points[1], strict=True)
-        quality = "best point: " + ", ".join(f"{name} {cell}" for name, cell in best_point)
+        quality = f"best {points[0][0]}: " + ", ".join(f"{name} {cell}" for name, cell in best_point)
     sums = sum_categories(attempts)
     causes = Counter(a.cause for a in attempts if a.cause not in ("done", "running"))
     productive = format_duration(sum(sums[category] for category in PRODUCTIVE_CATEGORIES))
@@ -661,13 +664,20 @@ def _draw_sweep(
     newest_results = [read_newest_result(status.run) for status in point_statuses]
     main_metrics = [get_main_metric(result)[1] if result else inf for result in newest_results]
     metric_name = next((get_main_metric(result)[0] for result in newest_results if result), "")
+    if (search := run.config.sweep.search) is not None:
+        # All trials have reached the first rung, so their values there can be compared.
+        study = read_study(run.path)
+        point_statuses = point_statuses[: len(study.trials)]
+        first_results = [study.trials[number].results.get(0) for number in range(len(point_statuses))]
+        main_metrics = [result.value if result and result.value is not None else inf for result in first_results]
+        metric_name = f"{search.metric} at step {study.rungs[0]}" if study.rungs else search.metric
     ranking = sorted(zip(main_metrics, point_statuses, strict=True), key=lambda pair: pair[0])
     names = [status.run.path.name for _, status in ranking]  # the best point first
     ordered_curves = {key: {name: points[name] for name in names if name in points} for key, points in curves.items()}
     losses = ordered_curves.get("loss", {})
     held_out_losses = ordered_curves.get("held_out_loss", {})
     return [
-        draw_sweep_points(run.config.sweep.points(), metric_name, main_metrics),
+        draw_sweep_points(list_point_values(run)[: len(main_metrics)], metric_name, main_metrics),
         draw_curves("Loss of the points", _STEP_AXIS, "loss in training", losses),
         draw_curves("Held-out loss of the points", _STEP_AXIS, "loss on held-out data", held_out_losses),
     ]
@@ -724,6 +734,7 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
     notes = [
         *filter(None, [describe_origin(run), run.describe_changes()]),
         *describe_failures(poller.point_statuses),
+        *describe_study(run),
         *_describe_training(run, data, train_attempts, describe_goodput),
         *filter(None, [_describe_idle_spares(data.attempts)]),
         *(f"evaluation/{name} is left out: it is incomplete or was changed" for name in damaged),

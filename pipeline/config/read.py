@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from pipeline.config.schema import (
     list_section_keys,
     suggest_keys,
 )
+from pipeline.config.search import Distribution, SearchConfig, round_value, sample_value
 from pipeline.config.sections import (
     RENAMED_KEYS,
     RENAMED_VALUES,
@@ -64,6 +66,8 @@ _MAX_PROBLEMS = 1000
 """Largest number of errors that are described; further errors are only counted."""
 _MAX_DEPTH = 20
 """Largest number of nested `extends`, and largest number of names in a dotted key."""
+_MAX_TRIED_VALUES = 20
+"""Number of random values of the other keys with which each value of a search is tried."""
 _NOT_A_PATH = "python-stdlib"
 """Value of `data.source` that is not a path."""
 OLDER_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"add_special_tokens": False}}
@@ -276,17 +280,28 @@ def _remove_former_sections(values: Mapping[str, Any], where: str) -> dict[str, 
     return remaining
 
 
-def make_point_configs(config: Config) -> list[Config]:
+def make_point_configs(config: Config, values_of_points: Iterable[Mapping[str, Any]] | None = None) -> list[Config]:
     """Return the config of each point of a sweep; an empty list if the config has no sweep.
 
-    Raises ConfigError if the config of a point is invalid. The message names the values of the point.
+    Args:
+        config: the config of the sweep.
+        values_of_points: the values of each point, by dotted key; None for the points that the config defines. A config
+            with a search defines none, so this function then only checks some random values of the search.
+
+    Raises:
+        ConfigError: if the config of a point is invalid. The message names the values of the point. For a search, this
+            is raised only if none of the random values are valid.
     """
     if config.sweep is None:
         return []
+    if values_of_points is None:
+        if config.sweep.search is not None:
+            _check_search_space(config, config.sweep.search)
+        values_of_points = config.sweep.points()
     base = {**dump_values(config), "sweep": None}
     folder = config.run.root / config.run.name / "points"
     configs = []
-    for number, values in enumerate(config.sweep.points()):
+    for number, values in enumerate(values_of_points):
         where = f"sweep, point {number:03d} ({', '.join(f'{key}={value}' for key, value in values.items())})"
         point = merge_values(base, {"run": {"name": f"{number:03d}", "root": str(folder)}})
         for key, value in values.items():
@@ -296,6 +311,31 @@ def make_point_configs(config: Config) -> list[Config]:
                 point["model"] |= config.metadata.sweep.sources.get(str(value), without_folder)
         configs.append(parse_config(point, where))
     return configs
+
+
+def _check_search_space(config: Config, search: SearchConfig) -> None:
+    """Raise ConfigError if a value of a search gives no valid config, whatever the values of the other keys.
+
+    Each choice, and both ends of each range, are tried with random values of the other keys.
+    """
+    generator = random.Random(0)
+    for fixed_key, candidates in search.space.items():
+        for value in candidates if isinstance(candidates, list) else (candidates.low, candidates.high):
+            first_error: ConfigError | None = None
+            for _ in range(_MAX_TRIED_VALUES):
+                values = {key: sample_value(distribution, generator) for key, distribution in search.space.items()}
+                if isinstance(candidates, Distribution):
+                    values[fixed_key] = round_value(candidates, float(value))  # type: ignore[arg-type]
+                else:
+                    values[fixed_key] = value
+                try:
+                    make_point_configs(config, [values])
+                    break
+                except ConfigError as error:
+                    first_error = first_error or error
+            else:
+                assert first_error is not None
+                raise first_error
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

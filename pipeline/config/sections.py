@@ -14,7 +14,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -35,6 +35,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
+from pipeline.config.search import DEFAULT_TRIALS_AT_ONCE, UNSEARCHABLE_KEYS, SearchConfig, find_search_conflicts
 from pipeline.config.site import SiteConfig
 from pipeline.config.stages import COMMAND_TAG, STAGES, Stage, StagesConfig, find_placeholders
 from pipeline.config.types import (
@@ -890,6 +891,16 @@ class Range(Section):
 Values = Annotated[list[Any], Field(min_length=1)]
 
 
+def _check_sweepable(keys: Iterable[str]) -> None:
+    """Raise ValueError if a sweep cannot vary one of the keys."""
+    for key in keys:
+        if not has_policy(key, Policy.SWEEPABLE) or has_policy(key, Policy.NOT_SWEEPABLE):
+            raise ValueError(
+                f"{key} cannot be swept, because all points share the shards and the resources: a sweep may vary "
+                f"{', '.join(format_key_patterns(Policy.SWEEPABLE))}"
+            )
+
+
 class SweepConfig(Section):
     """The points of a sweep: each combination of the values in `grid`, with each sample of `random`."""
 
@@ -902,28 +913,57 @@ class SweepConfig(Section):
     seed: NonNegativeInt = 0
     """Seed of the random samples."""
     at_most: PositiveInt | None = None
-    """Largest number of points that run at the same time; null: no limit."""
+    """Largest number of points that run at the same time; null: no limit. With `search`, the number of trials that run
+    at the same time, which affects the values of later trials; null: 8."""
+    search: SearchConfig | None = None
+    """A study of trials whose values depend on the results of earlier trials (docs/search.md); null: the points of
+    `grid` and `random`. With `search`, `seed` is the seed of the study."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> SweepConfig:
         """Raise ValueError if a key cannot be swept or is swept twice, or if there are no or too many points."""
+        if self.search is not None:
+            self._check_search(self.search)
+            return self
         if not self.grid and not self.random:
-            raise ValueError("set `grid`, `random` or both: otherwise nothing varies")
+            raise ValueError("set `grid`, `random`, both, or `search`: otherwise nothing varies")
         if common_keys := self.grid.keys() & self.random.keys():
             raise ValueError(f"{min(common_keys)} is in grid and in random: remove one of them")
         count = math.prod(map(len, self.grid.values())) * (self.samples if self.random else 1)
         if count > MAX_POINTS:
             raise ValueError(f"this sweep has {count:,} points, but the limit is {MAX_POINTS:,}: split it")
-        for key in (*self.grid, *self.random):
-            if not has_policy(key, Policy.SWEEPABLE) or has_policy(key, Policy.NOT_SWEEPABLE):
-                raise ValueError(
-                    f"{key} cannot be swept, because all points share the shards and the resources: a sweep may vary "
-                    f"{', '.join(format_key_patterns(Policy.SWEEPABLE))}"
-                )
+        _check_sweepable((*self.grid, *self.random))
         return self
 
+    def _check_search(self, search: SearchConfig) -> None:
+        """Raise ValueError if a search cannot vary a key, has too many trials, or also has points."""
+        if self.grid or self.random:
+            raise ValueError("search cannot be combined with grid or random: move their keys to search.space")
+        if search.optuna.trials > MAX_POINTS:
+            raise ValueError(f"search.optuna.trials is {search.optuna.trials:,}, but the limit is {MAX_POINTS:,}")
+        _check_sweepable(search.space)
+        for key in search.space:
+            if key in UNSEARCHABLE_KEYS or has_policy(key, Policy.PATH):
+                raise ValueError(f"{key} cannot be searched: remove it from search.space; a `grid` may vary it")
+
+    @property
+    def point_count(self) -> int:
+        """The number of points, or the number of trials of a search."""
+        return len(self.points()) if self.search is None else self.search.optuna.trials
+
+    @property
+    def trials_at_once(self) -> int:
+        """The number of trials of a search that run at the same time."""
+        return self.at_most or DEFAULT_TRIALS_AT_ONCE
+
     def points(self) -> list[dict[str, Any]]:
-        """Return the values of each point, by dotted key. The result depends only on this section."""
+        """Return the values of each point, by dotted key. The result depends only on this section.
+
+        The result is [] for a search, whose trials are known only later (`list_point_values` of
+        pipeline/run/directory.py).
+        """
+        if self.search is not None:
+            return []
         generator = random.Random(self.seed)
         samples: list[dict[str, Any]] = [{}]
         if self.random:
@@ -1235,6 +1275,11 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "evaluate.tasks needs held-out text: it cannot be used with data.held_out 0 or with model.target"
     if config.publish is not None and config.sweep is not None:
         yield "publish is for one run, not for a sweep: remove it, and `export` the best sweep point"
+    if config.sweep is not None and config.sweep.search is not None:
+        if config.has_pipeline:
+            yield from find_search_conflicts(config.sweep.search, train.steps, train.evaluate_every, data.held_out)
+        else:
+            yield "sweep.search needs the train stage, because it compares losses: set the section train"
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
     if config.checkpoint.keep_rules.best is not None and train.evaluate_every is None:

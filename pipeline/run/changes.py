@@ -86,8 +86,11 @@ def find_dependent_output(run_dir: Path, key: str) -> str | None:
 def _find_increased_key(old: Config, new: Config) -> str | None:
     """Return the key that may increase (`train.steps` or `train.epochs`) and is larger in `new`.
 
-    Returns None if no such key is larger, or if the key is not set in both configs.
+    Returns None if no such key is larger, or if the key is not set in both configs. In a search, no key may increase,
+    because the rungs depend on the number of steps.
     """
+    if old.sweep is not None and old.sweep.search is not None:
+        return None
     before = flatten_keys(old.model_dump(mode="json"))
     after = flatten_keys(new.model_dump(mode="json"))
     keys = list_keys_with(Policy.INCREASABLE)

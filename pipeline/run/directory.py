@@ -14,6 +14,7 @@
       events.jsonl     submitted, started, restored, saved, stop_requested, failed, done …
       evaluation/      step-00000100.json …
       decisions.jsonl  skipped updates and excluded samples (pipeline/resilience/guard.py)
+      search/          the trials of a search and their results, Optuna's copy of them
       bad_nodes.jsonl  nodes that failed and are avoided for some time
       stop             exists if a user requested to save and exit
       save             exists if a user requested to save
@@ -80,6 +81,7 @@ from pipeline.config.user_model import UserModel, resolve_user_model
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
 from pipeline.run.events import Changed, Created, Event, Started, parse_event, utc_timestamp
+from pipeline.run.trials import STUDY_FILE, Trial, read_study
 from pipeline.run.work_dir import check_working_dir, copy_working_dir
 
 E = TypeVar("E", bound=Event)
@@ -327,6 +329,20 @@ class Run:
         return sweep if sweep.config_file.exists() else self
 
     @property
+    def trial(self) -> Trial | None:
+        """The trial of a search that this run is; None for other runs."""
+        if self.path.parent.name != "points" or not self.path.name.isdecimal():
+            return None
+        trials = read_study(self.path.parents[1]).trials
+        number = int(self.path.name)
+        return trials[number] if number < len(trials) else None
+
+    @property
+    def pause_step(self) -> int | None:
+        """The step at which the train stage pauses, because this run is a trial of a search; None for no pause."""
+        return None if self.trial is None else read_study(self.path.parents[1]).get_pause_step(int(self.path.name))
+
+    @property
     def resume_command(self) -> str:
         """The command that continues this run. For a sweep point, the command continues the sweep."""
         return format_command("resume", self.sweep_or_self.name)
@@ -503,6 +519,7 @@ class Run:
             for file in self.path.glob(f"points/*/{name}"):
                 # create_points writes config.yaml again, from the new config, which replaces all earlier changes
                 file.unlink()
+        (self.path / STUDY_FILE).unlink(missing_ok=True)  # no trial has output yet: the new config gets new trials
         self._record_config(config, submitted=make_run_values_dumper(self.config_file)(config))
 
     def check_not_running(self, running_stages: Sequence[str]) -> None:
@@ -746,12 +763,26 @@ def _source_folders() -> list[Path]:
 # -- points of a sweep -------------------------------------------------------------------------------------------------
 
 
+def list_point_values(run: Run) -> list[Mapping[str, Any]]:
+    """Return the values of each point of a sweep, by dotted key; empty if `run` is not a sweep.
+
+    For a search, these are the values of the trials so far.
+    """
+    sweep = run.config.sweep
+    if sweep is None:
+        return []
+    if sweep.search is not None:
+        return [trial.parameters for trial in read_study(run.path).trials]
+    return [*sweep.points()]
+
+
 def list_points(run: Run) -> list[Run]:
     """Return the runs of a sweep's points, in the order of the sweep; empty if `run` is not a sweep.
 
     No directory is made. For a point that does not exist yet, the result has the config that the point will get.
     """
-    return [Run(run.path / "points" / config.run.name, config) for config in make_point_configs(run.config)]
+    configs = make_point_configs(run.config, list_point_values(run))
+    return [Run(run.path / "points" / config.run.name, config) for config in configs]
 
 
 def create_points(run: Run) -> list[Run]:

@@ -227,6 +227,14 @@ class EvaluationNotSubmitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrialsNotSubmitted(Event):
+    """The next trials of a search could not be decided or submitted. The end of the next trial tries again."""
+
+    NAME = "trials_not_submitted"
+    message: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TookOver(Event):
     """A successor job started, and the jobs that depended on its predecessor depend on it now."""
 
@@ -498,6 +506,14 @@ class StoppedEarly(Event):
     NAME = "stopped_early"
     step: int | None = None
     reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paused(Event):
+    """A trial of a search reached a rung. The ranks save a checkpoint and exit."""
+
+    NAME = "paused"
+    step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,10 +140,17 @@ def list_run_stages(run: Run) -> dict[str, Stage]:
 def list_point_stages(run: Run) -> dict[str, Stage]:
     """Return the stages that each point of a sweep has, by name.
 
+    A trial of a search that does not train to the last step has only the train stage.
+
     Args:
         run: the run of the sweep, or a point.
     """
-    return {stage: definition for stage, definition in run.config.active_stages.items() if definition.is_per_point}
+    pauses = run.pause_step is not None
+    return {
+        stage: definition
+        for stage, definition in run.config.active_stages.items()
+        if definition.is_per_point and (definition.is_training or not pauses)
+    }
 
 
 def count_ranks(run: Run, stage: str, granted_nodes: int | None = None) -> int:

@@ -26,13 +26,21 @@ from pipeline.train.lr_schedule import compute_learning_rate
 def describe_missing_outputs(run: Run) -> str | None:
     """Return a message if the stage is not done; None if the final checkpoint exists.
 
-    The final checkpoint belongs to the last step, or to an earlier step if a callback completed the stage early.
+    The final checkpoint belongs to the last step, or to an earlier step if a callback completed the stage early. For a
+    trial of a search, it belongs to the step at which the trial pauses. This step must also have been evaluated.
     """
     step = find_newest_step(run.checkpoints_dir)
     steps = count_training_steps(run.config, run.data_dir)
     if steps and (step >= steps or is_complete_early(run, step, steps)):
         return None
-    message = f"the newest checkpoint is step {step} of {steps or 'an unknown number'}"
+    pause_step = run.pause_step
+    if pause_step is not None and step >= pause_step:
+        # If the ranks were stopped after this step, the next attempt evaluates it.
+        line = read_last_object(run.metrics_file, is_step_line) or {}
+        every = run.config.train.evaluate_every
+        is_missing = every and pause_step % every == 0 and line.get("step") == pause_step
+        return f"step {step} is not evaluated" if is_missing and "held_out_loss" not in line else None
+    message = f"the newest checkpoint is step {step} of {pause_step or steps or 'an unknown number'}"
     return message if step else describe_missing_checkpoints(run) or message
 
 
@@ -66,6 +74,8 @@ def progress(run: Run) -> Progress:
     order_start = origin.order_start.step if origin else 0
     amount_read = format_amount_read(run.config, run.data_dir, step, order_start) if is_complete else ""
     early_note = ", completed early" if is_complete and step < steps else ""
+    if not is_complete and step == run.pause_step:
+        early_note = ", paused"
     message = f"{step}/{steps} steps{early_note}, {format_loss(last_line)}{amount_read}"
     return Progress(message, step, steps, running_message, loss, remaining_s)
 

@@ -69,6 +69,7 @@ from pipeline.run.events import (
     Damaged,
     LostWork,
     MixtureReport,
+    Paused,
     Ready,
     RestartedFromScratch,
     Restored,
@@ -168,6 +169,8 @@ class Trainer:
         self.early_stop: Mapping[str, Any] | None = None
         """Set if a callback completed the run early: the `reason` of the callback, and `steps`, the number of the step
         at which the run should have ended according to the config. None otherwise."""
+        self.pause_step = groups.broadcast_from_rank0(self.coordinator.group, run.pause_step)
+        """The step at which the train stage pauses, if the run is a trial of a search; None otherwise."""
         self._snapshot_interval = config.checkpoint.memory_every_steps
         self.snapshots: MemorySnapshots | None = None
         """The snapshots of this rank in memory; None without node agents, or if the config requests no snapshots."""
@@ -449,6 +452,9 @@ class Trainer:
                 self.callbacks.on_start()
                 if self.coordinator.stop_reason is not None:  # A stop was requested during the evaluation.
                     return ExitCode.STOPPED
+                if self.pause_step is not None and self.start_step >= self.pause_step:
+                    self._report_pause(self.start_step)  # Only the evaluation of this step was missing.
+                    return ExitCode.DONE
             batch_iterator = iter(loader)
             for step in range(self._first_step, last_step + 1):
                 self.enter_phase(step, "data")
@@ -485,6 +491,9 @@ class Trainer:
         if self.coordinator.stop_reason is not None:
             self._save_and_stop(step, self.coordinator.stop_reason)
             return ExitCode.STOPPED
+        if step == self.pause_step:
+            self._pause(step)
+            return ExitCode.DONE
         if may_save and (step % self.config.checkpoint.every_steps == 0 or SAVE_REQUEST in requests):
             self.save(step)
         elif may_save and self.snapshots and self._snapshot_interval and step % self._snapshot_interval == 0:
@@ -516,6 +525,19 @@ class Trainer:
         self._finish_saving(step)  # Even without a save after this step, a save in the background may be in progress.
         outcome = f"not saved ({skip_reason}); the next attempt loads the last checkpoint" if skip_reason else "saved"
         self.log(f"stopped after step {step}, {outcome}")
+
+    def _pause(self, step: int) -> None:
+        """Save a checkpoint after `step`, at which this trial of a search pauses. A later attempt may continue it."""
+        self.callbacks.on_stop(step, "paused")
+        self.save(step)
+        self._finish_saving(step)
+        self._report_pause(step)
+
+    def _report_pause(self, step: int) -> None:
+        """Write the event `paused` on rank 0, after the checkpoint of `step` was saved."""
+        if self.world.is_rank0:
+            self.run.append_event(Paused(stage="train", step=step))
+        self.log(f"paused after step {step} of {self.steps}: the search decides whether the trial continues")
 
     def _complete_early(self, step: int) -> None:
         """Save the final checkpoint after `step`, because a callback of the user called `request_stop`."""

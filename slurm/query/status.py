@@ -40,10 +40,12 @@ from pipeline.run.events import (
     NotSubmitted,
     RanksStarted,
     Requeued,
+    Resumed,
     Retried,
     RetryEvent,
     Started,
     Submitted,
+    TrialsNotSubmitted,
     find_current_stragglers,
     is_event,
     read_stage_state,
@@ -52,6 +54,7 @@ from pipeline.run.failure import retry_command
 from pipeline.run.lines import describe_malformed_lines
 from pipeline.run.machines import DEFAULT_SAMPLE_COUNT, list_slow_gpus
 from pipeline.run.origin import describe_origin
+from pipeline.run.trials import Study, Trial, read_study
 from slurm.query.job_states import UNKNOWN, JobState, RecordedJob
 from slurm.query.run_jobs import (
     SubmittedJob,
@@ -381,7 +384,7 @@ class StatusPoller:
         statuses = self._read_stages(self.run, stages.list_run_stages(self.run), {})
         run_statuses = list(statuses.values())
         statuses_by_point = [
-            list(self._read_stages(point, stages.list_point_stages(self.run), statuses).values())
+            list(self._read_stages(point, stages.list_point_stages(point), statuses).values())
             for point in list_points(self.run)
         ]
         is_active = any(status.is_active for each in (run_statuses, *statuses_by_point) for status in each)
@@ -463,7 +466,7 @@ class StatusPoller:
             if status.is_active and status.cells["reason"] == "Dependency" and ended_parents:
                 problem = f"job {status.cells['job']} waits for {', '.join(ended_parents)}"
                 status = replace(status, state="never", is_active=False, problem=problem)
-            if status.state == "done":
+            if status.state == "done" and run.pause_step is None:  # a paused trial may continue later
                 self._done_statuses[run.path, stage] = status
             statuses[stage] = status
         return statuses
@@ -640,6 +643,8 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
     """
     if run.config.sweep is None:
         return []
+    if run.config.sweep.search is not None:
+        return tabulate_trials(run, statuses)
     rows = []
     values_of_points = run.config.sweep.points()
     for status, values in zip(statuses, values_of_points, strict=True):
@@ -660,6 +665,75 @@ def tabulate_points(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]
     for _, cells, extra in rows:
         table.append([*cells, *(f"{extra[name]:.4f}" if name in extra else "-" for name in extra_names)])
     return table
+
+
+def tabulate_trials(run: Run, statuses: Sequence[StageStatus]) -> list[list[str]]:
+    """Return the rows of a table of the trials of a search: the header, then the trials, the best one first.
+
+    Trials at a higher rung are before those at a lower rung. The arguments are those of :func:`tabulate_points`.
+    """
+    sweep = run.config.sweep
+    assert sweep is not None and sweep.search is not None
+    study = read_study(run.path)
+    rows = []
+    for status, trial in zip(statuses, study.trials, strict=False):  # a trial may have been added since the last poll
+        progress = stages.load_stage_module(status.run, run.config.metrics_stage).progress(status.run)
+        reached = max((rung for rung, result in trial.results.items() if result.value is not None), default=-1)
+        value = trial.results[reached].value if reached >= 0 else None
+        evaluation = read_newest_result(status.run)
+        cells = [
+            status.run.path.name,
+            *map(str, trial.parameters.values()),
+            _describe_trial_state(study, trial, status),
+        ]
+        cells += [f"{reached + 1}/{len(study.rungs)}", f"{progress.completed}/{progress.total}"]
+        cells += ["-" if value is None else f"{value:.4f}"]
+        cells += ["-" if evaluation is None else f"{get_main_metric(evaluation)[1]:.4f}"]
+        rows.append(((-reached, math.inf if value is None else value), cells))
+    rows.sort(key=lambda row: row[0])
+    main_name = "bits per byte" if run.config.model.target is None else "evaluated loss"
+    header = ["trial", *sweep.search.space, "state", "rung", "steps", sweep.search.metric, main_name]
+    return [header, *(cells for _, cells in rows)] if rows else []
+
+
+def _describe_trial_state(study: Study, trial: Trial, status: StageStatus) -> str:
+    """Return the state of a trial: paused, pruned, failed, done, or the state of its stage, such as `train running`."""
+    result = trial.result
+    if trial.has_failed:
+        return "failed"
+    if result is not None and not result.is_final and trial.rung < len(study.rungs) - 1:
+        return "pruned" if study.is_finished else "paused"
+    state = status.state if status.state in ("done", "waiting") else f"{status.stage} {status.state}"
+    return f"promoted, {state}" if trial.rung and result is None else state
+
+
+def describe_study(run: Run) -> list[str]:
+    """Return the progress of a search, its best trial, and why the next trials could not be submitted.
+
+    The result is [] if the run has no search.
+    """
+    sweep = run.config.sweep
+    if sweep is None or sweep.search is None:
+        return []
+    study = read_study(run.path)
+    rungs = ", ".join(map(str, study.rungs)) or "not decided yet"
+    state = "finished" if study.is_finished else f"{len(study.trials)} of {sweep.search.optuna.trials} trials sampled"
+    lines = [f"search: {state}; rungs at steps {rungs}"]
+    if (best := study.find_best()) is not None:
+        trial = study.trials[best]
+        rung = max(rung for rung, result in trial.results.items() if result.value is not None)
+        values = ", ".join(f"{key}={value}" for key, value in trial.parameters.items())
+        name = "best trial" if study.is_finished else "best trial so far"
+        lines.append(
+            f"{name}: {best:03d}, {sweep.search.metric} {trial.results[rung].value:.4f} at step {study.rungs[rung]} "
+            f"({values})"
+        )
+    failures = [trial.result.message for trial in study.trials if trial.result is not None and trial.has_failed]
+    lines += [f"failed: {message}" for message in dict.fromkeys(failures)]
+    events = run.read_events(None, TrialsNotSubmitted, Resumed)
+    if not study.is_finished and events and isinstance(events[-1], TrialsNotSubmitted):
+        lines.append(f"the next trials were not submitted: {events[-1].message}")
+    return lines
 
 
 def _group_points(descriptions: Iterable[tuple[StageStatus, str]]) -> list[str]:
@@ -754,6 +828,7 @@ def render_status(
     if malformed_lines := describe_malformed_lines(run.events_file, is_event):
         lines.append(Text(malformed_lines, style="yellow"))
     points = tabulate_points(run, point_statuses)
+    lines += map(Text, describe_study(run))
     return Group(Text(run.title), build_table(rows, width), *lines, *([build_table(points, width)] if points else []))
 
 
@@ -769,7 +844,9 @@ def describe_outcome(run: Run) -> RenderableType:
         poller = StatusPoller(run)
         poller.poll()
         statuses = poller.point_statuses
-        return Group(*describe_failures(statuses), build_table(tabulate_points(run, statuses)))
+        points = tabulate_points(run, statuses)
+        lines = [*describe_failures(statuses), *describe_study(run)]
+        return Group(*lines, *([build_table(points)] if points else []))
     return describe_result(run)
 
 

@@ -20,6 +20,9 @@ In a sweep, train and evaluate are arrays with one task for each sweep point tha
 With `aftercorr`, each task depends on the task with the same index: a point is evaluated when its train stage is done.
 Each task supervises the run directory of its point (pipeline/run/directory.py). A task is requeued by the id
 `JOB_TASK`, because `scontrol requeue` with the id of the array would restart all tasks.
+
+In a search, the chain has only the trials that were decided so far. The supervisor of a trial that ends submits the
+next ones (slurm/supervise/next_trials.py).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import CancelRequested, Resumed, read_stage_state
 from pipeline.run.failure import describe_remedy
+from pipeline.search.study import get_search, has_failed, update_study
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import array_job_id, cancel_jobs
 from slurm.query.run_jobs import (
@@ -71,6 +75,8 @@ def submit_chain(run: Run, console: Console, *, resubmit_failed: bool) -> None:
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)  # an earlier request to stop must not stop the new jobs
+    if get_search(run) is not None:
+        update_study(run)
     chain = Chain(run, console, resubmit_failed)
     chain.inspect_jobs()
     check_limits(run.config, chain.count_planned_tasks())
@@ -146,7 +152,12 @@ class Chain:
             if job.is_stray:
                 self.say(describe_stray_job(job))
         for stage, stage_spec in self.run.config.active_stages.items():
-            candidates = self.points if self.points and stage_spec.is_per_point else [self.run]
+            has_points = self.run.config.sweep is not None and stage_spec.is_per_point
+            candidates = [self.run]
+            if has_points:
+                candidates = [
+                    point for point in self.points if stage in stages.list_point_stages(point) and not has_failed(point)
+                ]
             self.targets[stage] = [target for target in candidates if self._needs_submission(target, stage)]
             for target in self.targets[stage]:
                 array_id = self.incomplete_array_ids.get((target.path, stage))

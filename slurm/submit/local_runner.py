@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,9 @@ from pipeline.base.errors import ExitCode
 from pipeline.base.files import parse_json_or_none, read_complete_lines
 from pipeline.base.signals import StopFlag
 from pipeline.base.text import format_duration
+from pipeline.config.stages import Stage
 from pipeline.run import stages
-from pipeline.run.directory import Run, create_points
+from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import (
     Damaged,
     Done,
@@ -43,6 +44,7 @@ from pipeline.run.events import (
     read_stage_state,
 )
 from pipeline.run.failure import describe_remedy
+from pipeline.search.study import get_search, has_failed, update_study
 from slurm.query.status import describe_outcome
 from slurm.submit.site_environment import SETUP_NOT_RUN
 
@@ -72,10 +74,9 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
     worst_code = ExitCode.DONE
-    points = [(point, stages.list_point_stages(run)) for point in create_points(run)]
-    for target, stage_names in [(run, stages.list_run_stages(run)), *points]:
+    for target, stage_names in _iterate_targets(run):
         if target is not run:
-            console.print(f"point {target.path.name}")
+            console.print(_describe_target(target))
         for stage in stage_names:
             if (code := run_stage_locally(target, stage, flag, console)) == ExitCode.DONE:
                 continue
@@ -86,6 +87,43 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
     if worst_code != ExitCode.DONE:
         console.print(describe_outcome(run), soft_wrap=True)
     return worst_code
+
+
+def _iterate_targets(run: Run) -> Iterator[tuple[Run, Mapping[str, Stage]]]:
+    """Yield the run, then each point of its sweep, with the stages to run.
+
+    In a search, each trial is yielded once for each rung that it must reach. The next trials are decided when all
+    trials that were decided before have run.
+    """
+    if get_search(run) is None:
+        points = create_points(run)
+        yield run, stages.list_run_stages(run)
+        for point in points:
+            yield point, stages.list_point_stages(run)
+        return
+    yielded: set[tuple[str, int | None]] = set()
+    while True:
+        with run.lock_exclusively():
+            update_study(run)
+        if not yielded:
+            yield run, stages.list_run_stages(run)
+        keys = {(point.path.name, point.pause_step): point for point in list_points(run) if not has_failed(point)}
+        new_keys = [key for key in keys if key not in yielded]
+        if not new_keys:
+            return
+        yielded.update(new_keys)
+        for key in new_keys:
+            names = stages.list_point_stages(keys[key])
+            if any(stages.load_stage_module(keys[key], name).describe_missing_outputs(keys[key]) for name in names):
+                yield keys[key], names
+
+
+def _describe_target(target: Run) -> str:
+    """Return the name of a sweep point; for a trial of a search, also its parameters and the step of its rung."""
+    if (trial := target.trial) is None:
+        return f"point {target.path.name}"
+    values = ", ".join(f"{key}={value}" for key, value in trial.parameters.items())
+    return f"trial {target.path.name} ({values}) to step {target.pause_step or target.config.train.steps}"
 
 
 def run_stage_locally(run: Run, stage: str, flag: StopFlag, console: Console) -> ExitCode:

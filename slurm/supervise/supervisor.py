@@ -80,6 +80,7 @@ from slurm.supervise.decision import (
 )
 from slurm.supervise.launch import RankExit, RankLauncher
 from slurm.supervise.launchers import create_agents, create_launcher
+from slurm.supervise.next_trials import submit_next_trials, was_replaced
 
 POLL_S = 0.05
 """The pause between two checks of the ranks and of the signals that this process received."""
@@ -183,7 +184,11 @@ class Supervisor:
                 self._close_agents()
             if lock_fd is not None:
                 os.close(lock_fd)  # All ranks have exited, so the stage need not stay locked while this process waits.
-            return attempt_end.cause if retry_facts is None else self._exit_for_retry(attempt_end, retry_facts)
+            if retry_facts is not None:
+                return self._exit_for_retry(attempt_end, retry_facts)
+            if self.is_batch and self.stage_spec.is_training and run.trial is not None:
+                submit_next_trials(run)
+            return attempt_end.cause
 
     # ---- before the first attempt
 
@@ -235,6 +240,8 @@ class Supervisor:
             return refusal
         if self.is_batch and (reason := succession.take_over(run, self.stage, self.rank_info)) is not None:
             return ExitCode.CANCELLED, reason
+        if self.rank_info.restart_count and run.trial is not None and was_replaced(run, self.submitted_job_id):
+            return ExitCode.DONE, "the trial has paused, and a later job continues it"
         if not self._runs_part_of_stage() and self.stage_module.describe_missing_outputs(run) is None:
             # The stage may be done if two jobs were submitted for it, or if the user submitted a job for a finished
             # stage.

@@ -22,8 +22,8 @@ ALLOWED_IMPORTS = {
 """Each top-level package, and the other top-level packages that it may import."""
 PACKAGE_ORDER = {
     "pipeline": (
-        "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "comm", "data", "checkpoint",
-        "train.callback", "resilience", "command", "parallel", "model", "evaluate", "publish", "train", "",
+        "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "search", "comm", "data",
+        "checkpoint", "train.callback", "resilience", "command", "parallel", "model", "evaluate", "publish", "train", "",
     ),
     "slurm": ("query", "submit", "agent", "supervise", "drill", ""),
 }  # fmt: skip

@@ -1,0 +1,106 @@
+"""Submit the next trials of a search when the train stage of a trial has ended.
+
+Each supervisor of a trial calls :func:`submit_next_trials` before it exits, so no process has to keep running between
+two trials. The lock of the run directory ensures that one process at a time decides. If two trials end at the same
+time, the second process sees the results of both. If a process is killed before it has submitted a decided trial, the
+next trial that ends submits it. If no other trial is running, `resume` does so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pipeline.base.errors import UserError
+from pipeline.run import stages
+from pipeline.run.directory import Run, list_points
+from pipeline.run.events import NotSubmitted, Paused, SubmissionEvent, Submitted, TrialsNotSubmitted
+from pipeline.run.trials import read_study
+from pipeline.search.study import TRAIN, has_failed, update_study
+
+LOCK_TIMEOUT_S = 300.0
+"""How long to wait for the lock of the run directory. `submit.py`, or another trial, holds it while it submits jobs."""
+
+
+def submit_next_trials(trial: Run) -> None:
+    """Decide which trials run next, and submit their jobs. An error is printed and recorded, but not raised.
+
+    Nothing is submitted if the user has cancelled the search.
+
+    Args:
+        trial: the run of a trial whose train stage has ended.
+    """
+    sweep = trial.sweep_or_self
+    try:
+        with sweep.lock_exclusively(timeout_s=LOCK_TIMEOUT_S):
+            if sweep.cancelled_file.exists():
+                return
+            update_study(sweep)
+            if points := [point for point in list_points(sweep) if _needs_job(point)]:
+                _submit(sweep, points)
+    except Exception as error:  # The stage of this job has ended, and no error here may change its exit code.
+        message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        print(f"the next trials could not be submitted: {message}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            sweep.append_event(TrialsNotSubmitted(stage=TRAIN, message=message))
+
+
+def was_replaced(trial: Run, job_id: str) -> bool:
+    """Return True if a later job was submitted for the next rung of a trial.
+
+    Slurm may requeue a preempted job although its trial has already paused. The requeued job must then not train.
+
+    Args:
+        trial: the run of a trial.
+        job_id: the id under which a job of the trial was submitted.
+    """
+    job_ids = [event.job_id for event in trial.read_events(TRAIN, Submitted) if not event.is_successor]
+    return job_id in job_ids[:-1] and job_id != job_ids[-1]
+
+
+def _needs_job(point: Run) -> bool:
+    """Return True if a trial must train to its next rung, and no job was submitted for this.
+
+    A job that ended without reaching the rung is continued by Slurm or by `resume`, not here.
+    """
+    if has_failed(point) or stages.load_stage_module(point, TRAIN).describe_missing_outputs(point) is None:
+        return False
+    trial = point.trial
+    assert trial is not None
+    events = point.read_events(TRAIN)
+    if trial.rung:
+        previous_step = read_study(point.sweep_or_self.path).rungs[trial.rung - 1]
+        pauses = [i for i, event in enumerate(events) if isinstance(event, Paused) and event.step == previous_step]
+        events = events[max(pauses, default=-1) + 1 :]
+    submissions = [event for event in events if isinstance(event, SubmissionEvent) and not event.is_successor]
+    return not submissions or isinstance(submissions[-1], NotSubmitted)
+
+
+def _submit(sweep: Run, points: Sequence[Run]) -> None:
+    """Submit the train jobs of trials, and an evaluate job for each trial that trains to the last step.
+
+    Args:
+        sweep: the run of the sweep.
+        points: the trials.
+
+    Raises:
+        UserError: if Slurm refuses a job or does not respond.
+    """
+    from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage
+
+    confirm_submissions_from_job((sweep, *points))
+    points = [point for point in points if _needs_job(point)]
+    if not points:
+        return
+    job_id = submit_stage(sweep, TRAIN, [], dependency_type="afterok", points=points, timeout_s=JOB_SBATCH_TIMEOUT_S)
+    for task, point in enumerate(points):
+        task_id = f"{job_id}_{task}" if len(points) > 1 else job_id
+        awaited_ids = {TRAIN: task_id}
+        for stage, definition in stages.list_point_stages(point).items():
+            if definition.is_training:
+                continue
+            after = [awaited_ids[name] for name in definition.depends_on if name in awaited_ids]
+            awaited_ids[stage] = submit_stage(
+                sweep, stage, after, dependency_type="afterok", points=[point], timeout_s=JOB_SBATCH_TIMEOUT_S
+            )
