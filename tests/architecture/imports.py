@@ -23,7 +23,8 @@ ALLOWED_IMPORTS = {
 PACKAGE_ORDER = {
     "pipeline": (
         "base", "config", "model.spec", "parallel.mesh", "config.read", "mpi", "run", "search", "comm", "data",
-        "checkpoint", "train.callback", "resilience", "command", "parallel", "model", "evaluate", "publish", "train", "",
+        "checkpoint", "train.callback", "resilience", "command", "parallel", "model", "evaluate", "publish", "train",
+        "",
     ),
     "slurm": ("query", "submit", "agent", "supervise", "drill", ""),
 }  # fmt: skip
