@@ -137,16 +137,17 @@ def _make_trial(
         trial: the trial.
         distributions: Optuna's distribution of each key.
         rungs: the steps of the rungs for the journal. A paused trial is then RUNNING until the search is finished. None
-            for the study from which a trial is sampled. A paused or continued trial then is PRUNED, because Optuna's
-            sampler uses the values of pruned trials but not those of running ones.
+            for the study from which a trial is sampled. Each trial with a value then is PRUNED, because Optuna's
+            sampler ranks pruned trials by their last rung and their value there, and ignores values of running trials.
         is_finished: whether the search is finished.
     """
     from optuna.trial import TrialState, create_trial
 
     values = {rung: result.value for rung, result in sorted(trial.results.items()) if result.value is not None}
     steps = {rung if rungs is None else rungs[rung]: value for rung, value in values.items()}
-    last_rung = None if rungs is None else len(rungs) - 1
-    is_complete = trial.result is not None and (trial.result.is_final or trial.rung == last_rung)
+    is_complete = False
+    if rungs is not None and trial.result is not None:
+        is_complete = trial.result.is_final or trial.rung == len(rungs) - 1
     value = None
     state = TrialState.RUNNING
     if trial.has_failed:

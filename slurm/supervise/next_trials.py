@@ -9,13 +9,14 @@ next trial that ends submits it. If no other trial is running, `resume` does so.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from pipeline.base.errors import UserError
 from pipeline.run import stages
 from pipeline.run.directory import Run, list_points
-from pipeline.run.events import NotSubmitted, Paused, SubmissionEvent, Submitted, TrialsNotSubmitted
+from pipeline.run.events import Event, NotSubmitted, Paused, SubmissionEvent, Submitted, TrialsNotSubmitted
 from pipeline.run.trials import read_study
 from pipeline.search.study import TRAIN, has_failed, update_study
 
@@ -37,8 +38,7 @@ def submit_next_trials(trial: Run) -> None:
             if sweep.cancelled_file.exists():
                 return
             update_study(sweep)
-            if points := [point for point in list_points(sweep) if _needs_job(point)]:
-                _submit(sweep, points)
+            _submit(sweep, list_points(sweep))
     except Exception as error:  # The stage of this job has ended, and no error here may change its exit code.
         message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         print(f"the next trials could not be submitted: {message}", file=sys.stderr, flush=True)
@@ -73,16 +73,25 @@ def _needs_job(point: Run) -> bool:
         previous_step = read_study(point.sweep_or_self.path).rungs[trial.rung - 1]
         pauses = [i for i, event in enumerate(events) if isinstance(event, Paused) and event.step == previous_step]
         events = events[max(pauses, default=-1) + 1 :]
-    submissions = [event for event in events if isinstance(event, SubmissionEvent) and not event.is_successor]
-    return not submissions or isinstance(submissions[-1], NotSubmitted)
+    return not _was_submitted(events)
+
+
+def _was_submitted(events: Iterable[Event]) -> bool:
+    """Return True if the events of a stage contain a submission that created a job, or may have created one."""
+    submissions = [
+        event
+        for event in events
+        if isinstance(event, SubmissionEvent) and not event.is_successor and event.step is None
+    ]
+    return bool(submissions) and not isinstance(submissions[-1], NotSubmitted)
 
 
 def _submit(sweep: Run, points: Sequence[Run]) -> None:
-    """Submit the train jobs of trials, and an evaluate job for each trial that trains to the last step.
+    """Submit the train jobs of trials, and the evaluate job of each trial that trains to the last step.
 
     Args:
         sweep: the run of the sweep.
-        points: the trials.
+        points: all trials so far.
 
     Raises:
         UserError: if Slurm refuses a job or does not respond.
@@ -90,17 +99,23 @@ def _submit(sweep: Run, points: Sequence[Run]) -> None:
     from slurm.submit.sbatch import JOB_SBATCH_TIMEOUT_S, confirm_submissions_from_job, submit_stage
 
     confirm_submissions_from_job((sweep, *points))
-    points = [point for point in points if _needs_job(point)]
-    if not points:
-        return
-    job_id = submit_stage(sweep, TRAIN, [], dependency_type="afterok", points=points, timeout_s=JOB_SBATCH_TIMEOUT_S)
-    for task, point in enumerate(points):
-        task_id = f"{job_id}_{task}" if len(points) > 1 else job_id
-        awaited_ids = {TRAIN: task_id}
+    options: dict[str, Any] = {"dependency_type": "afterok", "timeout_s": JOB_SBATCH_TIMEOUT_S}
+    if new_points := [point for point in points if _needs_job(point)]:
+        submit_stage(sweep, TRAIN, [], points=new_points, **options)
+    for point in points:
+        if point.pause_step is not None or has_failed(point):
+            continue
         for stage, definition in stages.list_point_stages(point).items():
-            if definition.is_training:
+            is_done = stages.load_stage_module(point, stage).describe_missing_outputs(point) is None
+            if definition.is_training or is_done or _was_submitted(point.read_events(stage)):
                 continue
-            after = [awaited_ids[name] for name in definition.depends_on if name in awaited_ids]
-            awaited_ids[stage] = submit_stage(
-                sweep, stage, after, dependency_type="afterok", points=[point], timeout_s=JOB_SBATCH_TIMEOUT_S
-            )
+            after = [job_id for name in definition.depends_on if (job_id := _find_awaited_job(point, name))]
+            submit_stage(sweep, stage, after, points=[point], **options)
+
+
+def _find_awaited_job(point: Run, stage: str) -> str | None:
+    """Return the id of the newest job of a stage of a trial; None if the stage is done or has no job."""
+    if stages.load_stage_module(point, stage).describe_missing_outputs(point) is None:
+        return None
+    submitted = [event for event in point.read_events(stage, Submitted) if event.step is None]
+    return submitted[-1].job_id if submitted else None
