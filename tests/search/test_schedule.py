@@ -23,9 +23,15 @@ def sample_history(number: int, trials: Sequence[Trial]) -> dict[str, Any]:
     return {"number": number, "seen": [dict(trial.results) for trial in trials]}
 
 
-def decide(results: Mapping[tuple[int, int], Result], trials: int, workers: int, eta: int) -> Study:
-    """Return the study after these results."""
-    return plan(RUNGS, trial_count=trials, workers=workers, eta=eta, results=results, sample=sample_history)
+def decide(
+    results: Mapping[tuple[int, int], Result], trials: int, workers: int, eta: int, recorded: Sequence[Trial] = ()
+) -> Study:
+    """Return the study after these results. The parameters of `recorded` trials are kept, as in a real search."""
+
+    def sample(number: int, earlier: Sequence[Trial]) -> Mapping[str, Any]:
+        return recorded[number].parameters if number < len(recorded) else sample_history(number, earlier)
+
+    return plan(RUNGS, trial_count=trials, workers=workers, eta=eta, results=results, sample=sample)
 
 
 def run_search(values: Values, trials: int, workers: int, eta: int, order: random.Random | None) -> list[Study]:
@@ -45,7 +51,7 @@ def run_search(values: Values, trials: int, workers: int, eta: int, order: rando
         assert 0 < len(running) <= workers
         ended = running[0] if order is None else order.choice(running)
         results[ended] = values(*ended)
-        studies.append(decide(results, trials, workers, eta))
+        studies.append(decide(results, trials, workers, eta, studies[-1].trials))
     return studies
 
 
