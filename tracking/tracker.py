@@ -298,8 +298,10 @@ def tracker_run_id(run: Run) -> str:
 
 
 def last_stage(run: Run) -> str:
-    """Return the last stage of a run or of a sweep point."""
-    return list(stages.list_run_stages(run) if run.sweep_or_self is run else stages.list_point_stages(run))[-1]
+    """Return the last stage of a run or of a sweep point, even if a trial of a search pauses before this stage."""
+    if run.sweep_or_self is run:
+        return list(stages.list_run_stages(run))[-1]
+    return [stage for stage, definition in run.config.active_stages.items() if definition.is_per_point][-1]
 
 
 def display_names(run: Run) -> tuple[str, str | None]:

@@ -232,16 +232,18 @@ def _describe_resume(name: str, old: Config, new: Config, refused: Sequence[str]
 def check_resume_changes(run_dir: Path, old: Config, new: Config) -> None:
     """Raise UserError if existing output in `run_dir` depends on the old value of a key that differs in `new`.
 
-    A larger `train.steps` or `train.epochs` is accepted.
+    A larger `train.steps` or `train.epochs` is accepted, except in a search.
     """
     increased_key = "train.steps" if old.train.epochs is None else "train.epochs"
     for key, change in describe_changes(old, new).items():
         output = find_output_of_old_value(run_dir, key, old, new)
         if output and key != _find_increased_key(old, new):
+            is_search = old.sweep is not None and old.sweep.search is not None
+            increasable = "" if is_search else f"a larger {increased_key}, and "
             raise UserError(
                 "resume.unchangeable_key",
                 f"{key}: {change}: resume cannot change this key, because existing output depends on it: {output}. "
-                f"resume accepts a larger {increased_key}, and {', '.join(changeable_keys())}. For any other change, "
+                f"resume accepts {increasable}{', '.join(changeable_keys())}. For any other change, "
                 "start a new run: submit the config with another run.name, or continue from a checkpoint of this run "
                 "with `fork`",
             )

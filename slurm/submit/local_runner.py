@@ -44,7 +44,8 @@ from pipeline.run.events import (
     read_stage_state,
 )
 from pipeline.run.failure import describe_remedy
-from pipeline.search.study import get_search, has_failed, update_study
+from pipeline.run.trials import read_study
+from pipeline.search.study import RESULT_CAUSES, get_search, has_failed, update_study
 from slurm.query.status import describe_outcome
 from slurm.submit.site_environment import SETUP_NOT_RUN
 
@@ -65,7 +66,7 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
     point, the remaining points are not run.
 
     Returns:
-        DONE if all stages are done. If a stage of the run itself does not complete, or the user stops a point, the exit
+        DONE if all stages are done. A failed trial of a search counts as done, unless all trials failed. If a stage of the run itself does not complete, or the user stops a point, the exit
         code of that stage. Otherwise, the highest exit code of the sweep points that failed.
     """
     run.check_not_cancelled()
@@ -74,6 +75,7 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
         console.print(SETUP_NOT_RUN, soft_wrap=True)
     flag = StopFlag().install()
     worst_code = ExitCode.DONE
+    failed_trial_code = ExitCode.DONE
     for target, stage_names in _iterate_targets(run):
         if target is not run:
             console.print(_describe_target(target))
@@ -82,8 +84,13 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
                 continue
             if target is run or code == ExitCode.STOPPED or flag:
                 return code
-            worst_code = max(worst_code, code)
+            if target.trial is not None and code.name.lower() in RESULT_CAUSES:
+                failed_trial_code = max(failed_trial_code, code)
+            else:
+                worst_code = max(worst_code, code)
             break
+    if failed_trial_code != ExitCode.DONE and read_study(run.path).find_best() is None:
+        worst_code = max(worst_code, failed_trial_code)
     if worst_code != ExitCode.DONE:
         console.print(describe_outcome(run), soft_wrap=True)
     return worst_code

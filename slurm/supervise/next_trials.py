@@ -27,12 +27,16 @@ LOCK_TIMEOUT_S = 300.0
 def submit_next_trials(trial: Run) -> None:
     """Decide which trials run next, and submit their jobs. An error is printed and recorded, but not raised.
 
-    Nothing is submitted if the user has cancelled the search.
+    Nothing is submitted if the user has cancelled the search, or if the trial was not submitted to Slurm. In that case,
+    `submit.py` runs the trials one after the other, for example in a job of chain.sbatch.
 
     Args:
         trial: the run of a trial whose train stage has ended.
     """
     sweep = trial.sweep_or_self
+    submissions = trial.read_events(TRAIN, Submitted)
+    if not submissions or submissions[-1].executor != "slurm":
+        return
     try:
         with sweep.lock_exclusively(timeout_s=LOCK_TIMEOUT_S):
             if sweep.cancelled_file.exists():

@@ -8,12 +8,13 @@ import pytest
 
 from pipeline.run.directory import Run, list_points
 from pipeline.run.trials import read_study
-from slurm.submit.chain import cancel_run
+from slurm.submit.chain import cancel_run, reset_for_resume
 from slurm.supervise.next_trials import submit_next_trials, was_replaced
-from tests.search.test_study import create_search, end_trial
+from tests.search.test_study import SEARCH, create_search, end_trial
 from tests.slurm.submit.test_unconfirmed_submissions import Killed, kill_at_sbatch_call, read_status, slurm, submit
 from tests.support.events import read_event_lines, write_event
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.tiny import make_run
 
 __all__ = ["slurm"]
 
@@ -89,6 +90,23 @@ def test_a_cancelled_search_submits_nothing(run: Run, slurm: FakeSlurm) -> None:
     cancel_run(run)
     submit_next_trials(list_points(run)[0])
     assert len(slurm.list_jobs()) == jobs and len(read_study(run.path).trials) == 3
+
+
+def test_resume_continues_a_cancelled_search(tmp_path: Path, slurm: FakeSlurm) -> None:
+    """The search was cancelled after the end of two trials. `resume` submits the third one, and later trials follow."""
+    run = make_run(tmp_path, overrides=SEARCH)  # the prepare and shard stages are done
+    submit(run)
+    for number in (0, 1):
+        end_trial(run, number)
+    cancel_run(run)
+    assert not [job for job in slurm.list_jobs() if job["state"] == "PENDING"]
+    reset_for_resume(run, replaces_jobs=False)
+    assert "train     job" in submit(run)
+    assert [name for name, _ in slurm.list_queue()].count("train") == 1
+    assert [len(job_ids) for job_ids in list_submitted(run)] == [1, 1, 2]
+    end_trial(run, 2)
+    submit_next_trials(list_points(run)[2])
+    assert [name for name, _ in slurm.list_queue()].count("train") == 2 and len(read_study(run.path).trials) == 5
 
 
 def test_a_trial_at_the_last_rung_is_also_evaluated(run: Run, slurm: FakeSlurm) -> None:
