@@ -338,6 +338,11 @@ class Run:
         return trials[number] if number < len(trials) else None
 
     @property
+    def is_failed_trial(self) -> bool:
+        """Whether this run is a trial of a search that has failed, so that it does not run again."""
+        return self.trial is not None and self.trial.has_failed
+
+    @property
     def pause_step(self) -> int | None:
         """The step at which the train stage pauses, because this run is a trial of a search; None for no pause."""
         return None if self.trial is None else read_study(self.path.parents[1]).get_pause_step(int(self.path.name))

@@ -72,13 +72,13 @@ class Study:
     def find_best(self) -> int | None:
         """Return the number of the best trial: of those at the highest rung, the one with the lowest value.
 
-        Return None if no trial has a value yet.
+        Failed trials are left out. Return None if no other trial has a value yet.
         """
         values = [
             (-rung, result.value, number)
             for number, trial in enumerate(self.trials)
             for rung, result in trial.results.items()
-            if result.value is not None
+            if result.value is not None and not trial.has_failed
         ]
         return min(values)[2] if values else None
 

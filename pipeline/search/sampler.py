@@ -150,7 +150,11 @@ def _make_trial(
         is_complete = trial.result.is_final or trial.rung == len(rungs) - 1
     value = None
     state = TrialState.RUNNING
-    if trial.has_failed:
+    if trial.has_failed and rungs is None:
+        # The sampler ignores failed trials, and a pruned trial without a value is the worst one.
+        state = TrialState.PRUNED
+        steps = {}
+    elif trial.has_failed:
         state = TrialState.FAIL
     elif is_complete:
         state = TrialState.COMPLETE

@@ -98,16 +98,18 @@ def _find_promotable(trials: Sequence[Trial], rung_count: int, eta: int) -> int 
 
 
 def _find_last_hope(trials: Sequence[Trial], rung_count: int) -> int | None:
-    """Return the trial to continue if no trial is running or promotable, and none has trained to the last step.
+    """Return the trial to continue if no trial is running or promotable, and none is complete.
 
-    Without this rule, a search with few trials would end without a trained model. The result is the best trial at the
-    highest rung; None if a trial has trained to the last step, or no trial can continue.
+    Without this rule, a search with few trials would end without a trained model. The result is the best paused trial
+    at the highest rung; None if a trial is complete, or no trial is paused.
     """
-    for rung in reversed(range(rung_count)):
-        if ranking := _rank(trials, rung):
-            best = trials[ranking[0]]
-            can_continue = rung < rung_count - 1 and best.rung == rung and not best.results[rung].is_final
-            return ranking[0] if can_continue else None
+    results = [(trial.rung, trial.result) for trial in trials if trial.result is not None and not trial.has_failed]
+    if any(rung == rung_count - 1 or result.is_final for rung, result in results):
+        return None
+    for rung in reversed(range(rung_count - 1)):
+        for number in _rank(trials, rung):
+            if trials[number].rung == rung:
+                return number
     return None
 
 

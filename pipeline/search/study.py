@@ -34,12 +34,6 @@ def get_search(run: Run) -> SearchConfig | None:
     return None if sweep is None else sweep.search
 
 
-def has_failed(point: Run) -> bool:
-    """Return True if a run is a trial of a search that has failed, so that it does not run again."""
-    trial = point.trial
-    return trial is not None and trial.has_failed
-
-
 def update_study(run: Run) -> Study:
     """Record the new results of the trials, decide which trials run next, and make the directories of new trials.
 
@@ -119,8 +113,8 @@ def read_result(point: Run, step: int, search: SearchConfig) -> Result | None:
     failures = [event for event in point.read_events(TRAIN, Failed) if event.final or event.cause in RESULT_CAUSES]
     if not failures or (len(failures) < 2 and failures[-1].cause not in RESULT_CAUSES):
         return None
-    message = (failures[-1].message or "").splitlines()
-    return Result(None, message=f"{failures[-1].cause}: {message[0] if message else ''}"[:300])
+    message = " ".join((failures[-1].message or "").splitlines()[:2])  # the first line may only name the rank
+    return Result(None, message=f"{failures[-1].cause}: {message}"[:200])
 
 
 def _read_metric(point: Run, step: int, search: SearchConfig) -> Result:

@@ -814,7 +814,8 @@ def render_status(
     lines = [Text(message, style="red") for message in problems]
     lines += [Text(message) for message in stops]
     lines += [Text(message, style="yellow") for message in warnings]
-    all_statuses = [*statuses, *point_statuses]
+    # `resume` does not run failed trials of a search again.
+    all_statuses = [*statuses, *(status for status in point_statuses if not status.run.is_failed_trial)]
     if not any(status.is_active for status in all_statuses) and any(status.state != "done" for status in all_statuses):
         cause = None
         message = ""

@@ -41,7 +41,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run, create_points, list_points
 from pipeline.run.events import CancelRequested, Resumed, read_stage_state
 from pipeline.run.failure import describe_remedy
-from pipeline.search.study import get_search, has_failed, update_study
+from pipeline.search.study import get_search, update_study
 from slurm.query.capacity import check_limits
 from slurm.query.job_states import array_job_id, cancel_jobs
 from slurm.query.run_jobs import (
@@ -156,7 +156,9 @@ class Chain:
             candidates = [self.run]
             if has_points:
                 candidates = [
-                    point for point in self.points if stage in stages.list_point_stages(point) and not has_failed(point)
+                    point
+                    for point in self.points
+                    if stage in stages.list_point_stages(point) and not point.is_failed_trial
                 ]
             self.targets[stage] = [target for target in candidates if self._needs_submission(target, stage)]
             for target in self.targets[stage]:

@@ -45,7 +45,7 @@ from pipeline.run.events import (
 )
 from pipeline.run.failure import describe_remedy
 from pipeline.run.trials import read_study
-from pipeline.search.study import RESULT_CAUSES, get_search, has_failed, update_study
+from pipeline.search.study import RESULT_CAUSES, get_search, update_study
 from slurm.query.status import describe_outcome
 from slurm.submit.site_environment import SETUP_NOT_RUN
 
@@ -66,8 +66,9 @@ def run_chain_locally(run: Run, console: Console) -> ExitCode:
     point, the remaining points are not run.
 
     Returns:
-        DONE if all stages are done. A failed trial of a search counts as done, unless all trials failed. If a stage of the run itself does not complete, or the user stops a point, the exit
-        code of that stage. Otherwise, the highest exit code of the sweep points that failed.
+        DONE if all stages are done. If a stage of the run itself does not complete, or the user stops a point, the exit
+        code of that stage. Otherwise, the highest exit code of the sweep points that failed. Failed trials of a search
+        do not count if another trial has a value.
     """
     run.check_not_cancelled()
     run.stop_file.unlink(missing_ok=True)  # an earlier request to stop must not stop the stages that start now
@@ -114,7 +115,7 @@ def _iterate_targets(run: Run) -> Iterator[tuple[Run, Mapping[str, Stage]]]:
             update_study(run)
         if not yielded:
             yield run, stages.list_run_stages(run)
-        keys = {(point.path.name, point.pause_step): point for point in list_points(run) if not has_failed(point)}
+        keys = {(point.path.name, point.pause_step): point for point in list_points(run) if not point.is_failed_trial}
         new_keys = [key for key in keys if key not in yielded]
         if not new_keys:
             return

@@ -18,7 +18,7 @@ from pipeline.run import stages
 from pipeline.run.directory import Run, list_points
 from pipeline.run.events import Event, NotSubmitted, Paused, SubmissionEvent, Submitted, TrialsNotSubmitted
 from pipeline.run.trials import read_study
-from pipeline.search.study import TRAIN, has_failed, update_study
+from pipeline.search.study import TRAIN, update_study
 
 LOCK_TIMEOUT_S = 300.0
 """How long to wait for the lock of the run directory. `submit.py`, or another trial, holds it while it submits jobs."""
@@ -68,7 +68,7 @@ def _needs_job(point: Run) -> bool:
 
     A job that ended without reaching the rung is continued by Slurm or by `resume`, not here.
     """
-    if has_failed(point) or stages.load_stage_module(point, TRAIN).describe_missing_outputs(point) is None:
+    if point.is_failed_trial or stages.load_stage_module(point, TRAIN).describe_missing_outputs(point) is None:
         return False
     trial = point.trial
     assert trial is not None
@@ -107,7 +107,7 @@ def _submit(sweep: Run, points: Sequence[Run]) -> None:
     if new_points := [point for point in points if _needs_job(point)]:
         submit_stage(sweep, TRAIN, [], points=new_points, **options)
     for point in points:
-        if point.pause_step is not None or has_failed(point):
+        if point.pause_step is not None or point.is_failed_trial:
             continue
         for stage, definition in stages.list_point_stages(point).items():
             is_done = stages.load_stage_module(point, stage).describe_missing_outputs(point) is None

@@ -128,6 +128,13 @@ def test_one_trial_of_a_small_search_trains_to_the_last_step(trials: int) -> Non
     assert sum(trial.rung == len(RUNGS) - 1 for trial in study.trials) == 1
 
 
+def test_the_next_best_trial_continues_if_the_best_one_fails_later() -> None:
+    """Trial 0 has the lowest loss at the first rung, and fails before the second one."""
+    losses = [1.0, 3.0, 2.0]
+    study = run_search(lambda number, rung: Result(losses[number] if number or not rung else None), 3, 3, 4, None)[-1]
+    assert [trial.rung for trial in study.trials] == [1, 0, 2] and study.find_best() == 2
+
+
 def test_a_search_in_which_all_trials_fail_ends() -> None:
     study = run_search(lambda number, rung: Result(None, message="out_of_memory"), 5, 2, 3, None)[-1]
     assert study.is_finished and study.find_best() is None and all(trial.has_failed for trial in study.trials)

@@ -119,6 +119,20 @@ def test_tpe_prefers_values_near_good_trials(tmp_path: Path) -> None:
     assert shares["tpe"] > shares["random"] + 0.2, shares
 
 
+def test_tpe_avoids_values_whose_trials_failed(tmp_path: Path) -> None:
+    """All trials with a learning rate above 0.01 fail. TPE samples such rates less often than before."""
+    search = SEARCH[0].replace("trials: 8", "trials: 40").replace("startup_trials: 2", "startup_trials: 10")
+    config = load_config(write_config(tmp_path), [search, *SEARCH[1:]])
+    assert config.sweep is not None and config.sweep.search is not None
+    trials: list[Trial] = []
+    for _ in range(40):
+        parameters = sample_parameters(config, config.sweep.search, 0, trials)
+        rate = parameters["optimizer.lr"]
+        trials.append(Trial(parameters, 0, {0: Result(None if rate > 0.01 else 1 / rate)}))
+    failures = [trial.has_failed for trial in trials]
+    assert 4 <= sum(failures[:10]) <= 6 and sum(failures[10:]) <= 10, failures
+
+
 def test_a_repeated_decision_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed before or after it has written the record leaves a search that continues as before."""
     run = create_search(tmp_path / "a")
