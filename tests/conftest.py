@@ -19,7 +19,7 @@ SLOW_FILES = (
     "test_chaos", "test_local_runs", "test_parallel", "test_slurm", "test_sweep", "test_slurm_parallel",
     "test_slurm_views", "test_restart_in_place", "test_slurm_salloc", "test_preemption", "test_resume",
     "test_succession", "test_mpi_launch", "test_site_cluster", "test_user_model", "test_ownership", "test_agents",
-    "test_user_errors", "test_submission_checks", "test_spare_nodes", "test_drill",
+    "test_user_errors", "test_submission_checks", "test_spare_nodes", "test_drill", "test_search",
 )  # fmt: skip
 """Names of test files that take long, most of them because they wait for Slurm or for other processes.
 

@@ -92,6 +92,17 @@ def test_a_cancelled_search_submits_nothing(run: Run, slurm: FakeSlurm) -> None:
     assert len(slurm.list_jobs()) == jobs and len(read_study(run.path).trials) == 3
 
 
+def test_a_trial_that_runs_without_a_job_submits_nothing(run: Run, slurm: FakeSlurm) -> None:
+    """In a job of chain.sbatch, `submit.py` runs the trials one after the other, and decides itself."""
+    end_first_trials(run)
+    write_event(list_points(run)[0], "submitted", "train", job_id="123", executor="local")
+    jobs = len(slurm.list_jobs())
+    submit_next_trials(list_points(run)[0])
+    assert len(slurm.list_jobs()) == jobs
+    submit_next_trials(list_points(run)[1])
+    assert len(slurm.list_jobs()) == jobs + 1
+
+
 def test_resume_continues_a_cancelled_search(tmp_path: Path, slurm: FakeSlurm) -> None:
     """The search was cancelled after the end of two trials. `resume` submits the third one, and later trials follow."""
     run = make_run(tmp_path, overrides=SEARCH)  # the prepare and shard stages are done
