@@ -26,7 +26,7 @@ from pipeline.checkpoint.catalog import find_checkpoint, verify_checkpoint_files
 from pipeline.checkpoint.fork import read_recent_metrics, write_fork_files
 from pipeline.config.read import make_run_values_dumper, remove_metadata
 from pipeline.config.sections import Config
-from pipeline.data.manifest import Manifest, count_training_steps, hash_sources, load_data_manifest
+from pipeline.data.manifest import Manifest, count_training_steps, hash_sources, list_data_hashes, load_data_manifest
 from pipeline.run import stages
 from pipeline.run.code import CODE_ROOT
 from pipeline.run.decisions import is_decision, select_decisions_until
@@ -158,7 +158,7 @@ def plan_fork(run: Run, name: str, which: str | None, overrides: Sequence[str], 
     own_origin = read_origin(run)
     data = load_data_manifest(run.config, run.data_dir)
     is_own_origin = own_origin is not None and manifest["sha256"] == own_origin.manifest_sha256
-    if not is_own_origin and manifest.get("data_hash") != sha256_json([shard.sha256 for shard in data.train]):
+    if not is_own_origin and manifest.get("data_hash") != sha256_json(list_data_hashes(data)):
         raise CheckpointError(
             "checkpoint.other_training", f"{checkpoint} was trained on other shards than those in {run.data_dir}"
         )

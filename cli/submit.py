@@ -451,6 +451,9 @@ def _describe_training(config: Config, run: Run, fork: ForkPreview | None) -> It
         contents = ", ".join(custom_model.arrays)
         unit = "samples"
         architecture = f"{custom_model.target} ({custom_model.root})"
+        if custom_model.has_dataset:
+            has_source = config.data.sources != type(config.data)().sources
+            sources = f"dataset of {custom_model.target}" + (f", {sources}" if has_source else "")
     layout = resolve_layout(config)
     nodes = config.stages.train.max_nodes
     split = f"{_count(layout.dp, 'replica')} × {_count(layout.micro_batches, 'micro-batch')} of {train.micro_batch}"

@@ -1,6 +1,7 @@
 """The prepare stage: decide in one process what the shard stage builds.
 
-For text, the stage writes the tokenizer and the work units. For a custom model, it lists the files of samples.
+For text, the stage writes the tokenizer and the work units. For a custom model, it lists the files of samples, or
+describes the dataset of the user's module.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.data_folder import PACKAGE, DataFolder
+from data_prep.dataset_folder import DatasetFolder
 from data_prep.mixture_folder import MixtureFolder, open_source_folder
 from data_prep.samples_folder import SamplesFolder
 from pipeline.base.dist_env import RankInfo
@@ -21,13 +23,24 @@ from pipeline.run.stages import Progress
 
 
 def open_data_folder(run: Run, package: Path = PACKAGE) -> DataFolder[Any, Any]:
-    """Return the data folder of a run: of text, of a mixture, or of a custom model's arrays.
+    """Return the data folder of a run: of text, of a mixture, or of a custom model's dataset or arrays.
 
     `package` is the folder of the code of `data_prep` that builds the files.
     """
     if run.user_model is None:
         open_folder = open_source_folder if run.config.data.mixture is None else MixtureFolder
         return open_folder(run.config.data, run.data_dir, package)
+    if run.user_model.has_dataset:
+        config = run.sweep_or_self.config
+        return DatasetFolder(
+            config.data,
+            run.data_dir,
+            package,
+            run.user_model,
+            config.model.all_options,
+            has_epochs=config.train.epochs is not None,
+            tries_dataset=config.site.python is None and config.site.container is None,
+        )
     return SamplesFolder(run.config.data, run.data_dir, package, run.user_model)
 
 

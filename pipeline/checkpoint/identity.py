@@ -15,7 +15,7 @@ from pipeline.config.datasets import DataConfig, restore_hashed_names
 from pipeline.config.masking import mask_secrets
 from pipeline.config.sections import Config, list_keys_with, remove_key
 from pipeline.config.types import Policy
-from pipeline.data.manifest import Manifest, SampleManifest, hash_sources
+from pipeline.data.manifest import Manifest, SampleManifest, hash_sources, list_data_hashes
 from pipeline.data.sample_order import ORDER_VERSION
 from pipeline.run.changes import flatten_keys
 from pipeline.run.directory import Run
@@ -52,12 +52,14 @@ def compute_identity(config: Config, manifest: Manifest | SampleManifest) -> dic
     weights = {"weights": mixture.pop("weights")} if mixture else {}
     for path in list_keys_with(Policy.NOT_IN_IDENTITY):
         remove_key(values, path.split("."))
+    if isinstance(manifest, SampleManifest) and manifest.dataset is not None and not values.get("data"):
+        values.pop("data", None)  # A section without keys must not differ from a missing section.
     values["seed"] = config.run.seed
     lengths = {"lengths": [phase.model_dump() for phase in phases]} if len(phases) > 1 else {}
     return {
         "config_hash": sha256_json(values),
         "config": mask_secrets(flatten_keys(values)),
-        "data_hash": sha256_json([shard.sha256 for shard in manifest.train]),
+        "data_hash": sha256_json(list_data_hashes(manifest)),
         "order_version": ORDER_VERSION,
         **weights,
         **lengths,

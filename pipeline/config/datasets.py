@@ -204,6 +204,9 @@ class DataConfig(Section):
     max_rejected: Annotated[Fraction, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS] = 0.001
     """Largest accepted fraction of unreadable documents (invalid UTF-8, invalid JSON, no text field). Up to 5
     unreadable documents are accepted in any case if at least half of all documents can be read. 0: accept none."""
+    workers: Annotated[PositiveInt, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS] = 1
+    """Number of processes of each rank that read the samples of a `dataset` function in the module of `model.target`
+    (docs/models.md). The number does not change the samples."""
     verify: Annotated[
         Literal["hashes", "cached", "sizes"], Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.KEEPS_SHARDS
     ] = "hashes"

@@ -1251,13 +1251,13 @@ def _find_conflicts(config: Config) -> Iterator[str]:
         yield "train.epochs cannot be used with data.mixture, because each source has its own epochs: set train.steps"
     yield from _find_schedule_conflicts(config)
     if model.target is not None:
-        if "python-stdlib" in data.sources:
-            yield "model.target: set data.source to the HDF5 files that contain the samples"
-        else:
-            check_unused_keys(data, {"source", "held_out", "verify"}, "it cannot be used with model.target")
+        used_keys = {"source", "held_out", "workers", "verify"}
+        check_unused_keys(data, used_keys, "it cannot be used with model.target")
+    elif data.workers != DataConfig.model_fields["workers"].default:
+        yield "data.workers is for a custom model with a function `dataset`: remove it, or set model.target"
     elif train.gather:
         yield 'train.gather is for a custom model with LOSS = "batch": remove it, or set model.target'
-    elif "own" in (optimizer.name, optimizer.schedule):
+    if model.target is None and "own" in (optimizer.name, optimizer.schedule):
         yield "optimizer.name and optimizer.schedule: `own` is for a custom model: set model.target also"
     if config.adapter is not None:
         yield from _find_adapter_conflicts(config)

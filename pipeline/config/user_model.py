@@ -3,6 +3,10 @@
     model: {target: my_package.my_model, options: {width: 64}, layers: 6}
     data:  {source: "/data/images-*.h5", held_out: 0.1}
 
+Instead of HDF5 files, the samples may come from a dataset of the module (see `dataset` below):
+
+    data:  {source: "/data/images-*.tar", workers: 4}
+
 The module sets these names at its top level. The values are written as constants, so that Sluice can read them without
 importing the module:
 
@@ -18,6 +22,8 @@ importing the module:
                                     independently of all other entries, as Adam does. Then they work with ZeRO, tensor
                                     and pipeline parallelism. Sluice checks this with small parameters
     CUTS = True                     optional: `build` can return any part of the model (parallel.pipeline > 1)
+    DATASET_VERSION = "2"           optional: change this value when `dataset` returns other samples. Checkpoints of
+                                    another version are not used
 
 The module also defines, or imports by name, these functions. A batch is a dict of tensors by the names of ARRAYS. The
 tensors have the types of the files and the samples along the first dimension:
@@ -37,12 +43,23 @@ tensors have the types of the files and the samples along the first dimension:
                                        those of all data-parallel ranks, and `batch` has the arrays of these samples
                                        that are not in INPUTS
     metrics(outputs, batch) -> dict    optional: further sums by name, which the evaluation adds to its result
+    dataset(options, split)            optional: a torch.utils.data.Dataset with the samples of `split`, "train" or
+                                       "held_out". `dataset[i]` returns a dict of numpy arrays, tensors or numbers by
+                                       the names of ARRAYS. `options` is the argument of `build`. If `data.source` is
+                                       set, `options["source"]` is a list of absolute paths. `data.workers` processes
+                                       of each rank call the function and read samples. Before each sample, the global
+                                       generators of random, numpy and torch are seeded: for training from the run's
+                                       seed and the position of the sample in the run, for held-out samples from `i`.
+                                       For "train", the result may be an IterableDataset with the methods `state_dict`
+                                       and `load_state_dict`. `get_worker_info().id` and `num_workers` then number the
+                                       workers of all data-parallel ranks, and each must yield its own part
     transform(sample, random) -> dict  optional: what the model receives of a sample, such as a random crop. The arrays
                                        must have the same names, and the same shapes and types for all samples.
                                        `sample`: read-only numpy arrays of the file. `random`: a numpy Generator, or
                                        None for held-out samples. Its seed depends only on the run's seed and the
                                        position of the sample in the run, so restarts and other layouts do not change
-                                       it. The thread that reads samples calls the function for one sample at a time
+                                       it. The thread or process that reads samples calls the function for one sample
+                                       at a time
     init(name, values, options)        optional: fills `values`, the whole parameter `name` in fp32 on the CPU, from
                                        torch's seeded generator. By default, matrices are normal with the standard
                                        deviation `model.initializer_range`, vectors called `weight` are 1, and other
@@ -91,6 +108,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline.base.errors import UserError
+from pipeline.config.datasets import DataConfig
 from pipeline.config.sections import Config
 
 _HELP = "pipeline/config/user_model.py describes the contents of such a module"
@@ -123,6 +141,11 @@ class UserModel:
     def has_training_step(self) -> bool:
         """Whether the module runs each step itself."""
         return "training_step" in self.names
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether the module has a function `dataset`, so that its samples are not read from HDF5 files."""
+        return "dataset" in self.names
 
     @property
     def has_lengths(self) -> bool:
@@ -285,6 +308,38 @@ def check_user_model(config: Config, model: UserModel) -> None:
             "model.incomplete_module",
             f"{'; '.join(problems)}: {model.target} has none. Add it ({_HELP}), or remove the option. Data parallelism "
             "with parallel.zero 0 to 3 needs no such function",
+        )
+    _check_data_config(config.data, model)
+
+
+def _check_data_config(data: DataConfig, model: UserModel) -> None:
+    """Raise UserError if the section `data` does not fit a module with or without a function `dataset`."""
+    defaults = DataConfig()
+    if not model.has_dataset:
+        if data.sources == defaults.sources:
+            raise UserError(
+                "config.conflict",
+                "model.target: set data.source to the HDF5 files that contain the samples, or define a function "
+                f"`dataset` in {model.target} ({_HELP})",
+            )
+        if data.workers != defaults.workers:
+            raise UserError(
+                "config.conflict",
+                f"data.workers ({data.workers}) is for a function `dataset`, but {model.target} has none: remove it",
+            )
+        return
+    if model.has_lengths:
+        raise UserError(
+            "model.invalid_module",
+            f"model.target: {model.target} has a function `dataset`, which cannot be combined with samples of "
+            f"different length: remove {LENGTHS_ARRAY} from ARRAYS, or read the samples from HDF5 files",
+        )
+    if data.held_out not in (0, defaults.held_out):
+        raise UserError(
+            "config.conflict",
+            f"data.held_out ({data.held_out}) cannot be a fraction, because {model.target} has a function `dataset`, "
+            'which returns the held-out samples for the split "held_out": remove the key, or set it to 0 if there are '
+            "none",
         )
 
 

@@ -266,24 +266,88 @@ class SampleFile(DataFile):
         return any(array.offset == NOT_MAPPABLE for array in self.arrays.values())
 
 
+class SampleArray(Section):
+    """Shape and type of an array of one sample."""
+
+    dtype: str
+    """numpy's name of the type."""
+    shape: tuple[int, ...]
+
+
+class InputStamp(Section):
+    """A file that `data.source` names, as it was when `prepare` listed it."""
+
+    path: str
+    """Absolute path."""
+    size: int
+    """Size in bytes."""
+    mtime_ns: int
+    """Modification time in nanoseconds since the epoch."""
+
+
+class DatasetEntry(Section):
+    """The dataset of a user's module, as the prepare stage read it."""
+
+    samples: int
+    """Number of training samples; 0 for an iterable dataset, whose length is unknown."""
+    held_out_samples: int
+    is_iterable: bool = False
+    """Whether the training samples come from an iterable dataset."""
+    version: str = ""
+    """The value of DATASET_VERSION in the user's module."""
+    arrays: dict[str, SampleArray]
+    """The arrays of a sample that the model receives."""
+    sources: tuple[str, ...] = ()
+    """Absolute paths of the files and folders that `data.source` names."""
+    files: tuple[InputStamp, ...] = ()
+    """The files among `sources`."""
+    fingerprints: dict[str, str]
+    """By split: SHA-256 of the first and the last sample; for an iterable dataset, of the first sample."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash of everything that identifies the samples. Paths and modification times are not part of it."""
+        values = self.model_dump(exclude={"sources", "files"})
+        return sha256_json({**values, "sizes": [file.size for file in self.files]})
+
+    def check_files(self) -> None:
+        """Raise InputError if a file of `data.source` is missing or has another size than `prepare` found."""
+        for file in self.files:
+            path = Path(file.path)
+            size = path.stat().st_size if path.exists() else None
+            if size != file.size:
+                problem = "is missing" if size is None else f"has {size} bytes, not {file.size}"
+                raise InputError(
+                    "data.dataset_changed",
+                    f"data.source: {path} {problem} as in the prepare stage: restore the file, or start a new run",
+                )
+
+
 class SampleManifest(KeyedManifest):
-    """A manifest of files of samples.
+    """A manifest of files of samples, or of the dataset of a user's module.
 
     The prepare stage writes a manifest of all files, without hashes. Each array task of the shard stage writes a
     manifest of the files that it has hashed. `manifest.json` lists all files with their hashes.
     """
 
     train: tuple[SampleFile, ...]
+    """The files; () for a dataset."""
     held_out_samples: int = 0
+    dataset: DatasetEntry | None = None
+    """The dataset of the user's module; None if the samples are read from files."""
 
     def __str__(self) -> str:
         """Return a summary of training and held-out samples: `9,000 + 1,000 held-out samples`."""
+        if self.dataset is not None and self.dataset.is_iterable:
+            return f"an iterable dataset + {self.held_out_samples:,} held-out samples"
         # the argument 0 is ignored
         return f"{self.count_training_samples(0):,} + {self.held_out_samples:,} held-out samples"
 
     @property
     def samples(self) -> int:
         """Number of all samples, including held-out samples."""
+        if self.dataset is not None:
+            return self.dataset.samples + self.dataset.held_out_samples
         return sum(entry.samples for entry in self.train)
 
     def count_training_samples(self, length: int) -> int:
@@ -360,13 +424,21 @@ def load_data_manifest(config: Config, data_dir: Path) -> Manifest | SampleManif
     return read_manifest_file(data_dir / "manifest.json", kind)
 
 
+def list_data_hashes(manifest: Manifest | SampleManifest) -> list[str]:
+    """Return the hash of each training shard or file; for a dataset, its hash."""
+    if isinstance(manifest, SampleManifest) and manifest.dataset is not None:
+        return [manifest.dataset.sha256]
+    return [shard.sha256 for shard in manifest.train]
+
+
 def hash_sources(manifest: Manifest | SampleManifest) -> dict[str, str]:
     """Return the hash of the training shards of each source by its name; the name is "" without a mixture."""
     parts = manifest.parts if isinstance(manifest, Manifest) else ()
+    data_hashes = list_data_hashes(manifest)
     hashes: dict[str, str] = {}
     first_shard = 0
-    for name, count in [(part.name, part.train) for part in parts] or [("", len(manifest.train))]:
-        hashes[name] = sha256_json([shard.sha256 for shard in manifest.train[first_shard : first_shard + count]])
+    for name, count in [(part.name, part.train) for part in parts] or [("", len(data_hashes))]:
+        hashes[name] = sha256_json(data_hashes[first_shard : first_shard + count])
         first_shard += count
     return hashes
 
@@ -412,6 +484,8 @@ def format_amount_read(config: Config, data_dir: Path, step: int, start: int = 0
     except InputError:
         return ""
     if config.model.target is not None:
+        if not samples_per_epoch:  # The length of an iterable dataset is unknown.
+            return f", {samples:,} samples"
         amount, epochs = f"{samples:,} samples", samples / samples_per_epoch
     else:
         amount, epochs = f"{tokens:,} tokens", tokens / (length * samples_per_epoch)

@@ -45,7 +45,7 @@ Transform = Callable[[Arrays, Generator | None], Arrays]
 
 The second argument is a random generator, or None if the sample must not be random.
 """
-_TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
+TORCH_TYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
 def map_whole_file(path: Path) -> mmap.mmap:
@@ -88,6 +88,15 @@ def _select_row(array: np.ndarray, row: int) -> np.ndarray:
     """Return a row of `array`: a view if the row is long, otherwise a copy that is made without holding the GIL."""
     selected: np.ndarray = array[row] if array[:1].size > _MAX_COPIED_WITH_GIL else array[row : row + 1].take(0, axis=0)
     return selected
+
+
+def make_transform_generator(seed: int, position: int) -> Generator:
+    """Return the generator that `transform` receives for the sample at a position in the order of the run.
+
+    Each sample has its own key, and so its own sequence of random numbers (Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", SC 2011).
+    """
+    return Generator(Philox(key=np.array([seed % 2**64, position], np.uint64)))
 
 
 class MappedDataset(IndexedDataset):
@@ -358,11 +367,7 @@ class SampleDataset(MappedDataset):
             position: position of the sample in the order of the run; None: the transform gets no random generator.
             index: number of the sample, for error messages.
         """
-        generator = None
-        if position is not None:
-            # Each sample has its own key, and so its own sequence of random numbers (Salmon et al., "Parallel random
-            # numbers: as easy as 1, 2, 3", SC 2011).
-            generator = Generator(Philox(key=np.array([self._seed % 2**64, position], np.uint64)))
+        generator = None if position is None else make_transform_generator(self._seed, position)
         sample = transform({name: _select_row(arrays[file], row) for name, arrays in self._arrays.items()}, generator)
         if not isinstance(sample, dict):
             raise UserError(
@@ -378,12 +383,12 @@ class SampleDataset(MappedDataset):
         """
         shapes = {name: (np.shape(array), np.asarray(array).dtype.name) for name, array in sample.items()}
         dtypes = {dtype for _, dtype in shapes.values()}
-        if shapes.keys() != set(names) or shapes != self.shapes or not dtypes <= _TORCH_TYPES:
+        if shapes.keys() != set(names) or shapes != self.shapes or not dtypes <= TORCH_TYPES:
             raise UserError(
                 "data.invalid_transform",
                 f"transform returned {shapes} for sample {index} and {self.shapes} for the first one: it must return "
                 f"{', '.join(names)}, with the same shapes and types for all samples "
-                f"({', '.join(sorted(_TORCH_TYPES))})",
+                f"({', '.join(sorted(TORCH_TYPES))})",
             )
 
     def _read_lengths(self, indices: Int64Array) -> Int64Array:

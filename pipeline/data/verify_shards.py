@@ -87,6 +87,16 @@ def verify_shards(run: Run, shards: Sequence[ShardEntry | SampleFile], group: di
             write_json(cache_file, add_checksum(verified_before | verified))
 
 
+def verify_dataset_files(manifest: Manifest | SampleManifest, group: dist.ProcessGroup) -> None:
+    """Raise InputError on all ranks of `group` if a file that a user's dataset reads is missing or has another size.
+
+    Only the files of `data.source` are checked.
+    """
+    if isinstance(manifest, SampleManifest) and (dataset := manifest.dataset) is not None:
+        rank = dist.get_rank(group)
+        all_gather_results(group, lambda: dataset.check_files() if rank == 0 else None)
+
+
 def _check_arrays(run: Run, path: Path, entry: ShardEntry | SampleFile) -> None:
     """Raise InputError if an array is missing from the HDF5 file, or its type, shape or offset differs from `entry`."""
     import h5py

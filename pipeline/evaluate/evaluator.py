@@ -36,10 +36,12 @@ from pipeline.checkpoint.identity import check_identity, compute_identity, compu
 from pipeline.checkpoint.model_tokens import find_model_tokens
 from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER_FILE
+from pipeline.data.dataset import HELD_OUT_SPLIT
+from pipeline.data.dataset_pool import DatasetSamples, make_dataset_request
 from pipeline.data.manifest import MASK_LEARNED, Manifest, SampleManifest, ShardEntry
 from pipeline.data.samples import SampleDataset, map_arrays, map_whole_file
 from pipeline.data.special_tokens import encode_prompt, load_tokenizer
-from pipeline.data.verify_shards import verify_shards
+from pipeline.data.verify_shards import verify_dataset_files, verify_shards
 from pipeline.evaluate.result import (
     EMA_PREFIX,
     ITEMS_SUFFIX,
@@ -100,6 +102,7 @@ class Evaluator:
         self.coordinator = training_coordinator or StopCoordinator(flag, groups.new_control_group())
         config = run.config
         verify_shards(run, manifest.held_out, self.group, mode=config.data.verify)
+        verify_dataset_files(manifest, self.group)
         self.manifest = manifest
         self.origin = read_origin(run)
         self.identity = compute_identity(config, manifest)
@@ -142,7 +145,7 @@ class Evaluator:
                 run, task, manifest, limit, world.device, computes_loss_in_chunks=computes_loss_in_chunks
             )
         else:
-            self.held_out = SampleHeldOut(run, task, manifest, limit, world.device)
+            self.held_out = SampleHeldOut(run, task, manifest, limit, world.device, is_rank0=world.is_rank0)
             if task.has_batch_loss:
                 self.batch_size = config.train.micro_batch
         self.tasks: list[TaskFile] = []
@@ -289,11 +292,25 @@ class SampleHeldOut:
     The loss of a micro-batch (LOSS = "batch") is computed on whole micro-batches, so the last samples may be left out.
     """
 
-    def __init__(self, run: Run, task: Task, manifest: SampleManifest, limit: int | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        run: Run,
+        task: Task,
+        manifest: SampleManifest,
+        limit: int | None,
+        device: torch.device,
+        *,
+        is_rank0: bool,
+    ) -> None:
         self.task = task
         self.device = device
         self.has_averages = run.config.train.ema is not None
-        self.dataset = SampleDataset(manifest, run.data_dir, held_out=True, transform=task.transform)
+        self.dataset: SampleDataset | DatasetSamples
+        if manifest.dataset is not None:
+            request = make_dataset_request(run, manifest, HELD_OUT_SPLIT, is_rank0=is_rank0)
+            self.dataset = DatasetSamples(request, run.config.evaluate.batch)
+        else:
+            self.dataset = SampleDataset(manifest, run.data_dir, held_out=True, transform=task.transform)
         self.count = min(len(self.dataset), limit or len(self.dataset))
         if task.has_batch_loss:
             self.count = _round_to_micro_batches(self.count, run.config.train.micro_batch)

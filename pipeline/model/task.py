@@ -512,9 +512,12 @@ class CustomModelTask(Task):
         self.user_model = user_model
         self.user_module = module
         self.transform = getattr(module, "transform", None)
-        # Only the shapes and types of a sample are needed, so only the first file is mapped.
-        manifest_of_first_file = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
-        self.sample_shapes = SampleDataset(manifest_of_first_file, run.data_dir, transform=self.transform).shapes
+        if manifest.dataset is not None:
+            self.sample_shapes = {name: (array.shape, array.dtype) for name, array in manifest.dataset.arrays.items()}
+        else:
+            # Only the shapes and types of a sample are needed, so only the first file is mapped.
+            manifest_of_first_file = manifest.model_copy(update={"train": manifest.train[:1], "held_out_samples": 0})
+            self.sample_shapes = SampleDataset(manifest_of_first_file, run.data_dir, transform=self.transform).shapes
         self.units_per_step = run.config.train.global_batch
         self.options = run.config.model.all_options
         self.has_batch_loss = user_model.has_batch_loss

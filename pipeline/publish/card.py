@@ -165,6 +165,9 @@ def _describe_data(run: Run) -> list[str]:
             f"tokenizer: sha256 {manifest.tokenizer_sha256}",
             f"everything that the shards were made from: sha256 {manifest.key}",
         ]
+    if manifest.dataset is not None:
+        target = escape_markdown(str(run.config.model.target))
+        return [f"the dataset of {target}: {manifest}, sha256 {manifest.dataset.sha256}"]
     return [
         f"{escape_markdown(Path(entry.file).name)}: {entry.samples:,} samples, sha256 {entry.sha256}"
         for entry in manifest.train

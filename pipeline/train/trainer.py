@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +40,8 @@ from pipeline.checkpoint.saver import open_saver, wait_for_previous_savers
 from pipeline.checkpoint.writer import append_saved_event
 from pipeline.comm import groups
 from pipeline.config.sections import LengthConfig, check_warmup
+from pipeline.data.dataset import TRAIN_SPLIT
+from pipeline.data.dataset_pool import DatasetLoader, DatasetSamples, StreamOrder, make_dataset_request
 from pipeline.data.loader import Batch, BatchLoader
 from pipeline.data.local_copy import LocalCopies
 from pipeline.data.manifest import Manifest, SampleManifest, count_training_steps
@@ -50,7 +53,8 @@ from pipeline.data.sample_order import (
     format_epochs,
 )
 from pipeline.data.samples import DocumentEnds, MappedDataset, SampleDataset, TokenDataset
-from pipeline.data.verify_shards import verify_shards
+from pipeline.data.stream_state import gather_states, select_states
+from pipeline.data.verify_shards import verify_dataset_files, verify_shards
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.model.lora import hash_weights
 from pipeline.model.make_task import make_task
@@ -147,6 +151,7 @@ class Trainer:
         self.compute_timer = LocalComputeTimer(world.device)
         self.checkpointer = self._make_checkpointer()
         verify_shards(run, manifest.train, self.checkpointer.group, mode=config.data.verify)
+        verify_dataset_files(manifest, self.checkpointer.group)
         self.dataset = self._make_dataset(config.data.sequence_length)
         from_scratch = not self.checkpointer.has_checkpoint()
         self.engine = self._make_engine(from_scratch)
@@ -171,6 +176,10 @@ class Trainer:
         at which the run should have ended according to the config. None otherwise."""
         self.pause_step = groups.broadcast_from_rank0(self.coordinator.group, run.pause_step)
         """The step at which the train stage pauses, if the run is a trial of a search; None otherwise."""
+        self._stream: DatasetLoader | None = None
+        """The loader of an iterable dataset; None without one."""
+        self._saved_stream: Mapping[str, Any] | None = None
+        """The states of the iterable dataset in the restored checkpoint (`gather_states`); None without them."""
         self._snapshot_interval = config.checkpoint.memory_every_steps
         self.snapshots: MemorySnapshots | None = None
         """The snapshots of this rank in memory; None without node agents, or if the config requests no snapshots."""
@@ -242,13 +251,15 @@ class Trainer:
             on_committed=partial(append_saved_event, self.run),
         )
 
-    def _make_dataset(self, length: int) -> MappedDataset:
+    def _make_dataset(self, length: int) -> MappedDataset | DatasetSamples:
         """Return the training samples of the run, in the order of the shards.
 
         Args:
             length: number of tokens of a sample; not used for a custom model.
         """
         if isinstance(self.manifest, SampleManifest):
+            if self.manifest.dataset is not None:
+                return self._make_dataset_samples(self.manifest)
             seed = self.config.run.seed
             return SampleDataset(self.manifest, self.run.data_dir, transform=self.task.transform, seed=seed)
         data = self.config.data
@@ -260,6 +271,23 @@ class Trainer:
             windows = tuple(count_windows(self.config.model, length))
             balanced_by = DocumentEnds(self.manifest.eos_id, self.manifest.eos_starts_next, windows)
         return TokenDataset(self.manifest.train, length, self.run.data_dir, balanced_by)
+
+    def _make_dataset_samples(self, manifest: SampleManifest, states: Sequence[bytes] = ()) -> DatasetSamples:
+        """Return the training samples of the user's dataset, and start the processes that read them.
+
+        Args:
+            manifest: the manifest with the dataset.
+            states: for an iterable dataset, the saved states of the workers of this rank.
+        """
+        layout = self.layout
+        stream = (layout.coordinates(self.rank).dp, layout.dp)
+        request = make_dataset_request(
+            self.run, manifest, TRAIN_SPLIT, is_rank0=self.world.is_rank0, stream=stream, states=states
+        )
+        samples = DatasetSamples(request, self.config.train.global_batch // layout.dp)
+        if not samples.is_iterable:  # The processes of an iterable dataset start with its saved state.
+            samples.open_pool()
+        return samples
 
     def _make_engine(self, from_scratch: bool) -> Engine:
         """Return the engine.
@@ -311,7 +339,7 @@ class Trainer:
         self.dataset = self._make_dataset(length)
 
     @contextlib.contextmanager
-    def _open_batches(self, lengths: Sequence[LengthConfig]) -> Iterator[BatchLoader]:
+    def _open_batches(self, lengths: Sequence[LengthConfig]) -> Iterator[BatchLoader | DatasetLoader]:
         """Yield a loader of this rank's part of each global batch. The loader starts after the consumed samples.
 
         Args:
@@ -319,6 +347,15 @@ class Trainer:
         """
         excluded_ranges = self.guard.excluded_ranges
         self.mixture = build_mixture(self.config, self.manifest, excluded_ranges, lengths, self._order_start)
+        shift = find_order_shift(lengths, self.config.train.global_batch, excluded_ranges, self._order_start)
+        order = self.mixture.compute_indices if self.mixture else None
+        stream_order = None
+        if isinstance(self.dataset, DatasetSamples) and self.dataset.is_iterable:
+            assert isinstance(self.manifest, SampleManifest)
+            self.dataset = self._make_dataset_samples(self.manifest, self._select_stream_states())
+            dp_rank = self.layout.coordinates(self.rank).dp
+            stream_order = StreamOrder(self.config.train.global_batch, dp_rank, self.layout.dp)
+            order = partial(np.add, shift)
         sampler = GlobalOrderSampler(
             self.dataset,
             global_batch=self.config.train.global_batch,
@@ -327,17 +364,33 @@ class Trainer:
             excluded_ranges=excluded_ranges,
             num_replicas=self.layout.dp,
             rank=self.layout.coordinates(self.rank).dp,
-            order=self.mixture.compute_indices if self.mixture else None,
-            shift=find_order_shift(lengths, self.config.train.global_batch, excluded_ranges, self._order_start),
-            # A micro-batch with a loss of its own has the same samples in every layout.
-            stripe=self.config.train.micro_batch if self.task.has_batch_loss else None,
+            order=order,
+            shift=shift,
+            # A micro-batch with a loss of its own has the same samples in every layout. An iterable dataset gives each
+            # rank samples of its own.
+            stripe=self.config.train.micro_batch if self.task.has_batch_loss and stream_order is None else None,
         )
+        if isinstance(self.dataset, DatasetSamples):
+            loader = DatasetLoader(self.dataset, sampler, self.device, stream_order)
+            self._stream = None if stream_order is None else loader
+            with contextlib.closing(loader):
+                yield loader
+            return
         # A random key for each start ensures that no rank reads the local copies of a killed job.
         copies_key = groups.broadcast_from_rank0(self.coordinator.group, secrets.token_hex(8))
         write_event = self.run.append_event if self.rank_info.local_rank == 0 else None
         copies = LocalCopies(self.dataset, self.run.data_dir, self.config.site.local_disk, copies_key, write_event)
-        with copies, contextlib.closing(BatchLoader(self.dataset, sampler, self.device)) as loader:
-            yield loader
+        with copies, contextlib.closing(BatchLoader(self.dataset, sampler, self.device)) as batches:
+            yield batches
+
+    def _select_stream_states(self) -> list[bytes]:
+        """Return the saved state of the iterable dataset for each worker of this rank; [] to start at its beginning."""
+        # A fork that begins a new order reads other data than its origin.
+        begins_order = self.start_step == self._order_start.step
+        if self._saved_stream is None or begins_order:
+            return []
+        dp_rank = self.layout.coordinates(self.rank).dp
+        return select_states(self._saved_stream, self.start_step, dp_rank, self.layout.dp, self.config.data.workers)
 
     # -- one step ----------------------------------------------------------------------------------------
 
@@ -609,6 +662,9 @@ class Trainer:
             "scaler": self.engine.scaler.state_dict() if self.engine.scaler else {},
             "replicas": replicas,
         }
+        if self._stream is not None:
+            dp_rank = self.layout.coordinates(self.rank).dp
+            extra["stream"] = gather_states(self.coordinator.group, dp_rank, self.layout.dp, self._stream.states)
         if callback_states := self.callbacks.state_dict():
             extra["callbacks"] = callback_states
         if self.early_stop is not None:
@@ -690,6 +746,7 @@ class Trainer:
             if extra["scaler"] and self.engine.scaler is not None:
                 self.engine.scaler.load_state_dict(extra["scaler"])
             self.requested_stop_reason = extra.get("stop_request")
+            self._saved_stream = extra.get("stream")
             early_stop = extra.get("early_stop")
             if early_stop and early_stop["steps"] == self.steps:  # Otherwise the user has changed the number of steps.
                 self.early_stop = early_stop

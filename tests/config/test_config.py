@@ -1031,9 +1031,9 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
     [
         (
             Policy.CHANGEABLE,
-            "run.name run.root data.mixture.weights data.max_rejected data.verify parallel train.sequence_schedule "
-            "train.balance train.log_every train.profile_every checkpoint evaluate.every recovery site stages "
-            "parameters publish track model.init_files",
+            "run.name run.root data.mixture.weights data.max_rejected data.workers data.verify parallel "
+            "train.sequence_schedule train.balance train.log_every train.profile_every checkpoint evaluate.every "
+            "recovery site stages parameters publish track model.init_files",
         ),
         (
             Policy.PATH,
@@ -1043,12 +1043,12 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         ),
         (
             Policy.NOT_IN_IDENTITY,
-            "data.mixture.sources.*.source data.source data.max_rejected data.verify model.init_from train.steps "
-            "train.epochs train.sequence_schedule train.balance train.log_every train.evaluate_every "
+            "data.mixture.sources.*.source data.source data.max_rejected data.workers data.verify model.init_from "
+            "train.steps train.epochs train.sequence_schedule train.balance train.log_every train.evaluate_every "
             "train.evaluate_sequences train.profile_every model.init_files",
         ),
         (Policy.INCREASABLE, "train.steps train.epochs"),
-        (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.verify"),
+        (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.workers data.verify"),
         (Policy.SWEEPABLE, "run.seed model adapter train optimizer checkpoint evaluate parameters"),
         (Policy.NOT_SWEEPABLE, "model.target train.sequence_schedule train.threads"),
         (

@@ -170,7 +170,7 @@ def test_repeated_task_adds_a_line_of_progress_only_if_it_is_missing(tmp_path: P
 def test_key_does_not_depend_on_newer_config_keys_with_default_values(tmp_path: Path, records: str) -> None:
     """Data folders that were prepared before these config keys existed stay valid."""
     data = make_data_config(str(tmp_path / "a.jsonl"), records=records, sequence_length=512, add_special_tokens=False)
-    excluded = {"verify", "max_rejected", "document_mask", "deduplicate", "filter", "add_special_tokens"}
+    excluded = {"verify", "workers", "max_rejected", "document_mask", "deduplicate", "filter", "add_special_tokens"}
     excluded |= {"chat_template", "packing", "long_documents", "format"}
     excluded |= {"sequence_length", "records"} if records == "text" else set()
     old_config = {**data.model_dump(mode="json", exclude=excluded), "source": data.sources}
