@@ -30,6 +30,7 @@ from pipeline.base.html_page import (
     draw_lanes,
     draw_layers,
     format_figure,
+    format_image,
     format_page,
     format_table,
 )  # fmt: skip
@@ -51,6 +52,7 @@ from pipeline.parallel.mesh import Layout, resolve_layout
 from pipeline.run import lines, stages
 from pipeline.run.directory import Run, list_point_values, list_points
 from pipeline.run.events import Done, Event, LostWork, Restored, Started, is_event
+from pipeline.run.images import Image, read_images
 from pipeline.run.ledger import (
     CATEGORIES,
     PRODUCTIVE_CATEGORIES,
@@ -129,6 +131,14 @@ _HELD_OUT_LOSSES = {
     f"{HELD_OUT_PREFIX}{EMA_PREFIX}loss": "held out, moving average of the weights",
 }
 """Labels of the curves of the losses on held-out data, by key of metrics.jsonl."""
+_SHOWN_METRICS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "samples", "samples_consumed", "time", "tflops", "memory_gb",
+    "memory_reserved_gb", "compute_spread",
+}  # fmt: skip
+"""Keys of metrics.jsonl that have their own figure, or need none. Other keys come from callbacks and commands."""
+_MAX_IMAGES_PER_NAME = 6
+_MAX_IMAGES_SIZE = 20_000_000
+"""Maximum size in bytes of all images of the page."""
 _SLOW_HOST_RATIO = 1.2
 """Hosts whose local compute time is more than this multiple of the median are marked."""
 
@@ -564,7 +574,53 @@ def draw_training(run: Run, steps: LineHistory) -> list[str]:
             "Parts of profiled steps", _STEP_AXIS, "% of the step", profiled_steps, profiled_shares, PART_COLOURS
         ),
         draw_over_steps("Memory", "GB, peak of rank 0", {"memory_gb": "allocated", "memory_reserved_gb": "reserved"}),
+        *(draw_over_steps(group, "", labels) for group, labels in list_other_metrics(steps.names).items()),
     ]
+
+
+def list_other_metrics(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the metrics of callbacks and commands, for which the other figures have no place.
+
+    Args:
+        names: all keys of metrics.jsonl.
+
+    Returns:
+        For each figure, the label of each curve by key. The keys of a figure have the same text before their first dot.
+    """
+    figures: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        group, _, label = name.partition(".")
+        is_shown = name in _SHOWN_METRICS or name.startswith((HELD_OUT_PREFIX, "profile.")) or name.endswith("_s")
+        if not is_shown:
+            figures[group][name] = label or name
+    return figures
+
+
+def _format_images(run: Run) -> tuple[list[str], list[str]]:
+    """Return the figures of the run's images, and a note about images that are left out.
+
+    Of each name, the newest image and some older ones are shown, those of the latest steps first.
+    """
+    by_name: dict[str, list[Image]] = defaultdict(list)
+    for image in read_images(run.path):
+        by_name[image.name].append(image)
+    figures = []
+    left_out = 0
+    size = 0
+    for images in by_name.values():
+        count = min(len(images), _MAX_IMAGES_PER_NAME)
+        # evenly spaced, with the newest one and, if there is more than one, the oldest one
+        chosen = [images[-1 - number * (len(images) - 1) // max(1, count - 1)] for number in range(count)]
+        left_out += len(images) - len(chosen)
+        for image in chosen:
+            if size + len(image.content) > _MAX_IMAGES_SIZE:
+                left_out += 1
+                continue
+            size += len(image.content)
+            note = f"step {image.step}"
+            figures.append(format_image(image.name, note, image.media_type, image.content, is_small=image.is_small))
+    notes = [f"{left_out} more images are in {run.path / 'images'}"] if left_out else []
+    return figures, notes
 
 
 def _mean_step_parts(steps: LineHistory) -> tuple[list[float], dict[str, list[float]]]:
@@ -739,12 +795,15 @@ def print_report(run: Run, console: Console, describe_goodput: DescribeGoodput |
         *filter(None, [_describe_idle_spares(data.attempts)]),
         *(f"evaluation/{name} is left out: it is incomplete or was changed" for name in damaged),
     ]
+    images, image_notes = _format_images(run)
+    notes += image_notes
     tables = [build_table(rows, console.width) for rows in (attempts_table, causes_table, points_table) if rows]
     for content in (run.title, *tables, *notes):
         console.print(content, soft_wrap=True)
     sections = {
         "Sweep": [*_draw_sweep(run, poller.point_statuses, data.curves), format_table(points_table)],
         "Training": draw_training(run, data.steps),
+        "Images": images,
         "Hours": [draw_timeline(data.attempts), format_table(attempts_table), format_table(causes_table)],
         "Quality": [*_draw_results(results), format_table(_evaluations_table(results))],
         "Machines": _draw_machines(run, data.attempts),

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Run", "is_running", "last_saved", "saved", "should_stop", "step", "time_left"]
+__all__ = ["Run", "add_image", "is_running", "last_saved", "saved", "should_stop", "step", "time_left"]
 
 _FOLDER = os.environ.get("SLUICE_CLIENT", "")
 _DEADLINE = os.environ.get("SLUICE_DEADLINE", "")
@@ -38,6 +38,10 @@ _DEADLINE = os.environ.get("SLUICE_DEADLINE", "")
 _RANK = int(os.environ.get("RANK", "0") or 0)
 _messages: int | None = None
 """The file descriptor to which messages are appended; None before the first message."""
+_images = 0
+"""The number of images that were added."""
+_MAX_IMAGE_BYTES = 1 << 24
+"""Larger images are not sent, because they would fill the memory."""
 _stopping = False
 _polled = False
 
@@ -123,6 +127,38 @@ def saved(path_or_step: str | os.PathLike[str] | int) -> None:
         _send({"kind": "saved", "step": operator.index(path_or_step)})  # type: ignore[arg-type]
     else:
         _send({"kind": "saved", "path": os.path.abspath(path_or_step)})
+
+
+def add_image(name: str, step: int, image: Any) -> None:
+    """Add an image to report.html. An image of the same name and step is replaced. Only rank 0 needs to call this.
+
+    If the image is invalid or too large, the log of the job has a warning, and the image is left out.
+
+    Args:
+        name: letters, digits, `.`, `_` and `-`.
+        step: the step that the image shows.
+        image: the content of a PNG or SVG file (bytes), at most 1 MiB; or the pixels as an array or tensor of type
+            uint8 with the shape (H, W) or (H, W, 3).
+    """
+    global _images
+    if not _FOLDER or _RANK != 0:
+        return
+    message: dict[str, Any] = {"kind": "image", "name": str(name), "step": int(step), "shape": None, "dtype": ""}
+    if not isinstance(image, (bytes, bytearray)):
+        if hasattr(image, "detach"):
+            image = image.detach().cpu().numpy()
+        message.update(shape=list(image.shape), dtype=str(image.dtype))
+        image = image.tobytes()
+    message["size"] = len(image)
+    if len(image) <= _MAX_IMAGE_BYTES:
+        _images += 1
+        message["file"] = f"image-{os.getpid()}-{_images}"
+        try:
+            with open(os.path.join(_FOLDER, message["file"]), "wb") as file:
+                file.write(image)
+        except OSError:
+            return
+    _send(message)
 
 
 def last_saved() -> str | None:

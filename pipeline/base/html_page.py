@@ -9,6 +9,7 @@ A lane is a row of bars over a horizontal axis. A key explains the colours of a 
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -115,6 +116,24 @@ def format_figure(
     return (
         f"<figure{attributes}><figcaption><b>{escape(heading)}</b> {keys_html}<output></output></figcaption>"
         f'<div><svg role="img" aria-label="{escape(heading)}" style="{style}">{drawing}</svg></div></figure>'
+    )
+
+
+def format_image(heading: str, note: str, media_type: str, content: bytes, *, is_small: bool = False) -> str:
+    """Return a <figure> with an image. Browsers run no scripts in such an image, and load nothing for it.
+
+    Args:
+        heading: The title of the figure.
+        note: A text after the title.
+        media_type: The MIME type of the image.
+        content: The file of the image.
+        is_small: Whether the image is enlarged, with visible pixels.
+    """
+    css_class = ' class="small"' if is_small else ""
+    source = f"data:{media_type};base64,{b64encode(content).decode()}"
+    return (
+        f"<figure><figcaption><b>{escape(heading)}</b> {escape(note)}</figcaption>"
+        f'<div><img{css_class} alt="{escape(heading)}, {escape(note)}" src="{escape(source)}"></div></figure>'
     )
 
 

@@ -66,13 +66,40 @@ def read_early_stop(folder: Path, step: int) -> Mapping[str, Any] | None:
     Return None if there is no such entry, or if the manifest cannot be read.
 
     The entry exists if a callback completed the train stage early. The entry contains the `reason` of the callback, and
-    `steps`, the number of the step at which the stage should have ended according to the config.
+    `steps`, the number of the step at which the stage should have ended according to the config. If the callback was
+    that of `train.early_stopping`, the entry also contains `early_stopping`: the values of this section without the
+    patience, and the number of evaluations without an improvement.
     """
     with suppress(CheckpointError):
         extra = read_checkpoint_manifest(folder / checkpoint_name(step)).get("extra")
         early_stop = extra.get("early_stop") if isinstance(extra, dict) else None
         return early_stop if isinstance(early_stop, dict) else None
     return None
+
+
+def completes_stage(run: Run, step: int, early_stop: Mapping[str, Any] | None, steps: int) -> bool:
+    """Return True if the train stage is complete, because a callback completed it early at `step`.
+
+    The stage is no longer complete if the user then changes the number of steps, or raises the patience of
+    `train.early_stopping`, or changes another key of this section or removes it. A fork that begins with the checkpoint
+    is not complete either.
+
+    Args:
+        run: the run.
+        step: the step of a checkpoint of this run.
+        early_stop: the result of :func:`read_early_stop` for this checkpoint.
+        steps: the number of the last step of the stage.
+    """
+    origin = read_origin(run)
+    if early_stop is None or early_stop.get("steps") != steps or (origin is not None and origin.step == step):
+        return False
+    if (condition := early_stop.get("early_stopping")) is None:
+        return True
+    config = run.config.train.early_stopping
+    if config is None:
+        return False
+    has_same_rule = config.rule.items() <= condition.items()
+    return has_same_rule and bool(config.patience <= condition["evaluations_without_improvement"])
 
 
 def describe_missing_checkpoints(run: Run) -> str | None:

@@ -26,6 +26,7 @@ class ClientFiles:
 
     - The command appends JSON objects to `messages`, one per line.
     - The command creates `polled` when it asks for the first time whether it should stop.
+    - The command writes an image to a file `image-…`, whose name is in a message. This process removes the file.
     - This process creates `stop` to ask the command to stop.
 
     The directory is in memory if possible, so that a message takes microseconds.
@@ -65,6 +66,16 @@ class ClientFiles:
     def is_polling(self) -> bool:
         """Whether the command has asked whether it should stop, so that it needs no signal."""
         return (self._folder / "polled").exists()
+
+    def take_image(self, name: str) -> bytes:
+        """Return the content of the file of an image, and remove the file.
+
+        Raises OSError if there is no such file.
+        """
+        path = self._folder / Path(name).name
+        content = path.read_bytes()
+        path.unlink()
+        return content
 
     def request_stop(self) -> None:
         """Ask the command to stop."""

@@ -1,4 +1,4 @@
-"""What the process of a rank does with the messages of its command: metrics, checkpoints, progress, hangs."""
+"""What the process of a rank does with the messages of its command: metrics, images, checkpoints, progress, hangs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.command.client_files import ClientFiles
 from pipeline.resilience.step_limit import StepLimit
 from pipeline.run.directory import Run
 from pipeline.run.events import LostWork, Ready, Saved
+from pipeline.run.images import ImageWriter
 from pipeline.run.metrics import MetricsFile, is_step_line, list_lost_lines, rewind_metrics
 
 PROGRESS_INTERVAL_S = 2.0
@@ -42,6 +44,7 @@ class CommandMonitor:
         self._rank = rank_info.rank
         self._client = client
         self._is_rank0 = rank_info.rank == 0
+        self._images = ImageWriter(run.path, lambda text: print(text, flush=True))
         records_metrics = self._is_rank0 and run.config.get_stage(stage).records_metrics
         self._metrics = MetricsFile(run.metrics_file) if records_metrics else None
         if self._is_rank0:  # It describes an earlier attempt.
@@ -68,6 +71,8 @@ class CommandMonitor:
                 self._handle_step(message)
             elif message.get("kind") == "saved":
                 self._handle_saved(message)
+            elif message.get("kind") == "image":
+                self._handle_image(message)
         if messages:
             self._beat_time = time.monotonic()
 
@@ -132,6 +137,17 @@ class CommandMonitor:
                 path=path if isinstance(path, str) else None,
             )
         )
+
+    def _handle_image(self, message: Mapping[str, Any]) -> None:
+        """Write an image, on rank 0. If the message names no file, the image was so large that it was not sent."""
+        with suppress(OSError, KeyError):  # The command may have changed the files.
+            name, step, shape = message["name"], message["step"], message["shape"]
+            if message.get("file") is None:
+                self._images.warn(name, step, f"it has {message['size']:,} bytes")
+                return
+            content = self._client.take_image(message["file"])
+            if self._is_rank0:
+                self._images.write(name, step, content, shape, message["dtype"])
 
     @property
     def is_complete(self) -> bool:

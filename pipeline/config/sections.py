@@ -343,6 +343,39 @@ class EmaConfig(Section):
     """Number of optimizer steps between two updates of the average. A skipped step does not update the average."""
 
 
+class EarlyStoppingConfig(Section):
+    """Complete the train stage when a metric on held-out data no longer improves."""
+
+    metric: str = "loss"
+    """The metric, by its name in metrics.jsonl without `held_out_`: `loss`, `ema_loss` with `train.ema`, `SOURCE.loss`
+    of a mixture, a metric of a custom model, or one that a callback adds in `on_evaluation`."""
+    patience: PositiveInt = 5
+    """Number of evaluations in a row without an improvement after which the stage is completed."""
+    min_delta: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """A value is an improvement if it is better than the best value so far by more than this difference."""
+    mode: Literal["min", "max"] | None = None
+    """Whether lower (`min`) or higher (`max`) values are better. null: `min` for a metric whose name ends in `loss`,
+    and `max` for one whose name ends in `accuracy`; set the key for any other metric."""
+
+    @property
+    def resolved_mode(self) -> str | None:
+        """The value of `mode`, or the one that follows from the name of the metric; None if none follows."""
+        modes = {"loss": "min", "accuracy": "max"}
+        return self.mode or next((mode for suffix, mode in modes.items() if self.metric.endswith(suffix)), None)
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What counts as an improvement: all values of this section except the patience."""
+        return {"metric": self.metric, "mode": self.resolved_mode, "min_delta": self.min_delta}
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> EarlyStoppingConfig:
+        """Raise ValueError if it is unknown whether lower or higher values of the metric are better."""
+        if self.resolved_mode is None:
+            raise ValueError(f"mode is missing: set it to min or max, because the metric is {self.metric}")
+        return self
+
+
 class TrainConfig(Section):
     """The training loop."""
 
@@ -401,6 +434,15 @@ class TrainConfig(Section):
     evaluate_sequences: Annotated[PositiveInt, Policy.NOT_IN_IDENTITY] = 64
     """Number of held-out sequences in each evaluation of the train stage (`evaluate_every`). All evaluations use the
     same sequences: the first ones of the held-out data."""
+    early_stopping: Annotated[EarlyStoppingConfig | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
+    """When the train stage is completed before its last step, by the evaluations of `evaluate_every`
+    (docs/callbacks.md). null: never."""
+    callbacks: Annotated[list[str], Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY, Policy.NOT_SWEEPABLE] = Field(
+        default_factory=list
+    )
+    """Python modules with a function `callbacks(config)`, whose callbacks take part in the training, by their dotted
+    names, such as `examples.gradient_statistics` (docs/callbacks.md). They work with all models. The run has a copy of
+    them, so after a change of this key, use `resume --update-code`. A custom model may also define callbacks itself."""
     profile_every: Annotated[PositiveInt | None, Policy.CHANGEABLE, Policy.NOT_IN_IDENTITY] = None
     """With the value N, all ranks record every Nth step with torch.profiler (docs/profiling.md). null: record no steps.
     Regardless of this key, `submit.py profile` records the next steps."""
@@ -423,6 +465,14 @@ class TrainConfig(Section):
         if any(after <= before for before, after in pairwise(lengths)):
             raise ValueError(f"each length must be larger than the one before, but the lengths are {lengths}")
         return schedule
+
+    @field_validator("callbacks")
+    @classmethod
+    def _check_callbacks(cls, modules: list[str]) -> list[str]:
+        """Return the modules. Raises ValueError if one is named twice."""
+        if repeated := [name for name in modules if modules.count(name) > 1]:
+            raise ValueError(f"{repeated[0]} is named twice: remove one of the two")
+        return modules
 
     @model_validator(mode="after")
     def _check_lengths(self) -> TrainConfig:
@@ -1134,6 +1184,11 @@ class Config(Section):
         return values
 
     @property
+    def user_targets(self) -> list[str]:
+        """The dotted names of the user's modules: the custom model, if there is one, and those of `train.callbacks`."""
+        return [*filter(None, [self.model.target]), *self.train.callbacks]
+
+    @property
     def metrics_stage(self) -> str:
         """The stage whose steps metrics.jsonl contains."""
         return next(name for name, stage in self.active_stages.items() if stage.records_metrics)
@@ -1280,10 +1335,35 @@ def _find_conflicts(config: Config) -> Iterator[str]:
             yield from find_search_conflicts(config.sweep.search, train.steps, train.evaluate_every, data.held_out)
         else:
             yield "sweep.search needs the train stage, because it compares losses: set the section train"
+    yield from _find_callback_conflicts(config)
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every needs held-out data, but data.held_out is 0: set one, or remove the other"
     if config.checkpoint.keep_rules.best is not None and train.evaluate_every is None:
         yield "checkpoint.keep.best needs held-out losses of the train stage: set train.evaluate_every, or remove best"
+
+
+def _find_callback_conflicts(config: Config) -> Iterator[str]:
+    """Yield a message for each conflict that concerns `train.callbacks` and `train.early_stopping`.
+
+    The metrics of a custom model and of callbacks are not known here. If one is missing, training ends with an error at
+    the first evaluation (pipeline/train/early_stopping.py).
+    """
+    train = config.train
+    if config.model.target is not None and config.model.target in train.callbacks:
+        yield f"train.callbacks: {config.model.target} is model.target, whose callbacks are used anyway: remove it"
+    if train.early_stopping is None:
+        return
+    if train.evaluate_every is None:
+        yield "train.early_stopping needs evaluations in the train stage: set train.evaluate_every also, or remove it"
+    metrics = ["loss", *(f"{source}.loss" for source in (config.data.mixture.sources if config.data.mixture else ()))]
+    if train.ema is not None:
+        metrics += [f"ema_{metric}" for metric in metrics]
+    is_known = config.model.target is None and not train.callbacks
+    if is_known and train.early_stopping.metric not in metrics:
+        yield (
+            f"train.early_stopping.metric: evaluations do not report {train.early_stopping.metric}, but only "
+            f"{', '.join(metrics)}: choose one of them"
+        )
 
 
 def _find_adapter_conflicts(config: Config) -> Iterator[str]:

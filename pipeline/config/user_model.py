@@ -1,4 +1,6 @@
-"""Find and check a custom model: a Python module that `model.target` names.
+"""Find and check the user's modules: a custom model (`model.target`), and callbacks (`train.callbacks`).
+
+A module of `train.callbacks` needs only the function `callbacks` that is described below. A custom model:
 
     model: {target: my_package.my_model, options: {width: 64}, layers: 6}
     data:  {source: "/data/images-*.h5", held_out: 0.1}
@@ -79,7 +81,7 @@ tensors have the types of the files and the samples along the first dimension:
                                        `steps`. The result must depend on the arguments only. Otherwise, a restart
                                        changes the result of the run
     callbacks(config) -> list          optional: objects derived from `pipeline.train.callback.Callback`, with hooks
-                                       that the trainer calls. `config` is the whole config (docs/models.md)
+                                       that the trainer calls. `config` is the whole config (docs/callbacks.md)
     tensor_plan(options) -> dict       optional (parallel.tensor > 1): a `parallelize_module` plan. It must name every
                                        module with parameters. `pipeline.tensor_parallel.Replicated()` does not split a
                                        module
@@ -106,12 +108,14 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 from pipeline.base.errors import UserError
 from pipeline.config.datasets import DataConfig
 from pipeline.config.sections import Config
 
 _HELP = "pipeline/config/user_model.py describes the contents of such a module"
+_CALLBACKS_HELP = "docs/callbacks.md describes such a module"
 LENGTHS_ARRAY = "lengths"
 """The array with the length of each sample."""
 UNREAD_OPTIONS = "model.options that no build reads: "
@@ -119,15 +123,48 @@ UNREAD_OPTIONS = "model.options that no build reads: "
 
 
 @dataclass(frozen=True)
-class UserModel:
-    """A custom model: the facts that can be read from its module without importing the module."""
+class UserModule:
+    """A module of `train.callbacks`: the facts that can be read from its source without importing it."""
 
+    key: ClassVar[str] = "train.callbacks"
+    """The config key that names the module, for messages."""
     target: str
     """The dotted name of the module."""
     root: Path
     """The top-level package (a folder) or the module (a file)."""
     names: frozenset[str]
     """The names that the module defines or imports at its top level, without CUTS and ELEMENTWISE if they are False."""
+
+    def load(self, code_dir: Path) -> ModuleType:
+        """Import and return the module.
+
+        Args:
+            code_dir: the folder that contains the top-level package, such as the run's `code/`. If the Python path does
+                not contain it yet, it becomes the first folder of the path.
+
+        Raises:
+            UserError: if an import raises ImportError, or if Python finds another module of the same name.
+        """
+        if str(code_dir) not in sys.path:
+            sys.path.insert(0, str(code_dir))
+        try:
+            module = importlib.import_module(self.target)
+            if self.root not in Path(str(module.__file__)).parents and self.root != Path(str(module.__file__)):
+                raise ImportError(f"{module.__file__} was imported instead; rename {self.root.name}")
+            return module
+        except ImportError as error:
+            raise UserError(
+                "model.import_failed",
+                f"{self.key}: {self.target} cannot be imported: {error}; install the packages that it imports, or "
+                "add their folder to PYTHONPATH in site.setup",
+            ) from error
+
+
+@dataclass(frozen=True)
+class UserModel(UserModule):
+    """The module of a custom model."""
+
+    key: ClassVar[str] = "model.target"
     arrays: tuple[str, ...]
     """The value of ARRAYS."""
     inputs: tuple[str, ...]
@@ -152,36 +189,40 @@ class UserModel:
         """Whether ARRAYS contains `lengths`, because samples differ in length."""
         return LENGTHS_ARRAY in self.arrays
 
-    def load(self, code_dir: Path) -> ModuleType:
-        """Import and return the module.
-
-        Args:
-            code_dir: the folder that contains the top-level package, such as the run's `code/`. If the Python path does
-                not contain it yet, it becomes the first folder of the path.
-
-        Raises:
-            UserError: if an import raises ImportError, or if Python finds another module of the same name.
-        """
-        if str(code_dir) not in sys.path:
-            sys.path.insert(0, str(code_dir))
-        try:
-            module = importlib.import_module(self.target)
-            if self.root not in Path(str(module.__file__)).parents and self.root != Path(str(module.__file__)):
-                raise ImportError(f"{module.__file__} was imported instead; rename {self.root.name}")
-            return module
-        except ImportError as error:
-            raise UserError(
-                "model.import_failed",
-                f"model.target: {self.target} cannot be imported: {error}; install the packages that it imports, or "
-                "add their folder to PYTHONPATH in site.setup",
-            ) from error
-
 
 def find_user_model(target: str, folders: Sequence[Path]) -> UserModel:
-    """Find the module `target` in `folders`, then on the Python path, without importing it.
+    """Find the custom model `target` in `folders`, then on the Python path, without importing it.
 
     Raises UserError if the module does not exist, has the name of a module of the standard library, is not Python
     source, or lacks a required name.
+    """
+    return _parse_model(target, *_find_module(UserModel.key, target, folders, _HELP))
+
+
+def find_callback_module(target: str, folders: Sequence[Path]) -> UserModule:
+    """Find a module of `train.callbacks`, as `find_user_model` finds a custom model.
+
+    Raises UserError if there is no such module with a function `callbacks`.
+    """
+    root, file = _find_module(UserModule.key, target, folders, _CALLBACKS_HELP)
+    names = frozenset(_parse_names(UserModule.key, file))
+    if "callbacks" not in names:
+        message = f"{UserModule.key}: {file} lacks a function callbacks at its top level. {_CALLBACKS_HELP}"
+        raise UserError("model.incomplete_module", message)
+    return UserModule(target, root, names)
+
+
+def _find_module(key: str, target: str, folders: Sequence[Path], help_text: str) -> tuple[Path, Path]:
+    """Return the top-level package or module of a module, and the file of the module.
+
+    Args:
+        key: the config key that names the module.
+        target: the dotted name of the module.
+        folders: where the module is searched before the Python path.
+        help_text: the last sentence of messages.
+
+    Raises:
+        UserError: if there is no such module.
     """
     top_name, *inner_names = target.split(".")
     folder_names = [str(folder) for folder in folders]
@@ -189,27 +230,37 @@ def find_user_model(target: str, folders: Sequence[Path]) -> UserModel:
     if spec is None or top_name in sys.stdlib_module_names:
         raise UserError(
             "model.no_module",
-            f"model.target: there is no module {top_name} in {', '.join(folder_names)}, PYTHONPATH and the installed "
-            f"packages: run the command in the folder that contains it, or add that folder to PYTHONPATH. {_HELP}",
+            f"{key}: there is no module {top_name} in {', '.join(folder_names)}, PYTHONPATH and the installed "
+            f"packages: run the command in the folder that contains it, or add that folder to PYTHONPATH. {help_text}",
         )
     package_folders = list(spec.submodule_search_locations or ())
     root = Path(package_folders[0]) if package_folders else Path(spec.origin or "")
     file = root.joinpath(*inner_names)
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
     if not file.is_file() or (inner_names and not package_folders):
-        raise UserError("model.no_module", f"model.target: {target} has no Python source: there is no {file}. {_HELP}")
-    return _parse_module(target, root, file)
+        message = f"{key}: {target} has no Python source: there is no {file}. {help_text}"
+        raise UserError("model.no_module", message)
+    return root, file
 
 
-def _parse_module(target: str, root: Path, file: Path) -> UserModel:
-    """Return the description of a module from its source. Raises UserError if it is invalid or incomplete."""
+def _parse_names(key: str, file: Path) -> dict[str, ast.expr | None]:
+    """Return the top-level names of a file with the expressions that are assigned to them.
+
+    The expression of a function, a class or an import is None.
+
+    Args:
+        key: the config key that names the module, for messages.
+        file: the file.
+
+    Raises:
+        UserError: if the file is not valid Python.
+    """
     try:
         body = ast.parse(file.read_bytes(), str(file)).body
     except (SyntaxError, ValueError) as error:
         raise UserError(
-            "model.invalid_module", f"model.target: {file} is not valid for Python {sys.version.split()[0]}: {error}"
+            "model.invalid_module", f"{key}: {file} is not valid for Python {sys.version.split()[0]}: {error}"
         ) from error
-    # top-level name → the expression that is assigned to it; None for functions, classes and imports
     names: dict[str, ast.expr | None] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -220,7 +271,12 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
             for assigned in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(assigned, ast.Name):
                     names[assigned.id] = node.value
+    return names
 
+
+def _parse_model(target: str, root: Path, file: Path) -> UserModel:
+    """Return the description of a custom model from its source. Raises UserError if it is invalid or incomplete."""
+    names = _parse_names(UserModel.key, file)
     for flag in ("CUTS", "ELEMENTWISE"):
         if isinstance(value := names.get(flag), ast.Constant) and not value.value:
             del names[flag]
@@ -252,15 +308,9 @@ def _parse_module(target: str, root: Path, file: Path) -> UserModel:
         raise UserError(
             "model.incomplete_module", f"model.target: {file} lacks {', '.join(missing)} at its top level. {_HELP}"
         )
-    model = UserModel(
-        target,
-        root,
-        frozenset(names),
-        read_tuple("ARRAYS"),
-        read_tuple("INPUTS"),
-        read_tuple("PADDED"),
-        has_batch_loss=loss_kind.value == "batch",
-    )
+    arrays, inputs, padded = map(read_tuple, ("ARRAYS", "INPUTS", "PADDED"))
+    has_batch_loss = loss_kind.value == "batch"
+    model = UserModel(target, root, frozenset(names), arrays, inputs, padded, has_batch_loss)
     unknown = [name for name in (*model.inputs, *model.padded) if name not in model.arrays]
     if model.padded and not model.has_lengths:
         unknown.append(LENGTHS_ARRAY)
@@ -406,3 +456,25 @@ def resolve_user_model(config: Config, folders: Sequence[Path]) -> UserModel | N
     model = find_user_model(config.model.target, folders)
     check_user_model(config, model)
     return model
+
+
+def resolve_callback_modules(config: Config, folders: Sequence[Path]) -> list[UserModule]:
+    """Return the modules of `train.callbacks`. Raises UserError as :func:`find_callback_module` does."""
+    return [find_callback_module(target, folders) for target in config.train.callbacks]
+
+
+def resolve_user_modules(config: Config, folders: Sequence[Path]) -> list[UserModule]:
+    """Return all modules of the user that a config names: the custom model, and those of `train.callbacks`.
+
+    Raises UserError if one of them cannot be used, or if two files or folders in different places have the same name,
+    because the run has a copy of each.
+    """
+    model = resolve_user_model(config, folders)
+    modules = [*([] if model is None else [model]), *resolve_callback_modules(config, folders)]
+    roots: dict[str, Path] = {}
+    for module in modules:
+        if (other := roots.setdefault(module.root.name, module.root)) != module.root:
+            raise UserError(
+                "model.reserved_name", f"{module.key}: {module.root} has the same name as {other}: rename one of them"
+            )
+    return modules

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +38,7 @@ from pipeline.comm import groups
 from pipeline.config.hugging_face import TOKENIZER_FILE
 from pipeline.data.dataset import HELD_OUT_SPLIT
 from pipeline.data.dataset_pool import DatasetSamples, make_dataset_request
+from pipeline.data.loader import Batch
 from pipeline.data.manifest import MASK_LEARNED, Manifest, SampleManifest, ShardEntry
 from pipeline.data.samples import SampleDataset, map_arrays, map_whole_file
 from pipeline.data.special_tokens import encode_prompt, load_tokenizer
@@ -237,6 +238,17 @@ class Evaluator:
         self.watchdog.enter_phase(step, "start")
         return None if is_stopped else result
 
+    def compute_outputs(self, count: int) -> Iterator[tuple[Batch, Any]]:
+        """Yield batches of the first `count` held-out samples, and the outputs of `model` for them, on every rank.
+
+        All ranks must call this method together, and consume all batches.
+        """
+        count = min(count, self.held_out.count)
+        for start in range(0, count, self.batch_size):
+            with torch.no_grad():
+                result = self.held_out.compute_outputs(self.model, start, min(start + self.batch_size, count))
+            yield result
+
     def _sum_batches(
         self, dataset: TextHeldOut | SampleHeldOut | TaskFile, batch_size: int, step: int, ignore_stop: bool
     ) -> list[dict[str, float]] | None:
@@ -317,10 +329,7 @@ class SampleHeldOut:
 
     def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
         """Return the sums of loss and metrics over the samples [start, stop), and the number of loss entries."""
-        arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
-        samples = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
-        (batch,) = self.task.split_micro_batches(samples, stop - start)  # Trimmed to the longest sample.
-        outputs = model(*self.task.model_inputs(batch))
+        batch, outputs = self.compute_outputs(model, start, stop)
         entries = self.task.count_loss_entries(batch)
         metrics = self.task.metrics(outputs, batch)
         reserved_prefix = (EMA_PREFIX,) if self.has_averages else ()
@@ -330,6 +339,13 @@ class SampleHeldOut:
         loss = self.task.loss(outputs, batch)
         entry_count = stop - start if entries is None else entries
         return {name: float(value) for name, value in {"loss": loss, "entries": entry_count, **metrics}.items()}
+
+    def compute_outputs(self, model: nn.Module, start: int, stop: int) -> tuple[Batch, Any]:
+        """Return the arrays of the samples [start, stop), and the outputs of the model for them."""
+        arrays = self.dataset.read(np.arange(start, stop, dtype=np.int64))
+        samples = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        (batch,) = self.task.split_micro_batches(samples, stop - start)  # Trimmed to the longest sample.
+        return batch, model(*self.task.model_inputs(batch))
 
     def compute_result(self, sums: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         """Return the loss and metrics, averaged over the entries of the loss, and the numbers of samples and entries.
@@ -410,8 +426,11 @@ class TextHeldOut:
         index = bisect_right(self._first_windows, number) - 1
         return self._shards[index], (number - self._first_windows[index]) * self.length
 
-    def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
-        """Return the summed loss and the number of tokens of the windows [start, stop), also for each source."""
+    def _read_batch(self, start: int, stop: int) -> tuple[Batch, Tensor, list[ShardEntry]]:
+        """Return the windows [start, stop), their targets (int64, shape (B, T)), and the file of each window.
+
+        The target of a token that is not predicted is `IGNORE_INDEX`.
+        """
         shape = stop - start, self.length + 1
         arrays: dict[str, Any] = {"tokens": np.full(shape, self.eos_id, np.int64), "mask": np.zeros(shape, np.uint8)}
         is_padding_BT = np.ones((stop - start, self.length), np.bool_)
@@ -426,6 +445,17 @@ class TextHeldOut:
         batch = {name: torch.from_numpy(arrays[name]).to(self.device) for name in names}
         padding_BT = torch.from_numpy(is_padding_BT).to(self.device)
         targets_BT = self.task.next_tokens(batch).masked_fill(padding_BT, IGNORE_INDEX)
+        return batch, targets_BT, [shard for shard, _ in windows]
+
+    def compute_outputs(self, model: nn.Module, start: int, stop: int) -> tuple[Batch, Any]:
+        """Return the windows [start, stop) with their `targets`, and the logits (B, T, V) of the model for them."""
+        batch, targets_BT, _ = self._read_batch(start, stop)
+        logits_BTV = model(*self.task.model_inputs(batch), **self.task.document_boundaries(batch))
+        return {**batch, "targets": targets_BT}, logits_BTV
+
+    def compute_sums(self, model: nn.Module, start: int, stop: int) -> dict[str, float]:
+        """Return the summed loss and the number of tokens of the windows [start, stop), also for each source."""
+        batch, targets_BT, shards = self._read_batch(start, stop)
         inputs = self.task.model_inputs(batch)
         boundaries = self.task.document_boundaries(batch)
         if self._computes_loss_in_chunks:
@@ -435,7 +465,7 @@ class TextHeldOut:
             logits_BTV = model(*inputs, **boundaries)
             loss = cross_entropy_sum(logits_BTV, targets_BT).item()
         sums = {"loss": loss, "tokens": float((targets_BT != IGNORE_INDEX).sum())}
-        sources = [self._sources.get(shard.name) for shard, _ in windows]
+        sources = [self._sources.get(shard.name) for shard in shards]
         for source in filter(None, dict.fromkeys(sources)):
             rows = [row for row, row_source in enumerate(sources) if row_source == source]
             source_loss = loss

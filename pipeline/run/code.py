@@ -1,8 +1,9 @@
 """Copy Sluice's source code into a run, with its git commit and diff, and start processes that use this copy.
 
-The copy also contains the code of a custom model. A run gets its copy when it is created. `resume --update-code`
-replaces the copy. For a run with a custom model and without training output, a corrected config also replaces the copy.
-Without such a replacement, edits of the source files do not affect the run, even if its jobs are still pending.
+The copy also contains the user's modules: a custom model and callbacks. A run gets its copy when it is created.
+`resume --update-code` replaces the copy. For a run with such modules and without training output, a corrected config
+also replaces the copy. Without such a replacement, edits of the source files do not affect the run, even if its jobs
+are still pending.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import IO, Any
 
 from pipeline.base.errors import ExitCode, UserError
 from pipeline.base.ownership import apply_umask
-from pipeline.config.user_model import UNREAD_OPTIONS, UserModel
+from pipeline.config.user_model import UNREAD_OPTIONS, UserModel, UserModule
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The directory that contains submit.py and the packages: a checkout, or a run's `code/`."""
@@ -60,14 +61,16 @@ except UserError as error:
 If the function raises UserError, the program prints the message, and then the error code on the last line."""
 
 
-def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, Any]], excluded_dir: str) -> list[str]:
-    """Try a custom model: copy the code to a temporary directory, and import and build the model there.
+def try_code(
+    code_dir: Path, modules: Sequence[UserModule], options: Sequence[Mapping[str, Any]], excluded_dir: str
+) -> list[str]:
+    """Try the user's modules: copy the code to a temporary directory, import them there, and build a custom model.
 
     Args:
         code_dir: the path to which the code will be copied later, for messages.
-        model: the custom model.
+        modules: the modules.
         options: the arguments of the model's `build`, for each sweep point. If the sequence is empty, the files are
-            compiled, but the model is neither imported nor built.
+            compiled, but the modules are neither imported nor built.
         excluded_dir: see :func:`copy_code`.
 
     Returns:
@@ -76,39 +79,41 @@ def try_code(code_dir: Path, model: UserModel, options: Sequence[Mapping[str, An
         `build` also receives the layers as its second argument.
 
     Raises:
-        UserError: as :func:`copy_code`, or if the module cannot be imported, its model cannot be built, or this takes
+        UserError: as :func:`copy_code`, or if a module cannot be imported, the model cannot be built, or this takes
             longer than `IMPORT_TIMEOUT_S`.
     """
     distinct_options = list(dict.fromkeys(map(json.dumps, options)))[:MAX_BUILT_MODELS]
     with tempfile.TemporaryDirectory(prefix="sluice-") as folder:
         copy_dir = Path(folder, "code")
-        sources = _copy_sources(copy_dir, model, excluded_dir)
+        sources = _copy_sources(copy_dir, modules, excluded_dir)
         _compile_files(copy_dir, code_dir, sources)
-        unread_keys = _try_model(copy_dir, model.target, distinct_options) if distinct_options else []
+        unread_keys: list[str] = []
+        for module in modules if distinct_options else ():
+            unread_keys += _try_module(copy_dir, module, distinct_options)
         if unread_keys:
-            # the files and directories of the model, without those of Sluice
-            model_names = {*sources, model.root.name} - set(_COPIED_NAMES)
+            # the files and directories of the user, without those of Sluice
+            model_names = {*sources, *(module.root.name for module in modules)} - set(_COPIED_NAMES)
             strings = _collect_strings([copy_dir / name for name in model_names])
             unread_keys = [key for key in unread_keys if key.split(".")[-1] not in strings and key != "layers"]
         return unread_keys
 
 
-def copy_code(run_dir: Path, model: UserModel | None, excluded_dir: str, umask: int) -> None:
+def copy_code(run_dir: Path, modules: Sequence[UserModule], excluded_dir: str, umask: int) -> None:
     """Copy Sluice's source code to the directory `code` in `run_dir`, replacing an older copy.
 
-    The copy includes the top-level package of a custom model. If the model's module is a single file, the copy also
+    The copy includes the top-level packages of the user's modules. If such a module is a single file, the copy also
     includes the files and packages in the same directory that this file imports. If copying or compiling fails, the
     older copy stays. If a sweep point has a separate copy, a link to the new copy replaces it.
 
     Args:
         run_dir: the run directory.
-        model: the custom model; None for Sluice's built-in decoder model.
-        excluded_dir: directories with this name in the model's package are not copied, because they contain runs.
+        modules: the user's modules.
+        excluded_dir: directories with this name in the user's packages are not copied, because they contain runs.
         umask: permission bits to remove from the copied files.
 
     Raises:
-        UserError: if the custom model's package or module has the name of a file or package that Sluice copies, or if a
-            file does not compile.
+        UserError: if a user's package or module has the name of a file or package that Sluice copies, or if a file does
+            not compile.
         shutil.Error, OSError: if the copy cannot be written.
     """
     code_dir = run_dir / "code"
@@ -117,7 +122,7 @@ def copy_code(run_dir: Path, model: UserModel | None, excluded_dir: str, umask: 
     for leftover in run_dir.glob(".code.*"):  # left by a process that was killed
         _remove_copy(leftover)
     try:
-        _compile_files(new_dir, code_dir, _copy_sources(new_dir, model, excluded_dir))
+        _compile_files(new_dir, code_dir, _copy_sources(new_dir, modules, excluded_dir))
         apply_umask(new_dir, umask)  # the copied files have the modes of the source files, which other users may read
         if code_dir.exists():
             os.rename(code_dir, old_dir)
@@ -140,7 +145,7 @@ def _remove_copy(code: Path) -> None:
         shutil.rmtree(code, ignore_errors=True)
 
 
-def _copy_sources(new_dir: Path, model: UserModel | None, excluded_dir: str) -> dict[str, Path]:
+def _copy_sources(new_dir: Path, modules: Sequence[UserModule], excluded_dir: str) -> dict[str, Path]:
     """Copy the source files into the directory `new_dir`, which must not exist.
 
     If git has a commit of Sluice's code, also write the files COMMIT and DIFF with the commit and uncommitted changes.
@@ -149,19 +154,21 @@ def _copy_sources(new_dir: Path, model: UserModel | None, excluded_dir: str) -> 
         For the name of each copied file and directory directly in `new_dir`, the path from which it was copied.
 
     Raises:
-        UserError: if the custom model's package or module has the name of a file or package that Sluice copies.
+        UserError: if a user's package or module has the name of a file or package that Sluice copies.
     """
-    # a model inside a package of Sluice itself is copied with this package
-    if model is not None and model.root.name in _COPIED_NAMES and model.root.parent != CODE_ROOT:
-        raise UserError(
-            "model.reserved_name", f"model.target: {model.root} has the name of a package of Sluice; rename it"
-        )
+    for module in modules:
+        # a module inside a package of Sluice itself is copied with this package
+        if module.root.name in _COPIED_NAMES and module.root.parent != CODE_ROOT:
+            raise UserError(
+                "model.reserved_name", f"{module.key}: {module.root} has the name of a package of Sluice; rename it"
+            )
     new_dir.mkdir()
     skipped = ("__pycache__", "*.pyc", "*.egg-info")
     skipped_by_source: dict[Path, tuple[str, ...]] = {CODE_ROOT / name: skipped for name in _COPIED_NAMES}
-    if model is not None and model.root.name not in _COPIED_NAMES:
-        skipped_in_model = (*skipped, ".*", "*.h5", "*.hdf5", excluded_dir)
-        skipped_by_source |= dict.fromkeys([model.root, *_find_local_imports(model.root)], skipped_in_model)
+    skipped_of_user = (*skipped, ".*", "*.h5", "*.hdf5", excluded_dir)
+    for module in modules:
+        if module.root.name not in _COPIED_NAMES:
+            skipped_by_source |= dict.fromkeys([module.root, *_find_local_imports(module.root)], skipped_of_user)
     for source, patterns in skipped_by_source.items():
         if source.is_dir():
             shutil.copytree(source, new_dir / source.name, ignore=shutil.ignore_patterns(*patterns))
@@ -285,13 +292,13 @@ def _copy_bytecode(source: Path, copy: Path) -> bool:
     return False
 
 
-def _try_model(code_dir: Path, module: str, options: Sequence[str]) -> list[str]:
-    """Import a custom model and build it on the meta device, once with each of `options`, in a child process.
+def _try_module(code_dir: Path, module: UserModule, options: Sequence[str]) -> list[str]:
+    """Import a user's module in a child process. Build a custom model on the meta device, once with each of `options`.
 
     Args:
         code_dir: the directory of the copied code.
-        module: the dotted name of the model's module.
-        options: for each build, the arguments of the model's `build` as a JSON object.
+        module: the module.
+        options: for each build of a custom model, the arguments of its `build` as a JSON object.
 
     Returns:
         The dotted keys of `options` that no build reads.
@@ -300,15 +307,19 @@ def _try_model(code_dir: Path, module: str, options: Sequence[str]) -> list[str]
         UserError: if the module cannot be imported, the model cannot be built, or this takes longer than
             `IMPORT_TIMEOUT_S`.
     """
-    arguments = ["pipeline.model.task", "try_user_model", module, *options]
-    slow_work = f"model.target: do less at the top level of {module}: importing the module"
+    arguments = ["pipeline.train.callback", "try_callback_module", module.target]
+    work = "imported"
+    if isinstance(module, UserModel):
+        arguments = ["pipeline.model.task", "try_user_model", module.target, *options]
+        work = "imported or built"
+    slow_work = f"{module.key}: do less at the top level of {module.target}: importing the module"
     result = _run_child(code_dir, *arguments, slow_work=slow_work)
     if result.returncode:
         # the last lines of the traceback show where the error occurred in the user's module
         output = "\n".join(result.stderr.replace(f"{code_dir}{os.sep}", "").rstrip().splitlines()[-5:])
         raise UserError(
             "model.import_failed",
-            f"model.target: {module} cannot be imported or built here, so the jobs would fail too:\n{output}",
+            f"{module.key}: {module.target} cannot be {work} here, so the jobs would fail too:\n{output}",
         )
     lines = [
         line.removeprefix(UNREAD_OPTIONS) for line in result.stdout.splitlines() if line.startswith(UNREAD_OPTIONS)

@@ -13,6 +13,7 @@
       metrics.jsonl    one line per optimizer step
       events.jsonl     submitted, started, restored, saved, stop_requested, failed, done …
       evaluation/      step-00000100.json …
+      images/NAME/     step-00000100.png …, written by callbacks or commands (pipeline/run/images.py)
       decisions.jsonl  skipped updates and excluded samples (pipeline/resilience/guard.py)
       search/          the trials of a search and their results, Optuna's copy of them
       bad_nodes.jsonl  nodes that failed and are avoided for some time
@@ -77,7 +78,13 @@ from pipeline.config.read import (
     use_new_names,
 )
 from pipeline.config.sections import Config
-from pipeline.config.user_model import UserModel, resolve_user_model
+from pipeline.config.user_model import (
+    UserModel,
+    UserModule,
+    resolve_callback_modules,
+    resolve_user_model,
+    resolve_user_modules,
+)
 from pipeline.run import changes, lines
 from pipeline.run.code import CODE_ROOT, copy_code, try_code
 from pipeline.run.events import Changed, Created, Event, Started, parse_event, utc_timestamp
@@ -178,10 +185,10 @@ class Run:
             run.corrections = run._find_corrections(config)
             if run.corrections:
                 run._config = config
-                resolve_user_model(config, run._model_folders)  # raises UserError if the model cannot be used
+                resolve_user_modules(config, run._model_folders)  # raises UserError if a module cannot be used
             return run
         run.check_can_create()
-        resolve_user_model(config, _source_folders())  # raises UserError if the model cannot be used
+        resolve_user_modules(config, _source_folders())  # raises UserError if a module cannot be used
         if config.stages.commands:
             check_working_dir(Path.cwd(), [config.run.root])
         return run
@@ -260,7 +267,7 @@ class Run:
         os.umask(umask)
         run = cls(config.run.root / config.run.name)
         if not run.config_file.exists():
-            resolve_user_model(config, _source_folders())  # raises UserError before anything is written
+            resolve_user_modules(config, _source_folders())  # raises UserError before anything is written
         if not run.path.exists():
             try:
                 run.path.mkdir(parents=True, exist_ok=True)
@@ -388,7 +395,8 @@ class Run:
             return {}
         before = self.config
         self._config = None
-        self.__dict__.pop("user_model", None)  # the cached property depends on the config
+        for cached in ("user_model", "callback_modules"):  # these properties depend on the config
+            self.__dict__.pop(cached, None)
         return changes.describe_changes(before, self.config)
 
     def _changes_stamp(self) -> tuple[int, int]:
@@ -452,10 +460,23 @@ class Run:
         step = changes.find_trained_step(self.path)
         config = parse_config(changes.complete_length_change(step, self.config, values), "command line")
         changes.check_resume_changes(self.path, self.config, config)
-        # these calls only check the points of a sweep and the custom model
+        # these calls only check the points of a sweep and the user's modules
         make_point_configs(config)
-        resolve_user_model(config, _source_folders() if new_code else [self.code_dir])
+        modules = resolve_user_modules(config, _source_folders() if new_code else [self.code_dir])
+        if not new_code:
+            self._check_are_copied(modules)
         return config
+
+    def _check_are_copied(self, modules: Sequence[UserModule]) -> None:
+        """Raise UserError if the run has no copy of a user's module, because its config named another one before."""
+        for module in modules:
+            if not (self.code_dir / module.root.name).exists():
+                command = format_command("resume", self.sweep_or_self.name, "--update-code")
+                raise UserError(
+                    "run.not_copied",
+                    f"{module.key}: the run has no copy of {module.target}: add --update-code, which replaces the "
+                    f"run's copy of the code: {command}",
+                )
 
     def with_config(self, config: Config) -> Run:
         """Return a copy of this run with `config` in effect. Nothing is written, so a dry run can use the copy."""
@@ -513,13 +534,11 @@ class Run:
         if not self.corrections:
             return
         self.check_not_running([stage for stage in self.config.active_stages if self.lock_holder(stage)])
-        if config.model.target is not None and self.will_copy_code:
-            copy_code(
-                self.path,
-                resolve_user_model(config, _source_folders()),
-                config.run.root.name,
-                _UMASK[config.run.sharing],
-            )
+        modules = resolve_user_modules(config, self._model_folders)
+        if not self.will_copy_code:
+            self._check_are_copied(modules)
+        elif modules:
+            copy_code(self.path, modules, config.run.root.name, _UMASK[config.run.sharing])
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):
                 # create_points writes config.yaml again, from the new config, which replaces all earlier changes
@@ -544,6 +563,11 @@ class Run:
     def user_model(self) -> UserModel | None:
         """The module of a custom model; None if the model is the built-in decoder model."""
         return resolve_user_model(self.config, self._model_folders)
+
+    @cached_property
+    def callback_modules(self) -> list[UserModule]:
+        """The modules of `train.callbacks`."""
+        return resolve_callback_modules(self.config, self._model_folders)
 
     @property
     def will_copy_code(self) -> bool:
@@ -689,35 +713,35 @@ class Run:
         return False
 
     def check_model_code(self) -> list[str]:
-        """Try to import and build the custom model that `copy_code` would copy. Do nothing without a custom model.
+        """Try to import the user's modules that `copy_code` would copy, and to build the custom model, if there is one.
 
         In a sweep, the model is built with the options of each point. If the jobs use another Python or a container,
-        the model is only compiled.
+        the modules are only compiled.
 
         Returns:
             A list with a note if the model never reads some of `model.options`, or if transformers builds it; otherwise
             an empty list.
 
         Raises:
-            UserError: if the model does not compile, or cannot be imported or built.
+            UserError: if a module does not compile or cannot be imported, or if the model cannot be built.
         """
         config = self.config
-        model = resolve_user_model(config, _source_folders())
-        if model is not None:
+        modules = resolve_user_modules(config, _source_folders())
+        if modules:
             # the Python or container of the jobs may have packages that are missing here
             has_other_python = config.site.python is not None or config.site.container is not None
             options: list[Mapping[str, Any]] = []
             if not has_other_python:
                 options = [point_config.model.all_options for point_config in make_point_configs(config) or [config]]
-            if unread_keys := try_code(self.code_dir, model, options, config.run.root.name):
+            if unread_keys := try_code(self.code_dir, modules, options, config.run.root.name):
                 names = ", ".join(f"model.options.{key}" for key in unread_keys)
-                return [f"note: {model.target} never reads {names}: check the spelling, or remove it"]
+                return [f"note: {config.model.target} never reads {names}: check the spelling, or remove it"]
         if config.model.backend == "transformers":
             return [f"note: the model is {config.model.describe()} (model.backend transformers)"]
         return []
 
     def copy_code(self) -> None:
-        """Copy Sluice's source code and the package of a custom model into `code/`, replacing an older copy.
+        """Copy Sluice's source code and the packages of the user's modules into `code/`, replacing an older copy.
 
         Call this under `lock_exclusively`. The files COMMIT and DIFF contain the git commit and the uncommitted changes
         of Sluice's code. If copying or compiling fails, the older copy stays.
@@ -727,9 +751,8 @@ class Run:
             shutil.Error, OSError: if the copy cannot be written (see `find_storage_error`).
         """
         config = self.config
-        copy_code(
-            self.path, resolve_user_model(config, _source_folders()), config.run.root.name, _UMASK[config.run.sharing]
-        )
+        modules = resolve_user_modules(config, _source_folders())
+        copy_code(self.path, modules, config.run.root.name, _UMASK[config.run.sharing])
 
     def copy_working_dir(self) -> None:
         """Copy the working directory of the submission into `work/` of this run and of its points, if commands need it.

@@ -158,7 +158,7 @@ def describe_remedy(run: Run, cause: str | None, message: str = "") -> str:
         return f"after you have corrected the error: {retry}\nif the config is wrong: {config_remedy}"
     if cause == "bad_input":
         return f"after you have restored or repaired the files: {retry}"
-    code = run.config.model.target or ("Sluice's own code" if cause == "crashed" else None)
+    code = ", ".join(run.config.user_targets) or ("Sluice's own code" if cause == "crashed" else None)
     hint = f"\nif you corrected {code}, add --update-code: the run has a copy of the code" if code else ""
     return f"to try again: {retry}{hint}"
 
@@ -174,7 +174,7 @@ _ONLY_CHOICE = re.compile(r"; there (?:is|are) '([\w.-]+)'(?!,)")
 """The only valid value, in a message that lists the valid values."""
 _FILTER_ERROR = re.compile(r"(?:^|error(?:\[[\w.]+\])?: )data\.filter: ", re.MULTILINE)
 """The beginning of an error message about the function of `data.filter`. Older versions wrote no error code."""
-_NEVER_CHANGED = ("run.", "model.target", "data.filter")
+_NEVER_CHANGED = ("run.", "model.target", "train.callbacks", "data.filter")
 """Keys for which another value does not help: the user must correct a file, or start a new run."""
 
 
@@ -212,7 +212,7 @@ def _may_be_module_error(run: Run, cause: str | None, message: str, changes: Seq
     This is the case for a traceback, and for a user error if its message names no key that can be changed. Without a
     custom model, the result is False.
     """
-    if run.config.model.target is None:
+    if not run.config.user_targets:
         return False
     return (cause == "crashed" and 'File "' in message) or (cause == "user_error" and not changes)
 
@@ -227,9 +227,9 @@ def _describe_module_remedy(run: Run, message: str) -> str:
 
     If the message has no frame of the module, the result names only the module.
     """
-    target = str(run.config.model.target)
-    package = re.escape(f"{run.code_dir}/{target.partition('.')[0]}")
-    frames = re.findall(rf'File "({package}\b[^"]*)", line (\d+)', message)
+    target = " or ".join(run.config.user_targets)
+    packages = "|".join(re.escape(name.partition(".")[0]) for name in run.config.user_targets)
+    frames = re.findall(rf'File "({re.escape(str(run.code_dir))}/(?:{packages})\b[^"]*)", line (\d+)', message)
     if not frames:
         return f"if the error is in the module {target}, correct it"
     file, line = frames[-1]

@@ -2,11 +2,12 @@
 
 The trainer calls each hook of all its callbacks in one fixed order (`Trainer._make_callbacks`). Watchdog, bad-step
 guard, profiler, held-out evaluation, metrics and requests to save are callbacks. A user's module may add callbacks:
-`callbacks(config) -> list[Callback]` (docs/models.md). Hooks are named as in Lightning and OLMo-core.
+`callbacks(config) -> list[Callback]` (docs/callbacks.md). Hooks are named as in Lightning and OLMo-core.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import nn
 
 from pipeline.base.errors import UserError
 from pipeline.config.sections import Config
+from pipeline.data.loader import Batch
 
 
 class TrainerContext(Protocol):
@@ -41,8 +43,42 @@ class TrainerContext(Protocol):
     overhead_s: dict[str, float]
     """Seconds since the metrics of the previous step that were spent on other work, by name, such as `evaluate_s`."""
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which gradients are too large in `on_backward_end`; 1 unless `train.precision` is fp16."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters with their names in the full model."""
+
+    def compute_held_out_outputs(self, count: int) -> Iterator[tuple[Batch, Any]]:
+        """Yield batches of held-out samples and the outputs of the model for them, on all ranks.
+
+        The model has the current weights, and is in evaluation mode. All ranks must call this method together, and
+        consume all batches. Every rank computes the outputs of all batches, so `count` should be small.
+
+        Args:
+            count: the number of samples: the first ones of the held-out data, at most `train.evaluate_sequences`. A
+                batch has at most `evaluate.batch` samples.
+
+        Yields:
+            The arrays of the samples by name, such as `tokens` (int64, shape (B, T + 1)), and what the model returns,
+            such as logits of shape (B, T, vocabulary).
+
+        Raises:
+            UserError: if `train.evaluate_every` is not set.
+        """
+
+    def add_image(self, name: str, step: int, image: Any) -> None:
+        """Add an image to report.html, on rank 0 only. An image of the same name and step is replaced.
+
+        If the image is invalid or too large, a warning is printed and the image is left out.
+
+        Args:
+            name: letters, digits, `.`, `_` and `-`.
+            step: the step that the image shows.
+            image: the content of a PNG or SVG file (bytes), at most 1 MiB; or the pixels as an array or tensor of type
+                uint8 with the shape (H, W) or (H, W, 3).
+        """
 
     def request_stop(self, reason: str) -> None:
         """Complete the train stage early: all ranks finish the next step, save and exit.
@@ -73,8 +109,18 @@ class Callback:
     def on_step_begin(self, trainer: TrainerContext, step: int) -> None:
         """Run before the step's batch is loaded."""
 
+    def on_learning_rate(self, trainer: TrainerContext, step: int, lr: float) -> float | None:
+        """Return the learning rate of the step; None to keep `lr`. All ranks must return the same value.
+
+        Args:
+            lr: the learning rate of the schedule, or of an earlier callback.
+        """
+
     def on_backward_end(self, trainer: TrainerContext, step: int) -> None:
-        """Run after gradients and loss were reduced over all ranks, before gradients are clipped."""
+        """Run after gradients and loss were reduced over all ranks, before gradients are clipped.
+
+        With `train.precision: fp16`, divide gradients by `trainer.loss_scale`.
+        """
 
     def on_before_optimizer_step(self, trainer: TrainerContext, step: int, loss: float, grad_norm: float) -> str | None:
         """Return a reason to skip the update of the weights; None to update them.
@@ -96,8 +142,11 @@ class Callback:
     def on_metrics(self, trainer: TrainerContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Run when the metrics of `step` are complete."""
 
-    def on_evaluation(self, trainer: TrainerContext, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluation(self, trainer: TrainerContext, step: int, metrics: dict[str, float]) -> None:
         """Run after an evaluation on held-out data (`train.evaluate_every`). `metrics` are the same on all ranks.
+
+        Entries that rank 0 adds to `metrics` are written to metrics.jsonl. If their names begin with `held_out_`, the
+        report shows them as the other metrics on held-out data. Add entries on all ranks.
 
         A stop may prevent the evaluation of a step. The next attempt then evaluates the restored step before it calls
         `on_start` of your callbacks, so `on_evaluation` may run before `on_start`.
@@ -138,6 +187,7 @@ class CallbackList:
         self._start_hooks = self._list_overrides("on_start")
         self._phase_hooks = self._list_overrides("on_phase")
         self._step_begin_hooks = self._list_overrides("on_step_begin")
+        self._learning_rate_hooks = self._list_overrides("on_learning_rate")
         self._backward_end_hooks = self._list_overrides("on_backward_end")
         self._before_optimizer_step_hooks = self._list_overrides("on_before_optimizer_step")
         self._step_end_hooks = self._list_overrides("on_step_end")
@@ -172,6 +222,13 @@ class CallbackList:
         for hook in self._step_begin_hooks:
             hook(self._trainer, step)
 
+    def on_learning_rate(self, step: int, lr: float) -> float:
+        """Call `on_learning_rate` of every callback. Return the last rate that is not None, or `lr`."""
+        for hook in self._learning_rate_hooks:
+            new_lr = hook(self._trainer, step, lr)
+            lr = lr if new_lr is None else new_lr
+        return lr
+
     def on_backward_end(self, step: int) -> None:
         """Call `on_backward_end` of every callback that overrides the hook."""
         for hook in self._backward_end_hooks:
@@ -192,8 +249,8 @@ class CallbackList:
         for hook in self._metrics_hooks:
             hook(self._trainer, step, metrics)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call `on_evaluation` of every callback that overrides the hook."""
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Call `on_evaluation` of every callback that overrides the hook. Callbacks may add entries to `metrics`."""
         for hook in self._evaluation_hooks:
             hook(self._trainer, step, metrics)
 
@@ -222,7 +279,7 @@ class CallbackList:
             if count > 1:
                 raise UserError(
                     "model.callback_state",
-                    f"model.target: {count} callbacks of the class {name} have state, but a checkpoint stores states "
+                    f"{count} callbacks of the class {name} have state, but a checkpoint stores states "
                     "by class name. Combine them, or derive a class for each",
                 )
         for name, state in states:
@@ -231,7 +288,7 @@ class CallbackList:
             except (TypeError, ValueError) as error:
                 raise UserError(
                     "model.callback_state",
-                    f"model.target: state_dict of the callback {name} must return JSON values: {error}. Convert "
+                    f"state_dict of the callback {name} must return JSON values: {error}. Convert "
                     "tensors with .item() or .tolist()",
                 ) from error
         return dict(states)
@@ -258,3 +315,12 @@ def make_user_callbacks(module: Any, config: Config) -> list[Callback]:
             f"pipeline.train.callback.Callback; it returned {callbacks!r}",
         )
     return callbacks
+
+
+def try_callback_module(target: str) -> None:
+    """Import a module of `train.callbacks`, and check that its `callbacks` is a function.
+
+    Any error of the user's code is raised.
+    """
+    if not callable(importlib.import_module(target).callbacks):
+        raise UserError("model.not_a_callback", f"train.callbacks: callbacks of {target} must be a function")

@@ -9,9 +9,10 @@ use a profile (pipeline/train/profiler.py). The bytes that a rank sends are not 
 
 from __future__ import annotations
 
+import math
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.base.errors import UserError
 from pipeline.base.files import read_last_object
 from pipeline.comm.groups import World, broadcast_from_rank0
+from pipeline.data.loader import Batch
 from pipeline.evaluate.evaluator import Evaluator
 from pipeline.evaluate.result import HELD_OUT_PREFIX, add_ema_metrics, format_held_out, get_extra_metrics
 from pipeline.model.task import Task
@@ -116,7 +118,7 @@ class HeldOutEvaluation(Callback):
         evaluator: Evaluator,
         coordinator: StopCoordinator,
         copy_weights: Callable[..., None],
-        report: Callable[[int, Mapping[str, float]], None],
+        report: Callable[[int, dict[str, float]], None],
     ) -> None:
         """Create the callback.
 
@@ -126,7 +128,7 @@ class HeldOutEvaluation(Callback):
             coordinator: has the requests and the reason to stop that the ranks last exchanged.
             copy_weights: copies the current weights into the model of `evaluator`; with `averaged=True`, their moving
                 averages (`train.ema`). Called on all ranks.
-            report: called on all ranks with the step and the metrics of each completed evaluation.
+            report: called on all ranks with the step and the metrics of each completed evaluation. It may add metrics.
         """
         self.run = run
         self.evaluator = evaluator
@@ -136,19 +138,32 @@ class HeldOutEvaluation(Callback):
         every = run.config.train.evaluate_every
         assert every is not None
         self._every_steps = every
+        self._reported_step: int | None = None
+        """The step of the latest evaluation that was passed to `report`; None if the restored checkpoint, of an earlier
+        version of Sluice, does not contain it."""
         self._has_averages = run.config.train.ema is not None
 
     def on_start(self, trainer: TrainerContext) -> None:
         """Evaluate the restored step if a stop prevented its evaluation in the previous attempt.
 
-        Add the result to the line of the step in metrics.jsonl.
+        Add the result to the line of the step in metrics.jsonl. If the line already has a result, an attempt has added
+        it after the checkpoint was saved, and then crashed. Callbacks get the result again, because their states in the
+        checkpoint do not contain it.
         """
         step = trainer.start_step
-        is_missing = False
+        recorded: dict[str, float | None] | None = None
         if step and trainer.rank == 0:
             line = read_last_object(self.run.metrics_file, is_step_line) or {}
-            is_missing = line.get("step") == step and f"{HELD_OUT_PREFIX}loss" not in line
-        if not broadcast_from_rank0(self.coordinator.group, is_missing):
+            if line.get("step") == step:
+                recorded = {name: value for name, value in line.items() if name.startswith(HELD_OUT_PREFIX)}
+        recorded = broadcast_from_rank0(self.coordinator.group, recorded)
+        if recorded is None:
+            return
+        if f"{HELD_OUT_PREFIX}loss" in recorded:
+            if self._reported_step not in (None, step):
+                self._reported_step = step
+                # Null represents infinity and NaN, which JSON cannot represent.
+                self._report(step, {name: math.nan if value is None else value for name, value in recorded.items()})
             return
         metrics = self._evaluate_if_due(trainer, step)
         if metrics and trainer.rank == 0:
@@ -185,9 +200,29 @@ class HeldOutEvaluation(Callback):
             return {}
         results = {"loss": result["loss"], **get_extra_metrics(result)}
         metrics = {f"{HELD_OUT_PREFIX}{name}": value for name, value in results.items()}
-        trainer.log(f"step {step}: {format_held_out(metrics)}")
+        self._reported_step = step
         self._report(step, metrics)
+        trainer.log(f"step {step}: {format_held_out(metrics)}")
         return metrics
+
+    def compute_outputs(self, count: int) -> Iterator[tuple[Batch, Any]]:
+        """Yield batches of held-out samples and the outputs of the model with the current weights, on all ranks.
+
+        All ranks must call this method together, and consume all batches.
+
+        Args:
+            count: the number of samples, at most `train.evaluate_sequences`.
+        """
+        self._copy_weights()
+        return self.evaluator.compute_outputs(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step of the latest evaluation that callbacks have got; 0 if there was none."""
+        return {"step": self._reported_step or 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore this step."""
+        self._reported_step = state["step"]
 
 
 class MetricsWriter(Callback):
@@ -226,8 +261,7 @@ class MetricsWriter(Callback):
         except TypeError as error:
             raise UserError(
                 "model.callback_metric",
-                f"model.target: a callback added a metric to step {step} that is not JSON: {error}. Convert tensors "
-                "with .item()",
+                f"a callback added a metric to step {step} that is not JSON: {error}. Convert tensors with .item()",
             ) from error
 
     def on_save(self, trainer: TrainerContext, step: int) -> None:

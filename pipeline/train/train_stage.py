@@ -6,12 +6,18 @@ import importlib
 import json
 import time
 from collections.abc import Mapping
+from textwrap import shorten
 
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_last_object
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step, read_early_stop
+from pipeline.checkpoint.catalog import (
+    completes_stage,
+    describe_missing_checkpoints,
+    find_newest_step,
+    read_early_stop,
+)
 from pipeline.data.manifest import count_training_steps, format_amount_read, format_training_length
 from pipeline.model.spec import check_targets, list_layers
 from pipeline.parallel.mesh import check_tensor_group_on_one_node
@@ -45,9 +51,14 @@ def describe_missing_outputs(run: Run) -> str | None:
 
 
 def is_complete_early(run: Run, step: int, steps: int) -> bool:
-    """Return True if a callback completed the stage early at `step`, and `steps` is still the planned last step."""
-    early_stop = read_early_stop(run.checkpoints_dir, step)
-    return early_stop is not None and early_stop.get("steps") == steps
+    """Return True if a callback completed the stage early at `step`, and the stage need not continue.
+
+    Args:
+        run: the run.
+        step: the step of the newest checkpoint.
+        steps: the number of the last step of the stage.
+    """
+    return completes_stage(run, step, read_early_stop(run.checkpoints_dir, step), steps)
 
 
 def progress(run: Run) -> Progress:
@@ -73,8 +84,11 @@ def progress(run: Run) -> Progress:
     is_complete = step == steps or is_complete_early(run, step, steps)
     order_start = origin.order_start.step if origin else 0
     amount_read = format_amount_read(run.config, run.data_dir, step, order_start) if is_complete else ""
-    early_note = ", completed early" if is_complete and step < steps else ""
-    if not is_complete and step == run.pause_step:
+    early_note = ""
+    if is_complete and step < steps:
+        reason = (read_early_stop(run.checkpoints_dir, step) or {}).get("reason")
+        early_note = f", completed early ({shorten(str(reason), 120, placeholder='…')})"
+    elif not is_complete and step == run.pause_step:
         early_note = ", paused"
     message = f"{step}/{steps} steps{early_note}, {format_loss(last_line)}{amount_read}"
     return Progress(message, step, steps, running_message, loss, remaining_s)

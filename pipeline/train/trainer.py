@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from pipeline.base.dist_env import RankInfo, read_time_limit_s
-from pipeline.base.errors import CheckpointError, ExitCode
+from pipeline.base.errors import CheckpointError, ExitCode, UserError
 from pipeline.base.signals import StopFlag
-from pipeline.checkpoint.catalog import describe_missing_checkpoints, find_newest_step
+from pipeline.checkpoint.catalog import completes_stage, describe_missing_checkpoints, find_newest_step
 from pipeline.checkpoint.checkpointer import Checkpointer, collect_versions
 from pipeline.checkpoint.identity import (
     check_identity,
@@ -83,9 +83,11 @@ from pipeline.run.events import (
     StopRequested,
     read_stage_state,
 )
+from pipeline.run.images import ImageWriter, unpack_image
 from pipeline.run.metrics import is_step_line, list_lost_lines, rewind_metrics
 from pipeline.run.origin import read_order_start, read_origin
 from pipeline.train.callback import Callback, CallbackList, make_user_callbacks
+from pipeline.train.early_stopping import EarlyStopping
 from pipeline.train.engine import Engine
 from pipeline.train.lr_schedule import compute_learning_rate
 from pipeline.train.metrics import (
@@ -171,9 +173,14 @@ class Trainer:
         None."""
         self.requested_stop_reason: str | None = None
         """The reason that a callback passed to `request_stop`; None if no callback requested a stop."""
-        self.early_stop: Mapping[str, Any] | None = None
-        """Set if a callback completed the run early: the `reason` of the callback, and `steps`, the number of the step
-        at which the run should have ended according to the config. None otherwise."""
+        self.early_stop: dict[str, Any] | None = None
+        """The entry of the checkpoint that `read_early_stop` describes (pipeline/checkpoint/catalog.py), if a callback
+        completed the run early; None otherwise."""
+        self.early_stopping: EarlyStopping | None = None
+        """The callback of `train.early_stopping`; None without this section."""
+        self.held_out: HeldOutEvaluation | None = None
+        """Evaluates during the training; None without `train.evaluate_every`."""
+        self._images = ImageWriter(run.path, self.log)
         self.pause_step = groups.broadcast_from_rank0(self.coordinator.group, run.pause_step)
         """The step at which the train stage pauses, if the run is a trial of a search; None otherwise."""
         self._stream: DatasetLoader | None = None
@@ -204,7 +211,10 @@ class Trainer:
     # -- parts -------------------------------------------------------------------------------------------
 
     def _make_callbacks(self, flag: StopFlag) -> list[Callback]:
-        """Return all callbacks in the order in which their hooks are called, with the user's callbacks last.
+        """Return all callbacks in the order in which their hooks are called.
+
+        The user's callbacks are after those of Sluice, so that they get complete metrics. `EarlyStopping` is the last
+        one, because a callback of the user may add the metric.
 
         Args:
             flag: set by the signals that request a stop.
@@ -225,14 +235,22 @@ class Trainer:
         if train.evaluate_every is not None:
             evaluator = Evaluator(run, self.manifest, world, flag, self.watchdog, self.coordinator)
             copy_weights = partial(self.engine.copy_weights_to, evaluator.model, evaluator.group)
-            callbacks.append(HeldOutEvaluation(run, evaluator, self.coordinator, copy_weights, self._report_evaluation))
+            self.held_out = HeldOutEvaluation(run, evaluator, self.coordinator, copy_weights, self._report_evaluation)
+            callbacks.append(self.held_out)
         callbacks += [
             MetricsWriter(run, self.task),
             StragglerDetector(run, self.coordinator.group, pipeline_ranks, self.compute_timer),
             ProgressLog(self.task, train.log_every),
             SaveRequests(run.save_file, self.coordinator, checks_file=world.is_rank0),
         ]
-        return callbacks + make_user_callbacks(self.task.user_module, self.config)
+        callbacks += make_user_callbacks(self.task.user_module, self.config)
+        for user_module in run.callback_modules:
+            callbacks += make_user_callbacks(user_module.load(run.code_dir), self.config)
+        if train.early_stopping is not None:
+            origin = read_origin(run)
+            self.early_stopping = EarlyStopping(train.early_stopping, origin.step if origin else None)
+            callbacks.append(self.early_stopping)
+        return callbacks
 
     def _make_checkpointer(self) -> Checkpointer:
         """Return the checkpointer, whose manifests contain the layout and the identity of this run."""
@@ -404,7 +422,7 @@ class Trainer:
         """
         config = self.config
         engine = self.engine
-        lr = self.compute_learning_rate(config.optimizer, step, self.steps)
+        lr = self.callbacks.on_learning_rate(step, self.compute_learning_rate(config.optimizer, step, self.steps))
         set_learning_rate(engine.optimizer, lr)
         if self.task.has_training_step:
             return self._run_training_step(step, batch, lr)
@@ -593,10 +611,12 @@ class Trainer:
         self.log(f"paused after step {step} of {self.steps}: the search decides whether the trial continues")
 
     def _complete_early(self, step: int) -> None:
-        """Save the final checkpoint after `step`, because a callback of the user called `request_stop`."""
+        """Save the final checkpoint after `step`, because a callback called `request_stop`."""
         reason = self._gather_requested_stop_reason()
         assert reason is not None
         self.early_stop = {"reason": reason, "steps": self.steps}
+        if self.early_stopping is not None and self._has_exhausted_patience(reason):
+            self.early_stop["early_stopping"] = self.early_stopping.describe_condition()
         if self.world.is_rank0:
             self.run.append_event(StoppedEarly(stage="train", step=step, reason=reason))
         self.callbacks.on_stop(step, reason)
@@ -622,6 +642,26 @@ class Trainer:
         """
         if self.requested_stop_reason is None:
             self.requested_stop_reason = reason
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which gradients are too large in `on_backward_end`; 1 unless `train.precision` is fp16."""
+        return 1.0 if self.engine.scaler is None else self.engine.scaler.scale
+
+    def compute_held_out_outputs(self, count: int) -> Iterator[tuple[Batch, Any]]:
+        """Yield batches of held-out samples and the outputs of the model for them (`TrainerContext`)."""
+        if self.held_out is None:
+            raise UserError(
+                "train.no_evaluations",
+                "train.evaluate_every: a callback calls compute_held_out_outputs, which needs evaluations in the train "
+                "stage: set train.evaluate_every",
+            )
+        return self.held_out.compute_outputs(count)
+
+    def add_image(self, name: str, step: int, image: Any) -> None:
+        """Add an image to report.html, on rank 0 only (`TrainerContext`)."""
+        if self.world.is_rank0:
+            self._images.write(name, step, *unpack_image(image))
 
     def log(self, message: str) -> None:
         """Print a line to the job's output, on rank 0 only."""
@@ -669,7 +709,7 @@ class Trainer:
             extra["callbacks"] = callback_states
         if self.early_stop is not None:
             extra["early_stop"] = self.early_stop
-        elif reason := self._gather_requested_stop_reason():
+        elif (reason := self._gather_requested_stop_reason()) and not self._has_exhausted_patience(reason):
             extra["stop_request"] = reason  # If this attempt ends now, the next attempt carries out the request.
         return state, extra
 
@@ -679,11 +719,16 @@ class Trainer:
         If callbacks called `request_stop` on several ranks, the reason of the lowest of these ranks is returned. All
         ranks return the same reason, and store it in `requested_stop_reason`.
         """
-        if not hasattr(self.task.user_module, "callbacks"):  # Only callbacks of the user call `request_stop`.
-            return None
         reasons = groups.all_gather_results(self.coordinator.group, lambda: self.requested_stop_reason)
         self.requested_stop_reason = next((reason for reason in reasons if reason is not None), None)
         return self.requested_stop_reason
+
+    def _has_exhausted_patience(self, reason: str) -> bool:
+        """Return True if the reason to stop is that of `train.early_stopping`.
+
+        This callback repeats its request in the next attempt, unless the user has then raised the patience.
+        """
+        return self.early_stopping is not None and reason == self.early_stopping.reason
 
     def _finish_saving(self, step: int) -> None:
         """Wait for the save in progress, if there is one, and free the checkpointer's buffers.
@@ -748,7 +793,7 @@ class Trainer:
             self.requested_stop_reason = extra.get("stop_request")
             self._saved_stream = extra.get("stream")
             early_stop = extra.get("early_stop")
-            if early_stop and early_stop["steps"] == self.steps:  # Otherwise the user has changed the number of steps.
+            if completes_stage(self.run, step, early_stop, self.steps):
                 self.early_stop = early_stop
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
@@ -852,7 +897,7 @@ class Trainer:
         traffic = count_traffic(config, self.layout, self.task.vocab_size)
         return {axis: num_bytes for axis, num_bytes, _ in traffic}
 
-    def _report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Call `on_evaluation` of all callbacks."""
         self.callbacks.on_evaluation(step, metrics)
 

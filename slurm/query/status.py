@@ -44,6 +44,7 @@ from pipeline.run.events import (
     Retried,
     RetryEvent,
     Started,
+    StoppedEarly,
     Submitted,
     TrialsNotSubmitted,
     find_current_stragglers,
@@ -241,6 +242,9 @@ class StageStatus:
     missing_jobs: str = ""
     """Which jobs of this stage are missing in the queue; "" if no job is missing. The text of the first stage also
     describes the stray jobs of the run."""
+
+    early_end: str = ""
+    """At which step a callback completed the stage before its last step, and why; "" if it did not."""
 
     @property
     def last_stop_summary(self) -> str:
@@ -551,7 +555,13 @@ class StatusPoller:
         pending_job = job.job_id if job and job.is_active and job.state == "PENDING" else None
         last_stop = find_last_stop(events, pending_job) if state != "done" else None
         spare_nodes = _describe_spare_nodes(events) if is_running else ""
-        return StageStatus(run, stage, state, problem, is_active, cells, slowdowns, last_stop, spare_nodes)
+        early_ends = [event for event in events if isinstance(event, StoppedEarly)] if state == "done" else []
+        early_end = ""
+        if early_ends and early_ends[-1].step == progress.completed < progress.total:
+            early_end = f"completed early at step {progress.completed}: {early_ends[-1].reason}"
+        return StageStatus(
+            run, stage, state, problem, is_active, cells, slowdowns, last_stop, spare_nodes, early_end=early_end
+        )
 
 
 def _choose_job(jobs: Sequence[SubmittedJob]) -> SubmittedJob | None:
@@ -809,6 +819,7 @@ def render_status(
     stops = [status.last_stop_sentence for status in statuses if status.last_stop_sentence]
     stops += describe_point_stops(point_statuses)
     stops += [f"{status.stage}: {status.spare_nodes}" for status in statuses if status.spare_nodes]
+    stops += [f"{status.stage} {status.early_end}" for status in statuses if status.early_end]
     warnings = [f"{status.stage}: {status.slowdowns}" for status in statuses if status.slowdowns]
     warnings += describe_missing_jobs(run, statuses, point_statuses)
     lines = [Text(message, style="red") for message in problems]

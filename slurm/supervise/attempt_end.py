@@ -123,18 +123,19 @@ def _find_gpu_failure(log: Path, start: int) -> str | None:
 
 
 def keep_user_frames(run: Run, message: str) -> str:
-    """Shorten a traceback to the frames of the user's module (`model.target`).
+    """Shorten a traceback to the frames of the user's modules (`model.target` and `train.callbacks`).
 
-    If the traceback has no such frame, or the run has no user's module, return the message unchanged.
+    If the traceback has no such frame, or the run has no module of the user, return the message unchanged.
 
     Args:
         run: the run.
         message: a message that contains a traceback.
     """
-    # Without a user's module, this is a path that does not exist, so no frame has it.
-    user_module_path = f"{run.code_dir}/{str(run.config.model.target).partition('.')[0]}"
+    packages = "|".join(re.escape(name.partition(".")[0]) for name in run.config.user_targets)
+    if not packages:
+        return message
     # A frame is a line `  File "PATH", line N, in NAME`, followed by indented lines with source code.
-    other_frames = rf'^  File "(?!{re.escape(user_module_path)}\b).*\n(?: {{4}}.*\n)*'
+    other_frames = rf'^  File "(?!{re.escape(str(run.code_dir))}/(?:{packages})\b).*\n(?: {{4}}.*\n)*'
     shortened = re.sub(other_frames, "", message, flags=re.M)
     has_user_frame = '  File "' in shortened
     return shortened if has_user_frame else message

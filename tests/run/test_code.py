@@ -35,7 +35,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_copy(run_dir: Path) -> str:
     """Copy the code to `run_dir` and return what the copied module prints."""
     run_dir.mkdir(exist_ok=True)
-    code.copy_code(run_dir, None, "runs", 0o022)
+    code.copy_code(run_dir, [], "runs", 0o022)
     command = [sys.executable, "-c", "import slurm.answer"]
     return subprocess.run(command, cwd=run_dir / "code", capture_output=True, text=True, check=True, timeout=60).stdout
 
