@@ -272,6 +272,8 @@ class CallbackList:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of each callback that has one, by class name.
 
+        The states are copies, because a background save writes them after callbacks may have changed the originals.
+
         Raises UserError if a state cannot be converted to JSON, or if two callbacks of one class have a state.
         """
         states = [(type(callback).__name__, state) for callback in self.callbacks if (state := callback.state_dict())]
@@ -282,16 +284,17 @@ class CallbackList:
                     f"{count} callbacks of the class {name} have state, but a checkpoint stores states "
                     "by class name. Combine them, or derive a class for each",
                 )
+        copies = {}
         for name, state in states:
             try:
-                json.dumps(state)
+                copies[name] = json.loads(json.dumps(state))
             except (TypeError, ValueError) as error:
                 raise UserError(
                     "model.callback_state",
                     f"state_dict of the callback {name} must return JSON values: {error}. Convert "
                     "tensors with .item() or .tolist()",
                 ) from error
-        return dict(states)
+        return copies
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Pass each callback the state that `state_dict` returned for its class."""
