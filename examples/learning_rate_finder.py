@@ -13,11 +13,11 @@ RATES: list[float] = [10.0 ** (5 * index / 79 - 5) for index in range(80)]  # 1e
 class RangeTest:
     """The smoothed losses of the steps with the learning rates `RATES`."""
 
-    losses: Any = ()
+    losses: tuple[float, ...] = ()
 
     def record(self, loss: float) -> bool:
         """Add the loss of a step. Return True if it is the last one, or four times the lowest one."""
-        self.losses += (0.7 * (self.losses or [loss])[-1] + 0.3 * min(1e9, loss),)  # 1e9 replaces NaN
+        self.losses += (0.7 * (self.losses or (loss,))[-1] + 0.3 * min(1e9, loss),)  # 1e9 replaces NaN
         return len(self.losses) == len(RATES) or self.losses[-1] > 4 * min(self.losses)
 
     def suggest(self) -> float:

@@ -185,6 +185,8 @@ class Run:
             run.corrections = run._find_corrections(config)
             if run.corrections:
                 run._config = config
+                if not run.will_copy_code:
+                    run._check_callbacks_are_copied(config)
                 resolve_user_modules(config, run._model_folders)  # raises UserError if a module cannot be used
             return run
         run.check_can_create()
@@ -462,20 +464,22 @@ class Run:
         changes.check_resume_changes(self.path, self.config, config)
         # these calls only check the points of a sweep and the user's modules
         make_point_configs(config)
-        modules = resolve_user_modules(config, _source_folders() if new_code else [self.code_dir])
         if not new_code:
-            self._check_are_copied(modules)
+            self._check_callbacks_are_copied(config)
+        resolve_user_modules(config, _source_folders() if new_code else [self.code_dir])
         return config
 
-    def _check_are_copied(self, modules: Sequence[UserModule]) -> None:
-        """Raise UserError if the run has no copy of a user's module, because its config named another one before."""
-        for module in modules:
-            if not (self.code_dir / module.root.name).exists():
-                command = format_command("resume", self.sweep_or_self.name, "--update-code")
+    def _check_callbacks_are_copied(self, config: Config) -> None:
+        """Raise UserError if the run has no copy of a module of `train.callbacks`, because it named others before."""
+        for target in config.train.callbacks:
+            path = self.code_dir / target.partition(".")[0]
+            if not path.exists() and not path.with_suffix(".py").exists():
+                change = f"train.callbacks={json.dumps(config.train.callbacks)}"
+                command = format_command("resume", self.sweep_or_self.name, "--update-code", change)
                 raise UserError(
                     "run.not_copied",
-                    f"{module.key}: the run has no copy of {module.target}: add --update-code, which replaces the "
-                    f"run's copy of the code: {command}",
+                    f"train.callbacks: the run has no copy of {target}; --update-code replaces its copy of the code: "
+                    f"{command}",
                 )
 
     def with_config(self, config: Config) -> Run:
@@ -534,10 +538,9 @@ class Run:
         if not self.corrections:
             return
         self.check_not_running([stage for stage in self.config.active_stages if self.lock_holder(stage)])
-        modules = resolve_user_modules(config, self._model_folders)
         if not self.will_copy_code:
-            self._check_are_copied(modules)
-        elif modules:
+            self._check_callbacks_are_copied(config)
+        elif modules := resolve_user_modules(config, _source_folders()):
             copy_code(self.path, modules, config.run.root.name, _UMASK[config.run.sharing])
         for name in ("config.yaml", "changes.jsonl"):
             for file in self.path.glob(f"points/*/{name}"):

@@ -492,6 +492,8 @@ def test_a_problem_has_a_code_a_key_and_a_location(tmp_path: Path, text: str, co
         ("train.global_batch=1099511627776", "config.out_of_range", "train.global_batch"),
         ("run.root=/tmp/" + "x" * 5000, "config.invalid_value", "run.root"),
         ('run.root="a\\0b"', "config.invalid_value", "run.root"),
+        ("train.callbacks=[a.b, c, a.b]", "config.invalid_value", "train.callbacks"),
+        ("train.early_stopping={patience: 0}", "config.out_of_range", "train.early_stopping.patience"),
     ],
 )
 def test_a_value_out_of_bounds_is_an_error(tmp_path: Path, override: str, code: str, key: str) -> None:
@@ -513,6 +515,13 @@ def test_a_pipeline_accepts_a_bounded_number_of_micro_batches(tmp_path: Path) ->
         (["train.epochs=2"], ["steps and epochs are both given"]),
         (["train.steps=null"], ["steps and epochs are both missing"]),
         (["train.evaluate_every=5", "data.held_out=0"], ["train.evaluate_every", "data.held_out is 0"]),
+        (["train.early_stopping={}"], ["train.early_stopping", "train.evaluate_every"]),
+        (
+            ["train.early_stopping={metric: accuracy}", "train.evaluate_every=5", "train.ema={}"],
+            ["train.early_stopping.metric", "accuracy", "loss, ema_loss"],
+        ),
+        (["train.early_stopping={metric: f1}", "train.evaluate_every=5"], ["train.early_stopping", "f1", "mode"]),
+        (["train.callbacks=[mine]", "model.target=mine", "data.source=x.h5"], ["train.callbacks", "model.target"]),
         (["optimizer.name=sgd", "optimizer.eps=1"], ["eps (1.0)", "optimizer.name is sgd"]),
         (["optimizer.name=adamw", "optimizer.momentum=0.5"], ["momentum (0.5)", "optimizer.name is adamw"]),
         (["optimizer.name=own"], ["optimizer.name", "model.target"]),
@@ -1032,8 +1041,9 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
         (
             Policy.CHANGEABLE,
             "run.name run.root data.mixture.weights data.max_rejected data.workers data.verify parallel "
-            "train.sequence_schedule train.balance train.log_every train.profile_every checkpoint evaluate.every "
-            "recovery site stages parameters publish track model.init_files",
+            "train.sequence_schedule train.balance train.log_every train.early_stopping train.callbacks "
+            "train.profile_every checkpoint evaluate.every recovery site stages parameters publish track "
+            "model.init_files",
         ),
         (
             Policy.PATH,
@@ -1045,12 +1055,12 @@ def test_time_limits_have_the_formats_of_slurm(text: str, seconds: int) -> None:
             Policy.NOT_IN_IDENTITY,
             "data.mixture.sources.*.source data.source data.max_rejected data.workers data.verify model.init_from "
             "train.steps train.epochs train.sequence_schedule train.balance train.log_every train.evaluate_every "
-            "train.evaluate_sequences train.profile_every model.init_files",
+            "train.evaluate_sequences train.early_stopping train.callbacks train.profile_every model.init_files",
         ),
         (Policy.INCREASABLE, "train.steps train.epochs"),
         (Policy.KEEPS_SHARDS, "data.document_mask data.sequence_length data.max_rejected data.workers data.verify"),
         (Policy.SWEEPABLE, "run.seed model adapter train optimizer checkpoint evaluate parameters"),
-        (Policy.NOT_SWEEPABLE, "model.target train.sequence_schedule train.threads"),
+        (Policy.NOT_SWEEPABLE, "model.target train.sequence_schedule train.threads train.callbacks"),
         (
             Policy.FIXED_IN_FORK,
             "model adapter train.global_batch train.ema optimizer.name optimizer.state sweep",
