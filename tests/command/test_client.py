@@ -57,6 +57,29 @@ def test_the_memory_of_messages_is_freed() -> None:
         assert Path(folder, "messages").stat().st_blocks * 512 < 1 << 20
 
 
+def test_images_arrive_once_and_their_files_are_removed() -> None:
+    """The script has no numpy, so it passes objects with the attributes of an array and of a tensor."""
+    array = (
+        "class Array:\n shape = (1, 2)\n dtype = 'uint8'\n def tobytes(self): return bytes([7, 8])\n"
+        "class Tensor:\n def detach(self): return self\n def cpu(self): return self\n"
+        " def numpy(self): return Array()\n"
+    )
+    script = (
+        f"{array}sluice.add_image('a', 3, b'file')\nfor image in (Array(), Tensor()): sluice.add_image('b', 4, image)"
+    )
+    with ClientFiles("test") as client:
+        folder = client.environment["SLUICE_CLIENT"]
+        run_script(script, SLUICE_CLIENT=folder)
+        run_script(script, SLUICE_CLIENT=folder, RANK="1")
+        run_script("sluice.add_image('big', 5, bytes((1 << 24) + 1))", SLUICE_CLIENT=folder)
+        *messages, too_large = client.read_messages()
+        received = [(m["name"], m["step"], m["shape"], client.take_image(m["file"])) for m in messages]
+        assert received == [("a", 3, None, b"file"), *[("b", 4, [1, 2], bytes([7, 8]))] * 2]
+        assert too_large["size"] == (1 << 24) + 1 and "file" not in too_large
+        assert sorted(path.name for path in Path(folder).iterdir()) == ["messages"]
+    assert run_script(script) == ""
+
+
 def test_only_rank_0_sends_values() -> None:
     with ClientFiles("test") as client:
         run_script("sluice.step(1, loss=2.0)", SLUICE_CLIENT=client.environment["SLUICE_CLIENT"], RANK="3")

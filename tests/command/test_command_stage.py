@@ -17,12 +17,16 @@ import psutil
 import pytest
 
 from pipeline.base.errors import ExitCode
+from pipeline.base.files import read_jsonl
 from pipeline.base.ports import MASTER_PORTS
 from pipeline.config.read import load_config
 from pipeline.run import stages
 from pipeline.run.code import make_code_env
 from pipeline.run.directory import Run
 from pipeline.run.failure import retry_command
+from pipeline.run.images import read_images
+from tests.architecture.imports import ROOT
+from tests.run.test_images import decode_png
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines
 
@@ -268,6 +272,62 @@ def test_a_command_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert failure["cause"] == "hang" and "step 3" in failure["message"]
     assert "wait_for_lost_data (hang.py:2)" in failure["message"]
     assert not find_commands(run)
+
+
+def test_images_of_a_script_are_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script also adds invalid images, about which the log has one warning for each name."""
+    script = (
+        "import sluice\nimport numpy as np\nfor step in (1, 2):\n"
+        " sluice.add_image('grey', step, np.full((2, 3), 40 * step, np.uint8))\n"
+        " sluice.add_image('../x', step, b'x')\n sluice.add_image('huge', step, bytes(1 << 25))\n"
+        " sluice.step(step, 2)\n"
+    )
+    run = make_command_run(
+        tmp_path, monkeypatch, {"command": "python draw.py", "tasks_per_node": 2}, {"draw.py": script}
+    )
+    code, output = run_stage(run)
+    assert code == ExitCode.DONE, output
+    images = list(read_images(run.path))
+    assert [(image.name, image.step) for image in images] == [("grey", 1), ("grey", 2)]
+    assert [decode_png(image.content) for image in images] == [(2, 3, bytes([value] * 6)) for value in (40, 80)]
+    log = "".join(path.read_text() for path in run.jobs_dir.rglob("*.log"))
+    assert log.count("WARNING: image '../x'") == log.count("WARNING: image 'huge'") == 1
+
+
+def run_plain_script(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
+    """Run examples/plain_script.py in a job, and return the run."""
+    files = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    run = make_command_run(folder, monkeypatch, {"command": " ".join(("python plain_script.py", *arguments))}, files)
+    code, output = run_stage(run)
+    assert code == ExitCode.DONE, output
+    return run
+
+
+def test_a_script_in_plain_torch_uses_the_functions_of_the_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_plain_script(tmp_path, monkeypatch)
+    lines = list(read_jsonl(run.metrics_file))
+    assert [line["step"] for line in lines] == list(range(1, 201))
+    assert all(line["gradient.0"] > 0 and line["gradient.2"] > 0 for line in lines)
+    accuracies = [line["held_out_balanced_accuracy"] for line in lines if line["step"] % 50 == 0]
+    assert 0.125 < accuracies[0] < accuracies[-1] <= 1
+    steps = [("confusions", step) for step in (50, 100, 150, 200)]
+    assert [(image.name, image.step) for image in read_images(run.path)] == steps
+
+
+def test_a_script_in_plain_torch_finds_a_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_plain_script(tmp_path, monkeypatch, "find")
+    lines = list(read_jsonl(run.metrics_file))
+    assert [line["lr"] for line in lines] == pytest.approx([1e-5 * 1e5 ** (n / 79) for n in range(len(lines))])
+    smoothed = [lines[0]["loss"]]
+    for line in lines[1:]:
+        smoothed.append(0.7 * smoothed[-1] + 0.3 * line["loss"])
+    assert len(lines) == 80 or smoothed[-1] > 4 * min(smoothed)
+    (image,) = read_images(run.path)
+    suggestion = lines[smoothed.index(min(smoothed))]["lr"] / 10
+    assert (image.name, image.step) == ("learning_rate", len(lines))
+    assert f"{suggestion:.2g}".encode() in image.content
 
 
 def test_no_process_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

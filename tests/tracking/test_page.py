@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import json
 import math
@@ -18,6 +20,7 @@ from pipeline.base.files import add_checksum
 from pipeline.base.html_page import draw_lanes
 from pipeline.config.read import load_config
 from pipeline.run.directory import Run
+from pipeline.run.images import ImageWriter
 from pipeline.run.ledger import CATEGORIES, AttemptTimes
 from pipeline.run.lines import LineHistory
 from pipeline.run.lines import read_valid_lines as read_lines
@@ -28,7 +31,7 @@ from tracking.report import draw_mesh, draw_sweep_points, draw_timeline, draw_tr
 
 MALICIOUS = "</title><script>alert(1)</script>\"'&<b>"
 """Text that would run a script if the page contained it unescaped."""
-_TAGS_WITHOUT_END = {"meta"}
+_TAGS_WITHOUT_END = {"meta", "img"}
 """Elements without an end tag."""
 
 
@@ -48,9 +51,9 @@ class Document(HTMLParser):
         self.figures: dict[str, str] = {}
         for figure in re.findall(r"<figure.*?</figure>", text, re.DOTALL):
             heading = re.search(r"<b>(.*?)</b>", figure)
-            drawing = re.search(r'<svg role="img".*</svg>', figure, re.DOTALL)
+            drawing = re.search(r'<svg role="img".*</svg>|<img.*(?=</div>)', figure, re.DOTALL)
             assert heading and drawing
-            ElementTree.fromstring(drawing[0])
+            ElementTree.fromstring(drawing[0].replace('">', '"/>') if drawing[0].startswith("<img") else drawing[0])
             self.figures[heading[1]] = figure
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -91,6 +94,34 @@ def make_telemetry_line(second: int, **gpu: Any) -> dict[str, Any]:
     """Return a sample of a host with two GPUs; `gpu` replaces or adds values of both GPUs."""
     gpus = [{"index": n, "utilization_percent": 90 + n, "power_w": 600, "throttled": ["x"], **gpu} for n in range(2)]
     return {"time": 1.79e9 + second, "host": "n1", "cpu_percent": 20, "gpus": gpus}
+
+
+def test_metrics_of_callbacks_have_a_figure_for_each_name_before_a_dot(run: Run) -> None:
+    values = {"grad_norm": 1.0, "gradient.layers.0": 2.0, "gradient.layers.1": 3.0, f"a{MALICIOUS}": 4.0, "wait_s": 1.0}
+    write_lines(run.metrics_file, [make_step_line(step, **values) for step in (1, 2, 3)])
+    text, page = write_report(run)
+    assert {"gradient", f"a{html.escape(MALICIOUS)}"} <= page.figures.keys() and "wait_s" not in page.figures
+    assert all(label in page.figures["gradient"] for label in ("layers.0", "layers.1"))
+    assert "<script>alert" not in text
+
+
+def test_images_are_in_the_page_with_name_and_step(run: Run) -> None:
+    """Of each name, the first and the last image and some of the others are shown. A damaged file is left out."""
+    writer = ImageWriter(run.path, print)
+    svg = b'<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>'
+    for step in range(1, 16):
+        writer.write("confusion", step, svg)
+    writer.write("small", 7, bytes(range(4)), (2, 2), "uint8")
+    (run.path / "images/small/step-00000008.png").write_bytes(b"damaged")
+    text, page = write_report(run)
+    shown_steps = sorted(int(step) for step in re.findall(r"<b>confusion</b> step (\d+)<", text))
+    assert len(shown_steps) == 6 and {1, 15} <= set(shown_steps)
+    assert re.findall(r"<b>small</b> step (\d+)<", text) == ["7"]
+    sources = re.findall(r'src="data:(image/[a-z+]+);base64,([^"]+)"', text)
+    assert [kind for kind, _ in sources] == ["image/svg+xml"] * 6 + ["image/png"]
+    assert {base64.b64decode(content) for kind, content in sources if kind == "image/svg+xml"} == {svg}
+    assert "alert" not in text and "9 more images" in text
+    assert "img" in page.tag_names
 
 
 def test_the_page_of_a_run_with_all_metrics_has_all_figures_with_their_units(run: Run) -> None:

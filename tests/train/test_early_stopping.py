@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.console import PlainConsole
 from pipeline.base.dist_env import RankInfo
 from pipeline.base.errors import ExitCode
 from pipeline.base.files import read_jsonl
@@ -22,11 +24,16 @@ from pipeline.checkpoint.catalog import checkpoint_name, find_newest_step
 from pipeline.config.sections import EarlyStoppingConfig
 from pipeline.run.directory import Run
 from pipeline.run.stages import load_stage_module
+from slurm.query.status import print_status
+from tests.model.test_transformers_backend import save_model_with_tokenizer
+from tests.publish.test_open_weights import make_run_from_model
 from tests.support.errors import raises_error
 from tests.support.events import read_event_lines
 from tests.support.ranks import Ranks, run_ranks
-from tests.support.tiny import make_run, run_stage_on_rank
+from tests.support.tiny import compute_run_digest, make_run, run_stage_on_rank
 from tests.train.test_exact import check_same_result, create_run, interrupt_training
+from tests.train.test_fork import create_run as create_original
+from tests.train.test_fork import make_fork
 from tests.train.test_held_out import read_held_out_losses, run_stage_and_stop_during_evaluation
 
 OVERRIDES = (
@@ -167,10 +174,24 @@ def test_an_interrupted_run_ends_at_the_same_step(tmp_path: Path, data: Path, un
     assert train(run) == last_step
     check_same_result(run, undisturbed_run)
     assert read_held_out_losses(run) == read_held_out_losses(undisturbed_run)
-    # The state after a crash between the last evaluation and the last checkpoint, which contained the request.
+
+
+def test_a_crash_after_the_request_does_not_change_the_end(tmp_path: Path, data: Path) -> None:
+    """The checkpoint of the last evaluation is saved, and that of the last step is not."""
+    run = create_run(
+        tmp_path, "each", data, *OVERRIDES, EARLY_STOPPING, "checkpoint.every_steps=1", "checkpoint.keep=2"
+    )
+    last_step = train(run, 1)
+    check_end(run)
+    digest = compute_run_digest(run)
     shutil.rmtree(run.checkpoints_dir / checkpoint_name(last_step))
-    assert train(run) == last_step
-    check_same_result(run, undisturbed_run)
+    assert train(run, 1) == last_step
+    assert compute_run_digest(run) == digest
+    # After the crash, the user raises the patience, so the request of the first attempt no longer counts.
+    shutil.rmtree(run.checkpoints_dir / checkpoint_name(last_step))
+    run.apply_overrides(["train.early_stopping.patience=6"])
+    assert train(run, 1) > last_step
+    check_end(run, 6)
 
 
 def run_stage_and_die(rank_info: RankInfo, path: Path, stage: str, step: int) -> int:
@@ -242,3 +263,47 @@ def test_an_unknown_metric_is_an_error_that_names_the_metrics(tmp_path: Path, da
         AssertionError, match=r"UserError: train\.early_stopping\.metric: .*my_accuracy.* loss, ema_loss"
     ):
         train(run)
+
+
+def test_a_fork_of_a_run_that_ended_early_starts_to_count_anew(tmp_path: Path, data: Path) -> None:
+    """The fork continues, although the checkpoint of its origin completed the stage. Its own end completes it."""
+    run = create_original(tmp_path, "original", data, *OVERRIDES, EARLY_STOPPING, "train.steps=60")
+    first_end = train(run)
+    fork = make_fork(run, "fork", first_end)
+    assert load_stage_module(fork, "train").describe_missing_outputs(fork) is not None
+    last_step = train(fork)
+    losses = read_held_out_losses(fork)
+    index = find_last_evaluation(list(losses.values()), PATIENCE, MIN_DELTA)
+    assert min(losses) > first_end
+    assert last_step == (60 if index is None else list(losses)[index] + 1)
+    assert train(fork) == last_step
+
+
+def test_a_model_of_transformers_ends_early(tmp_path: Path) -> None:
+    """No later evaluation is better than the first one by 1, so the run ends one step after the third evaluation.
+
+    The callback with the norms of gradients also works with this model.
+    """
+    save_model_with_tokenizer(tmp_path / "model", "gemma3_text")
+    stopping = "train.early_stopping={patience: 2, min_delta: 1}"
+    overrides = (
+        "train.evaluate_every=2",
+        "optimizer.lr=1e-7",
+        stopping,
+        "train.callbacks=[examples.gradient_statistics]",
+    )
+    run = make_run_from_model(tmp_path, "run", tmp_path / "model", 12, *overrides)
+    assert train(run) == 7
+    for line in read_jsonl(run.metrics_file):
+        norms = [value for name, value in line.items() if name.startswith("gradient.")]
+        assert math.hypot(*norms) == pytest.approx(line["grad_norm"], rel=1e-4)
+
+
+def test_status_and_report_say_why_a_run_ended_early(undisturbed_run: Run) -> None:
+    step = find_newest_step(undisturbed_run.checkpoints_dir)
+    progress = load_stage_module(undisturbed_run, "train").progress(undisturbed_run)
+    output = io.StringIO()
+    print_status(undisturbed_run, PlainConsole(file=output, width=200))
+    for text in (progress.description, output.getvalue()):
+        assert "completed early" in text and f"{PATIENCE} evaluations" in text
+    assert f"at step {step}:" in output.getvalue()
