@@ -1,6 +1,6 @@
 """Record the norm of the gradient of each block of a model in metrics.jsonl. It works with all models and layouts.
 
-    python submit.py configs/quickstart.yaml 'train.callbacks=[examples.gradient_statistics]'
+    python submit.py examples/vit.yaml run.name=gradients 'train.callbacks=[examples.gradient_statistics]'
 
 The metrics are called `gradient.GROUP`, such as `gradient.model.layers.0`. They are the norms before clipping.
 examples/plain_script.py uses `gradient_norms` in a script without Sluice's trainer.

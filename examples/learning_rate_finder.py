@@ -1,6 +1,6 @@
 """Find a learning rate by the range test of Smith (arXiv 1506.01186): raise it from step to step until training fails.
 
-    python submit.py configs/quickstart.yaml run.name=find-lr 'train.callbacks=[examples.learning_rate_finder]'
+    python submit.py examples/vit.yaml run.name=find-lr 'train.callbacks=[examples.learning_rate_finder]'
 
 `train.steps` must be larger than the number of rates. `status` shows the suggested rate, and the report a plot.
 """

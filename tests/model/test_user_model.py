@@ -361,8 +361,8 @@ def test_an_invalid_optimizer_schedule_or_metric_is_an_error(
 
 
 def read_callback_example() -> str:
-    """Return the code of the example in docs/models.md."""
-    (section,) = re.findall(r"^## Callbacks$(.*?)^## ", (ROOT / "docs/models.md").read_text(), re.M | re.S)
+    """Return the code of the example in docs/callbacks.md."""
+    (section,) = re.findall(r"^## Your own callback$(.*?)^## ", (ROOT / "docs/callbacks.md").read_text(), re.M | re.S)
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
     return str(code)
 
