@@ -316,6 +316,7 @@ def test_a_script_in_plain_torch_uses_the_functions_of_the_callbacks(
     assert [(image.name, image.step) for image in read_images(run.path)] == steps
 
 
+@pytest.mark.story
 def test_a_script_in_plain_torch_finds_a_learning_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_plain_script(tmp_path, monkeypatch, "find")
     lines = list(read_jsonl(run.metrics_file))

@@ -137,7 +137,7 @@ def undisturbed_run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Run
     return run
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.story), 2])
 def test_a_run_ends_where_a_plain_computation_ends_it(
     tmp_path: Path, data: Path, undisturbed_run: Run, ranks: int
 ) -> None:
@@ -176,6 +176,7 @@ def test_an_interrupted_run_ends_at_the_same_step(tmp_path: Path, data: Path, un
     assert read_held_out_losses(run) == read_held_out_losses(undisturbed_run)
 
 
+@pytest.mark.story
 def test_a_crash_after_the_request_does_not_change_the_end(tmp_path: Path, data: Path) -> None:
     """The checkpoint of the last evaluation is saved, and that of the last step is not."""
     run = create_run(
@@ -234,6 +235,7 @@ def test_a_larger_patience_continues_as_if_it_had_been_so_from_the_start(
     assert read_held_out_losses(run) == read_held_out_losses(expected_run)
 
 
+@pytest.mark.story
 def test_more_steps_start_to_count_anew(tmp_path: Path, data: Path) -> None:
     """The schedule is constant, so more steps change nothing else."""
     run = create_run(tmp_path, "longer", data, *OVERRIDES, EARLY_STOPPING)
@@ -265,6 +267,7 @@ def test_an_unknown_metric_is_an_error_that_names_the_metrics(tmp_path: Path, da
         train(run)
 
 
+@pytest.mark.story
 def test_a_fork_of_a_run_that_ended_early_starts_to_count_anew(tmp_path: Path, data: Path) -> None:
     """The fork continues, although the checkpoint of its origin completed the stage. Its own end completes it."""
     run = create_original(tmp_path, "original", data, *OVERRIDES, EARLY_STOPPING, "train.steps=60")
@@ -279,6 +282,7 @@ def test_a_fork_of_a_run_that_ended_early_starts_to_count_anew(tmp_path: Path, d
     assert train(fork) == last_step
 
 
+@pytest.mark.story
 def test_a_model_of_transformers_ends_early(tmp_path: Path) -> None:
     """No later evaluation is better than the first one by 1, so the run ends one step after the third evaluation.
 

@@ -186,7 +186,9 @@ def count_confusions_in_plain_torch(rank_info: RankInfo, path: Path, step: int) 
     return confusions
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), [(1, ()), (2, ("parallel.zero=3",))])
+@pytest.mark.parametrize(
+    ("ranks", "overrides"), [pytest.param(1, (), marks=pytest.mark.story), (2, ("parallel.zero=3",))]
+)
 def test_the_validation_metric_and_its_images_are_those_of_plain_torch(
     image_folder: Path, tmp_path: Path, ranks: int, overrides: tuple[str, ...]
 ) -> None:
@@ -209,6 +211,7 @@ def test_the_validation_metric_and_its_images_are_those_of_plain_torch(
                 assert np.abs(grey[true, :, predicted].astype(float) - expected).max() <= 0.51
 
 
+@pytest.mark.story
 def test_a_stop_during_an_evaluation_does_not_lose_the_metric_of_a_callback(image_folder: Path) -> None:
     """The metric also ends the training (`train.early_stopping`)."""
     stopping = "train.early_stopping={metric: balanced_accuracy, patience: 2}"
@@ -311,6 +314,7 @@ def test_resume_changes_the_callbacks_only_together_with_the_code(
     assert [line.get("mine") for line in read_jsonl(run.metrics_file)] == [None, 5, None, None]
 
 
+@pytest.mark.story
 def test_callbacks_do_not_change_the_result(tmp_path: Path, data: Path) -> None:
     """Callbacks that only measure are no part of the identity of checkpoints, and may be added at any time."""
     expected_run = create_run(tmp_path, "without", data, "train.steps=12")
