@@ -71,7 +71,7 @@ _ACROSS_SAMPLES = (
     "in the module, and return the loss of the whole micro-batch, such as a mean."
 )
 """Explanation in messages about a loss that depends on several samples."""
-_ANY_NUMBER = f"{_ACROSS_SAMPLES} Any other loss must take any number of samples."
+_ANY_NUMBER = 'The loss must take any number of samples, unless the module sets LOSS = "batch".'
 """Explanation in messages about a loss that fails for a number of samples other than `train.micro_batch`."""
 
 
@@ -749,8 +749,9 @@ class CustomModelTask(Task):
         )
         if losses.is_mean:
             return (
-                f"{name} is a mean, not a sum: {comparison}. Return the sum "
-                '(reduction="sum" in torch.nn.functional): training and evaluation divide by the global batch'
+                f"{name} is a mean, not a sum: {comparison}. Return the sum over the samples, because training and "
+                'evaluation divide by the global batch: reduction="sum" for one value per sample, or '
+                'reduction="none" and .flatten(1).mean(1).sum() for a loss that is also a mean over features'
             )
         if losses.has_constant:
             return (

@@ -73,11 +73,13 @@ class EarlyStopping(Callback):
         """
         key = f"{HELD_OUT_PREFIX}{self.config.metric}"
         if key not in metrics:
-            names = ", ".join(name.removeprefix(HELD_OUT_PREFIX) for name in metrics)
+            names = [name.removeprefix(HELD_OUT_PREFIX) for name in metrics if name.startswith(HELD_OUT_PREFIX)]
+            remedy = f"but only {', '.join(names)}: set train.early_stopping.metric to one of them"
+            if self.config.metric in metrics:
+                remedy = f"because a callback added it without the prefix: call it {key} in on_evaluation"
             raise UserError(
                 "train.unknown_metric",
-                f"train.early_stopping.metric: evaluations do not report {self.config.metric}, but only {names}: set "
-                "train.early_stopping.metric to one of them",
+                f"train.early_stopping.metric: evaluations do not report {self.config.metric}, {remedy}",
             )
         value = metrics[key]
         sign = -1.0 if self.config.resolved_mode == "max" else 1.0

@@ -180,6 +180,8 @@ class Trainer:
         """The callback of `train.early_stopping`; None without this section."""
         self.held_out: HeldOutEvaluation | None = None
         """Evaluates during the training; None without `train.evaluate_every`."""
+        self._has_noted_count = False
+        """Whether the log says that `compute_held_out_outputs` yields fewer samples than a callback requested."""
         self._images = ImageWriter(run.path, self.log)
         self.pause_step = groups.broadcast_from_rank0(self.coordinator.group, run.pause_step)
         """The step at which the train stage pauses, if the run is a trial of a search; None otherwise."""
@@ -655,6 +657,13 @@ class Trainer:
                 "train.no_evaluations",
                 "train.evaluate_every: a callback calls compute_held_out_outputs, which needs evaluations in the train "
                 "stage: set train.evaluate_every",
+            )
+        evaluated = self.held_out.evaluator.held_out.count
+        if count > evaluated and not self._has_noted_count:
+            self._has_noted_count = True
+            self.log(
+                f"note: a callback calls compute_held_out_outputs({count}), but evaluations use {evaluated} samples: "
+                "raise train.evaluate_sequences for more"
             )
         return self.held_out.compute_outputs(count)
 
