@@ -424,7 +424,8 @@ class Trainer:
         """
         config = self.config
         engine = self.engine
-        lr = self.callbacks.on_learning_rate(step, self.compute_learning_rate(config.optimizer, step, self.steps))
+        lr = self.compute_learning_rate(config.optimizer, step, self.steps)
+        lr = self.callbacks.on_learning_rate(step, lr)
         set_learning_rate(engine.optimizer, lr)
         if self.task.has_training_step:
             return self._run_training_step(step, batch, lr)

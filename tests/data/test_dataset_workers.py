@@ -52,7 +52,8 @@ def check_nothing_remains() -> Iterator[None]:
     yield
     assert set(threading.enumerate()) == threads_before
     assert wait_until(lambda: not list_data_processes(psutil.Process()))
-    assert len(os.listdir("/proc/self/fd")) == fds_before
+    # Garbage of earlier tests may be collected meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= fds_before
 
 
 def list_data_processes(parent: psutil.Process) -> list[psutil.Process]:
