@@ -98,6 +98,18 @@ def train_on_rank(rank_info: RankInfo, path: Path, configs: list[Config]) -> lis
     return results
 
 
+def check_equal_steps(
+    steps: list[tuple[float, float]], expected: list[tuple[float, float]], tolerance: float, case: str = ""
+) -> None:
+    """Compare the losses of steps with a relative tolerance, and the gradient norms with a larger one.
+
+    The last digits of a norm depend on the CPU, because the plain loop adds the squares in another order.
+    """
+    (losses, norms), (expected_losses, expected_norms) = zip(*steps, strict=True), zip(*expected, strict=True)
+    assert losses == pytest.approx(expected_losses, rel=tolerance), case
+    assert norms == pytest.approx(expected_norms, rel=5 * tolerance), case
+
+
 @pytest.mark.parametrize(
     "family",
     [family if family == "gemma3_text" else pytest.param(family, marks=pytest.mark.story) for family in FAMILIES],
@@ -110,11 +122,11 @@ def test_ten_steps_equal_those_of_a_plain_loop(tmp_path: Path, family: str) -> N
     expected, _ = train_transformers_model(model, config)
     assert abs(expected[-1][0] - expected[0][0]) > 0.01
     ((steps,),) = run_ranks(1, train_on_rank, tmp_path, [config])
-    assert steps == [pytest.approx(step, rel=1e-6) for step in expected]
+    check_equal_steps(steps, expected, 1e-6)
     configs = [make_config(folder, 2, parallel) for parallel in LAYOUTS.values()]
     for result in run_ranks(2, train_on_rank, tmp_path, configs):
         for layout, steps in zip(LAYOUTS, result, strict=True):
-            assert steps == [pytest.approx(step, rel=2e-6) for step in expected], layout
+            check_equal_steps(steps, expected, 2e-6, layout)
 
 
 def train_on_separate_documents(model: Any, config: Config) -> list[float]:
@@ -292,7 +304,7 @@ def test_a_family_of_the_decoder_can_also_be_built_by_transformers(tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected, _ = train_transformers_model(model, config)
     ((steps,),) = run_ranks(1, train_on_rank, tmp_path, [config])
-    assert steps == [pytest.approx(step, rel=1e-6) for step in expected]
+    check_equal_steps(steps, expected, 1e-6)
 
 
 @pytest.mark.parametrize(
