@@ -392,7 +392,7 @@ class TrainConfig(Section):
     gather: bool = False
     """For a custom model with `LOSS = "batch"`: compute the loss of a micro-batch on the samples of all data-parallel
     ranks. Each rank gathers the outputs of the others, and gradients flow back. The loss then compares
-    `micro_batch` × data-parallel ranks samples. false: each rank computes the loss of its own `micro_batch` samples."""
+    `micro_batch` × data-parallel ranks samples. false: each rank compares its `micro_batch` samples only."""
     sequence_schedule: Annotated[
         Annotated[list[LengthConfig], Field(min_length=1)] | None,
         Policy.CHANGEABLE,

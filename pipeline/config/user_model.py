@@ -115,7 +115,7 @@ from pipeline.config.datasets import DataConfig
 from pipeline.config.sections import Config
 
 _HELP = "pipeline/config/user_model.py describes the contents of such a module"
-_CALLBACKS_HELP = "docs/callbacks.md describes such a module"
+_CALLBACKS_HELP = "docs/callbacks.md describes the contents of a module with callbacks"
 LENGTHS_ARRAY = "lengths"
 """The array with the length of each sample."""
 UNREAD_OPTIONS = "model.options that no build reads: "

@@ -2,7 +2,7 @@
 
 The copy also contains the user's modules: a custom model and callbacks. A run gets its copy when it is created.
 `resume --update-code` replaces the copy. For a run with such modules and without training output, a corrected config
-also replaces the copy. Without such a replacement, edits of the source files do not affect the run, even if its jobs
+also replaces the copy. Otherwise, edits of the source files do not affect the run, even if its jobs
 are still pending.
 """
 
@@ -101,7 +101,7 @@ def try_code(
 def copy_code(run_dir: Path, modules: Sequence[UserModule], excluded_dir: str, umask: int) -> None:
     """Copy Sluice's source code to the directory `code` in `run_dir`, replacing an older copy.
 
-    The copy includes the top-level packages of the user's modules. If such a module is a single file, the copy also
+    The copy includes the top-level packages of the user's modules. If a module is a single file, the copy also
     includes the files and packages in the same directory that this file imports. If copying or compiling fails, the
     older copy stays. If a sweep point has a separate copy, a link to the new copy replaces it.
 

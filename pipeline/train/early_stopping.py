@@ -25,7 +25,7 @@ class EarlyStopping(Callback):
     Args:
         config: the section `train.early_stopping`.
         fork_step: the step of the checkpoint with which this run began as a fork; None if it is no fork. A fork starts
-            to count anew, because its held-out data may differ.
+            to count at 0, because its held-out data may differ.
     """
 
     def __init__(self, config: EarlyStoppingConfig, fork_step: int | None = None) -> None:
@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
     def on_start(self, trainer: TrainerContext) -> None:
         """Request the stop that the previous attempt could not carry out.
 
-        If the stage was already complete and now continues, because `train.steps` was raised, start to count anew.
+        If the stage was already complete and now continues with a larger `train.steps`, the count starts again at 0.
         """
         if trainer.start_step == self._fork_step:
             self._best = None

@@ -386,8 +386,8 @@ class Trainer:
             rank=self.layout.coordinates(self.rank).dp,
             order=order,
             shift=shift,
-            # A micro-batch with a loss of its own has the same samples in every layout. An iterable dataset gives each
-            # rank samples of its own.
+            # With a batch loss, a micro-batch has the same samples in every layout. Each rank reads a different part of
+            # an iterable dataset.
             stripe=self.config.train.micro_batch if self.task.has_batch_loss and stream_order is None else None,
         )
         if isinstance(self.dataset, DatasetSamples):
