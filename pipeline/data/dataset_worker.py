@@ -42,6 +42,7 @@ import torch
 from torch.utils.data import _utils as torch_data
 
 from pipeline.base.errors import UserError
+from pipeline.base.forked import run_and_exit
 from pipeline.base.prctl import set_parent_death_signal, set_process_name
 from pipeline.base.signals import STOP_SIGNALS
 from pipeline.data.dataset import DatasetRequest, SampleReader
@@ -205,9 +206,9 @@ def _follow_parent(parent_pid: int) -> None:
 
 
 def _run_worker(request: ServerRequest, worker: int, fd: int) -> NoReturn:
-    """Read samples until the rank closes the socket. Exit with 1 if the dataset fails, after reporting the error."""
-    code = 1
-    try:
+    """Read samples until the rank closes the socket, and exit. An error of the dataset is reported to the rank."""
+
+    def answer_tasks() -> int:
         server_pid = os.getppid()
         set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != server_pid:
@@ -219,14 +220,9 @@ def _run_worker(request: ServerRequest, worker: int, fd: int) -> NoReturn:
                 _answer_tasks(request, worker, rank)
             except Exception as error:
                 rank.send(_make_portable(error))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        return 0
+
+    run_and_exit(answer_tasks)
 
 
 def _make_portable(error: Exception) -> Exception:

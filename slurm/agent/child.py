@@ -6,15 +6,14 @@ import ctypes
 import os
 import platform
 import signal
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.base.forked import run_and_exit
 from pipeline.base.prctl import set_parent_death_signal, set_process_name
 from pipeline.base.signals import STOP_SIGNALS, StopFlag
 from pipeline.run.directory import Run
@@ -70,7 +69,7 @@ class Child:
 
             return main([self.stage, str(self.run_path)], flag)
 
-        _run_and_exit(run_stage)
+        run_and_exit(run_stage)
 
     def run_saver(self, rank_fd: int) -> NoReturn:
         """Become the saver of the rank, save its checkpoints, and exit when the rank has exited.
@@ -90,7 +89,7 @@ class Child:
             run_saver(Connection(rank_fd), self.snapshot_buffers, Run.open(self.run_path))
             return 0
 
-        _run_and_exit(save_checkpoints)
+        run_and_exit(save_checkpoints)
 
     def _set_up(self, name: str) -> None:
         """Set the name, the environment and the output of this process."""
@@ -104,24 +103,6 @@ class Child:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-
-
-def _run_and_exit(run: Callable[[], int]) -> NoReturn:
-    """Call a function, and exit with the code that it returns; with 1 if it raises an error."""
-    code = 1
-    try:
-        code = run()
-    except BaseException:
-        # Also SystemExit and KeyboardInterrupt: this process must never return into the code of the agent, of which it
-        # is a copy. `finally` ends the process, so the traceback would be lost if it were not printed here.
-        traceback.print_exc()
-    finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # Exit without joining threads, because threads of a failed process group or save may wait for lost ranks
-        # forever.
-        os._exit(code)
 
 
 def _set_memory_policy(mode: int, node_mask: int) -> None:
