@@ -176,6 +176,8 @@ class Trainer:
         self.early_stop: dict[str, Any] | None = None
         """The entry of the checkpoint that `read_early_stop` describes (pipeline/checkpoint/catalog.py), if a callback
         completed the run early; None otherwise."""
+        self._may_request_stop = False
+        """Whether there are callbacks that may call `request_stop`."""
         self.early_stopping: EarlyStopping | None = None
         """The callback of `train.early_stopping`; None without this section."""
         self.held_out: HeldOutEvaluation | None = None
@@ -245,9 +247,11 @@ class Trainer:
             ProgressLog(self.task, train.log_every),
             SaveRequests(run.save_file, self.coordinator, checks_file=world.is_rank0),
         ]
-        callbacks += make_user_callbacks(self.task.user_module, self.config)
+        user_callbacks = [*make_user_callbacks(self.task.user_module, self.config)]
         for user_module in run.callback_modules:
-            callbacks += make_user_callbacks(user_module.load(run.code_dir), self.config)
+            user_callbacks += make_user_callbacks(user_module.load(run.code_dir), self.config)
+        callbacks += user_callbacks
+        self._may_request_stop = bool(user_callbacks) or train.early_stopping is not None
         if train.early_stopping is not None:
             origin = read_origin(run)
             self.early_stopping = EarlyStopping(train.early_stopping, origin.step if origin else None)
@@ -729,6 +733,8 @@ class Trainer:
         If callbacks called `request_stop` on several ranks, the reason of the lowest of these ranks is returned. All
         ranks return the same reason, and store it in `requested_stop_reason`.
         """
+        if not self._may_request_stop:
+            return self.requested_stop_reason  # Only the restored checkpoint can contain a request.
         reasons = groups.all_gather_results(self.coordinator.group, lambda: self.requested_stop_reason)
         self.requested_stop_reason = next((reason for reason in reasons if reason is not None), None)
         return self.requested_stop_reason
